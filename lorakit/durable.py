@@ -1,0 +1,158 @@
+"""Files that are either complete or absent, also after a crash or a full disk.
+
+The one way to commit: stage beside the target, fsync every file, rename, fsync the parent.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lorakit.errors import TryAgainLater
+
+MANIFEST = "manifest.json"
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Replace ``path`` durably; a reader sees the old content or the new, never a mixture.
+
+    Raises:
+        TryAgainLater: the disk is full; the old content is kept.
+    """
+    staged = path.with_name(_staged_name(path))
+    with disk_full_is_temporary(path), _removed_on_error(staged):
+        with open(staged, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``value`` as indented JSON with sorted keys, durably."""
+    write_file(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def committed_folder(target: Path) -> Iterator[Path]:
+    """A staging folder that becomes ``target`` at the end of the block, or vanishes if the block raises.
+
+    Raises:
+        FileExistsError: ``target`` is there already; it is never overwritten.
+        TryAgainLater: the disk is full; nothing is left behind.
+    """
+    if target.exists():
+        raise FileExistsError(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target)
+    staging = target.with_name(_staged_name(target))
+    with disk_full_is_temporary(target), _removed_on_error(staging):
+        staging.mkdir()
+        yield staging
+        for path in [*staging.rglob("*"), staging]:
+            sync_folder(path) if path.is_dir() else _sync_file(path)
+        os.rename(staging, target)
+        sync_folder(target.parent)
+
+
+def write_manifest(folder: Path) -> None:
+    """Sizes and digests of every file in the folder, as its last file."""
+    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    write_json(folder / MANIFEST, {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files})
+
+
+def verifies(folder: Path) -> bool:
+    """Whether the folder has a manifest and every file in it is as the manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return all(
+            (folder / name).stat().st_size == facts["bytes"] and digest(folder / name) == facts["sha256"]
+            for name, facts in manifest.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder so that no half of it is ever seen under its name."""
+    doomed = folder.with_name(_staged_name(folder))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+
+
+def sweep(target: Path) -> None:
+    """Remove what dead processes of this machine left staged for ``target``."""
+    marker = f".{target.name}.tmp-{socket.gethostname()}-"
+    for path in target.parent.glob(f".{target.name}.tmp-*"):
+        if path.name.startswith(marker) and not _alive(path.name.removeprefix(marker)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def disk_full_is_temporary(path: Path) -> Iterator[None]:
+    """Turns a full disk into TryAgainLater, so that scripts can free space and go on."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
+        raise TryAgainLater(
+            f"{path}: the disk is full ({free} bytes free). What was saved before is intact:"
+            " free some space and run the same command again"
+        ) from None
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _staged_name(path: Path) -> str:
+    return f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def _alive(marker: str) -> bool:
+    pid = marker.partition("-")[0]
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,165 @@
+"""Which layers get an adapter, and with which rank and alpha: PEFT's matching rules, and no silent miss.
+
+A list entry matches a module's whole name or a dotted suffix of it; a text is a regular expression for the whole
+name; ``all-linear`` is every linear layer but the output head. Every pattern must match something.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
+
+from lorakit.errors import TargetError, nearest
+from lorakit.lora.kinds import Kind, is_linear_like, kind_of
+
+ALL_LINEAR = "all-linear"
+Patterns = str | tuple[str, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The settings of an adapter, before they meet a model. Fields as in the recipe's ``adapter`` section."""
+
+    method: str = "lora"
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: Patterns = ALL_LINEAR
+    exclude: Patterns | None = None
+    layers: tuple[int, ...] | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    init: str = "gaussian"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer that gets an adapter."""
+
+    name: str
+    kind: Kind
+    rank: int
+    alpha: float
+    out_features: int
+    in_features: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.rank * (self.in_features + self.out_features)
+
+
+def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
+    """Every target of ``spec`` in ``model``, in the model's order. Works on the meta device.
+
+    Raises:
+        TargetError: all problems at once: a pattern that matches nothing, or a layer that cannot be adapted.
+    """
+    modules = dict(model.named_modules())
+    head = _output_head(model)
+    candidates = {name: module for name, module in modules.items() if is_linear_like(module)}
+    problems: list[str] = []
+    if spec.targets == ALL_LINEAR:
+        matched = [name for name, module in candidates.items() if module is not head]
+    else:
+        matched = [name for name in modules if name and matches(spec.targets, name)]
+        problems += _unmatched("adapter.targets", spec.targets, modules, candidates)
+    if spec.exclude is not None:
+        problems += _unmatched("adapter.exclude", spec.exclude, modules, candidates)
+        matched = [name for name in matched if not matches(spec.exclude, name)]
+    if spec.layers is not None:
+        whole_names = () if isinstance(spec.targets, str) else spec.targets  # PEFT lets a whole name through
+        reached = {layer_index(name) for name in matched}
+        problems += [
+            f"adapter.layers: no target has layer index {index}; found {_range(reached)}"
+            for index in spec.layers
+            if index not in reached
+        ]
+        matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
+    problems += _bad_patterns(spec, matched)
+    problems += [_cannot_adapt(name, modules[name]) for name in matched if kind_of(modules[name]) is None]
+    if not matched and not problems:
+        problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
+    if problems:
+        raise TargetError("\n".join(problems))
+    return [_target(name, modules[name], spec) for name in matched]
+
+
+def matches(patterns: Patterns, name: str) -> bool:
+    """Whether a module's name matches: a text as a whole-name regular expression, a list by suffix."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == pattern or name.endswith(f".{pattern}") for pattern in patterns)
+
+
+def layer_index(name: str) -> int | None:
+    """The first number that is a whole segment below the second one: 3 in ``model.layers.3.mlp``."""
+    found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    return int(found.group(1)) if found else None
+
+
+def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
+    """The value of the first key that matches the name's end, as PEFT's rank_pattern and alpha_pattern work."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def coverage(model: nn.Module, targets: Iterable[Target]) -> list[tuple[str, int, int]]:
+    """(last part of the name, adapted layers, all layers) for every linear layer of a model."""
+    adapted = Counter(target.name.rpartition(".")[2] for target in targets)
+    every = Counter(name.rpartition(".")[2] for name, module in model.named_modules() if is_linear_like(module))
+    return [(kind, adapted[kind], count) for kind, count in every.items()]
+
+
+def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
+    kind = kind_of(module)
+    assert kind is not None
+    out_features, in_features = kind.sizes(module)
+    rank = lookup(spec.rank_pattern, name, spec.rank)
+    return Target(name, kind, rank, lookup(spec.alpha_pattern, name, spec.alpha), out_features, in_features)
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)  # transformers models have it, others need not
+    head = get() if callable(get) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _unmatched(
+    key: str, patterns: Patterns, modules: Mapping[str, nn.Module], candidates: Mapping[str, nn.Module]
+) -> list[str]:
+    names = [*dict.fromkeys(name.rpartition(".")[2] for name in candidates), *candidates]
+    each: list[Patterns] = [patterns] if isinstance(patterns, str) else [(pattern,) for pattern in patterns]
+    return [
+        f"{key}: {pattern if isinstance(pattern, str) else pattern[0]!r} matches none of the"
+        f" {len(candidates)} linear layers of this base."
+        + nearest(pattern if isinstance(pattern, str) else pattern[0], names)
+        + " `lorakit show BASE` lists them all."
+        for pattern in each
+        if not any(matches(pattern, name) for name in modules)
+    ]
+
+
+def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
+    tables: dict[str, Iterable[str]] = {"rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern}
+    return [
+        f"adapter.{table}: {key!r} matches none of the {len(matched)} targets."
+        + nearest(key, (name.rpartition(".")[2] for name in matched))
+        for table, keys in tables.items()
+        for key in keys
+        if not any(re.match(rf"(.*\.)?({key})$", name) for name in matched)
+    ]
+
+
+def _cannot_adapt(name: str, module: nn.Module) -> str:
+    return (
+        f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"
+        " (only Linear and Conv1D layers); leave it out with adapter.exclude"
+    )
+
+
+def _range(indices: set[int | None]) -> str:
+    numbers = sorted(index for index in indices if index is not None)
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,96 @@
+"""Which base a patch belongs to: digests of the tensors it adapts, of the config and of the tokenizer.
+
+Scheme ``sampled-1``: of every adapted weight, its shape and 8 evenly spaced runs of 512 values, as float32. So the
+answer does not depend on sharding, file names or storage dtype where values are equal, and takes milliseconds.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.errors import PatchError
+from lorakit.patch.base_files import BaseFiles, read_json
+
+SCHEME: Final = "sampled-1"
+RUNS, RUN_ELEMENTS = 8, 512
+NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
+    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
+}  # fmt: skip
+
+
+def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
+    """The fingerprint of a base on disk, for the given adapted modules."""
+
+    def one(module: str) -> str:
+        name = files.weight_name(module)
+        shard = files.holder[name]
+        return _digest(shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop))
+
+    config = {key: value for key, value in files.config().items() if key not in NOT_IDENTITY}
+    return {
+        "scheme": SCHEME,
+        "config": _hash(config),
+        "tokenizer": _tokenizer(files.folder),
+        "weights": {module: one(module) for module in modules},
+    }
+
+
+def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]:
+    """The fingerprint of a base in memory: its weights alone."""
+    weights = {}
+    for module in modules:
+        weight = model.get_submodule(module).weight
+        assert isinstance(weight, Tensor)
+        flat = weight.detach().reshape(-1)
+        weights[module] = _digest(tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())  # type: ignore[misc]
+    return {"scheme": SCHEME, "config": None, "tokenizer": None, "weights": weights}
+
+
+def check_fingerprint(told: dict[str, Any] | None, found: dict[str, Any], patch: Path, base: object) -> None:
+    """Passes when the base is the one the patch was trained on, or the patch does not say (a foreign one).
+
+    Raises:
+        PatchError: another base; says what differs.
+    """
+    if told is None:
+        return
+    if told.get("scheme") != found["scheme"]:
+        raise PatchError(f"{patch}: base fingerprint of an unknown scheme {told.get('scheme')!r}; update lorakit")
+    differing = [name for name, value in told["weights"].items() if found["weights"].get(name) != value]
+    parts = [f"{len(differing)} of {len(told['weights'])} adapted weights ({differing[0]} first)"] if differing else []
+    parts += [part for part in ("config", "tokenizer") if told.get(part) and found[part] and told[part] != found[part]]
+    if parts:
+        raise PatchError(
+            f"{patch}: trained on another base than {base}: {' and '.join(parts)} differ."
+            " Use the base named in its adapter_config.json, or say --allow-base-mismatch"
+        )
+
+
+def _digest(shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> str:
+    size = math.prod(shape)
+    last = max(0, size - RUN_ELEMENTS)
+    starts = sorted({last * run // (RUNS - 1) for run in range(RUNS)})
+    state = hashlib.sha256(json.dumps(shape).encode())
+    for start in starts:
+        values = read(start, min(start + RUN_ELEMENTS, size)).to(torch.float32)
+        state.update(values.numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+def _tokenizer(folder: Path) -> str | None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    return _hash({key: value for key, value in content.items() if key not in ("truncation", "padding")})
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

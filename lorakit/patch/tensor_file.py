@@ -1,0 +1,152 @@
+"""Safetensors files, read with suspicion and written the same way every time.
+
+Format: 8 bytes of header length (little-endian), a JSON header, the data. The header is checked before any tensor
+is allocated. Written here rather than by the safetensors library, which orders metadata at random, ignores the
+umask and accepts duplicate names.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from lorakit.errors import PatchError
+
+MAX_HEADER_BYTES: Final = 100_000_000
+DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: byte range from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The checked header of a safetensors file."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, as stored."""
+        entry = self.entries[name]
+        return self.read_elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
+
+    def read_elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor; nothing else is read."""
+        entry = self.entries[name]
+        size = entry.dtype.itemsize
+        if start == stop:
+            return torch.empty(0, dtype=entry.dtype)
+        buffer = bytearray((stop - start) * size)
+        with open(self.path, "rb") as file:
+            file.seek(entry.start + start * size)
+            if file.readinto(buffer) != len(buffer):
+                raise PatchError(f"{self.path}: the file ended while {name} was read")
+        return torch.frombuffer(buffer, dtype=entry.dtype)
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
+
+    Raises:
+        PatchError: the file is missing, cut, or not what its header says; names file and tensor.
+    """
+    try:
+        with open(path, "rb") as file:
+            header, data_start, size = _read_header(path, file)
+    except FileNotFoundError:
+        raise PatchError(f"{path}: no such file; looked for {path.absolute()}") from None
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise PatchError(f"{path}: the header's __metadata__ is not a mapping of texts")
+    entries = {name: _entry(path, name, facts, data_start) for name, facts in header.items()}
+    position = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != position:
+            raise PatchError(f"{path}: {name} begins at byte {entry.start}, expected {position}")
+        position = entry.end
+    if position != size:
+        raise PatchError(f"{path}: {size} bytes, but its header describes {position}; the file is cut or padded")
+    return TensorFile(path, entries, metadata)
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file: the same tensors and metadata always give the same bytes."""
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    file.write(header_bytes(shapes, metadata))
+    for tensor in tensors.values():
+        file.write(tensor_bytes(tensor))
+
+
+def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON header for tensors that follow in the given order, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    position = 0
+    for name, (dtype, shape) in shapes.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor, in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int, int]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise PatchError(f"{path}: not a whole safetensors file ({size} bytes, header of {length})")
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as problem:
+        raise PatchError(f"{path}: the header is not valid: {problem}") from None
+    if not isinstance(header, dict):
+        raise PatchError(f"{path}: the header is not a mapping")
+    return header, 8 + length, size
+
+
+def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
+    try:
+        dtype, shape, (start, end) = DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        right = whole and end - start == math.prod(shape) * dtype.itemsize
+    except (KeyError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise PatchError(f"{path}: {name}: its dtype, shape and byte range do not fit: {str(facts)[:200]}")
+    return Entry(dtype, shape, data_start + start, data_start + end)
+
+
+def _no_duplicates(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key!r} appears twice")
+        result[key] = value
+    return result

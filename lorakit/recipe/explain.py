@@ -1,0 +1,105 @@
+"""Validation errors -> ``file:line: key: what, what it got, nearest valid name``."""
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lorakit.errors import nearest
+from lorakit.recipe.schema import Recipe
+
+MAX_SHOWN = 60
+
+
+def explain(
+    path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError
+) -> list[str]:
+    """One line per problem. ``sources`` maps overridden keys to the override's text."""
+    lines: dict[str, None] = {}
+    for problem in error.errors():
+        if problem["type"] == "string_type" and isinstance(problem["input"], list):
+            continue  # the text branch of `text or list`; the list branch says what is wrong
+        keys = list(_recipe_keys(problem["loc"]))
+        override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
+        where = f"override '{override}'" if override else f"{path}:{_line(node, keys)}"
+        name = ".".join(map(str, keys))
+        lines[f"{where}: {name + ': ' if name else ''}{_message(problem, keys)}"] = None
+    return list(lines)
+
+
+def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
+    """The location without the names pydantic adds for the members of a union."""
+    known: Any = Recipe
+    for part in location:
+        fields = _fields(known)
+        if isinstance(part, int) or fields is None or part in fields or known is Recipe:
+            yield part
+        elif _is_section(known):
+            yield part  # an unknown key
+        elif _is_mapping(known):
+            if part == "[key]":
+                return
+            yield part
+        else:
+            continue
+        known = fields.get(str(part)) if fields else None
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is dict
+
+
+def _fields(annotation: Any) -> dict[str, Any] | None:
+    if _is_section(annotation):
+        return {name: field.annotation for name, field in annotation.model_fields.items()}
+    return {} if annotation is not None else None
+
+
+def _line(node: yaml.Node, keys: list[int | str]) -> int:
+    line = node.start_mark.line + 1
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            pair = next((pair for pair in node.value if pair[0].value == str(key)), None)
+            if pair is None:
+                break
+            line, node = pair[0].start_mark.line + 1, pair[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+            node = node.value[key]
+            line = node.start_mark.line + 1
+    return line
+
+
+def _message(problem: Any, keys: list[int | str]) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return f"unknown key.{nearest(str(keys[-1]), _known_keys(keys[:-1]))}"
+    if kind == "missing":
+        return "this key is required"
+    text = problem["msg"].removeprefix("Value error, ")
+    shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
+    if kind == "literal_error":
+        return f"{text}, got {shown}.{nearest(str(value), _quoted(problem['ctx']['expected']))}"
+    return text if isinstance(value, dict) else f"{text}, got {shown}"
+
+
+def _known_keys(keys: list[int | str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for key in keys:
+        annotation = model.model_fields[str(key)].annotation if str(key) in model.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+        elif not isinstance(annotation, types.UnionType):
+            return []
+    return list(model.model_fields)
+
+
+def _quoted(expected: str) -> list[str]:
+    return expected.replace(" or ", ", ").replace("'", "").split(", ")

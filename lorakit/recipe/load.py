@@ -1,0 +1,144 @@
+"""YAML file -> Recipe, or one RecipeError that names every problem by file and line.
+
+The YAML read here is a safe subset: no aliases, no tags, no duplicate keys, at most 1 MB; ``1e-4`` is a number.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from lorakit.errors import RecipeError
+from lorakit.recipe.explain import explain
+from lorakit.recipe.schema import Recipe
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+
+
+def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """The recipe in a YAML file, with ``key.path=value`` overrides applied before validation.
+
+    Raises:
+        RecipeError: every problem at once, one ``file:line: key: what`` per line.
+    """
+    path = Path(path)
+    loader = _open(path)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise RecipeError(f"{path}: the file is empty; start from a copy of recipes/quickstart.yaml")
+        _check_depth(path, node)
+        values = loader.construct_document(node)
+    except yaml.YAMLError as problem:
+        raise RecipeError(_explain_yaml(path, problem)) from None
+    except RecursionError:
+        raise RecipeError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}:1: a recipe is a mapping of sections, got {type(values).__name__}")
+    sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
+    problems = [problem for item in overrides for problem in _apply(values, item)]
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return _validate(path, values, node, sources)
+
+
+def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
+    try:
+        text = json.dumps(values)
+    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
+        raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
+    try:
+        # JSON strictness: no bool -> int, no "8" -> 8, but a list may fill a tuple.
+        return Recipe.model_validate_json(text)
+    except ValidationError as error:
+        raise RecipeError("\n".join(explain(path, node, sources, error))) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys, aliases and explicit tags."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.composer.ComposerError(None, None, "aliases and anchors are not allowed", event.start_mark)
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise yaml.composer.ComposerError(None, None, f"tag {event.tag} is not allowed", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merge keys are not allowed", key.start_mark)
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                problem = f"key '{key.value}' appears twice, first on line {seen[key.value]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML reads 1e-4 as text (YAML 1.1 wants a dot and a sign).
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _open(path: Path) -> _Loader:
+    try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"{path}: {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}")
+        return _Loader(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe; looked for {path.absolute()}") from None
+    except UnicodeDecodeError as problem:
+        raise RecipeError(f"{path}: not UTF-8 text: {problem}") from None
+    except yaml.YAMLError as problem:
+        raise RecipeError(_explain_yaml(path, problem)) from None
+    except OSError as problem:
+        raise RecipeError(f"{path}: cannot be read: {problem.strerror or problem}") from None
+
+
+def _check_depth(path: Path, node: yaml.Node, depth: int = 1) -> None:
+    if depth > MAX_DEPTH:
+        raise RecipeError(f"{path}:{node.start_mark.line + 1}: nested deeper than {MAX_DEPTH} levels")
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    for child in children:
+        _check_depth(path, child, depth + 1)
+
+
+def _explain_yaml(path: Path, problem: yaml.YAMLError) -> str:
+    mark = getattr(problem, "problem_mark", None)
+    line = f":{mark.line + 1}" if mark else ""
+    return f"{path}{line}: {getattr(problem, 'problem', None) or problem}"
+
+
+def _apply(values: dict[str, Any], item: str) -> list[str]:
+    """Put one ``key.path=value`` into ``values``; returns problems."""
+    key, equals, text = item.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        return [f"override '{item}': write it as key.path=value, for instance train.learning_rate=1e-4"]
+    try:
+        value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.YAMLError as problem:
+        return [_explain_yaml(Path(f"override '{item}'"), problem)]
+    for part in parts[:-1]:
+        child = values.setdefault(part, {})
+        if not isinstance(child, dict):
+            return [f"override '{item}': '{part}' is not a section"]
+        values = child
+    values[parts[-1]] = value
+    return []
+

@@ -1,0 +1,189 @@
+"""What a recipe may say: frozen, typed sections. Imports no torch.
+
+Strict throughout: an unknown key, a string for a number or a NaN is an error, never a guess. The sentence under
+each field is its description in the JSON schema, so editors show it.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class BaseSection(Section):
+    model: Name
+    """The frozen model: a folder, a hub id, or `builtin:tiny`."""
+    revision: Name | None = None
+    """Branch, tag or commit, for a hub id only."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly."""
+    quantize: Literal["none"] = "none"
+    """Quantisation of the base's weights."""
+
+
+class AdapterSection(Section):
+    method: Literal["lora", "rslora"] = "lora"
+    """How the adapter changes a layer: `lora` scales by alpha/r, `rslora` by alpha/sqrt(r)."""
+    rank: Count = 8
+    """r, the inner width of A (r, in) and B (out, r)."""
+    alpha: float = Field(16.0, gt=0)
+    """Numerator of the scale."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the adapter's inputs zeroed while training."""
+    targets: Pattern | tuple[Pattern, ...] = "all-linear"
+    """`all-linear`, a list of name suffixes, or one regular expression for whole module names."""
+    exclude: Pattern | tuple[Pattern, ...] | None = None
+    """Modules to leave alone: a list of suffixes, or one regular expression."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Only these layer indices (with `all-linear` or a list of suffixes)."""
+    rank_pattern: dict[Pattern, Count] = {}
+    """Rank by module name or regular expression; the first match wins."""
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = {}
+    """Alpha by module name or regular expression; the first match wins."""
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    """How A starts: normal with standard deviation 1/r, or Kaiming uniform. B starts at zero."""
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _keys_are_regular_expressions(cls, value: dict[str, float]) -> dict[str, float]:
+        for key in value:
+            _check_regex(key)
+        return value
+
+    @field_validator("targets", "exclude")
+    @classmethod
+    def _text_is_a_regular_expression(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(value, str):
+            _check_regex(value)
+        if value == ():
+            raise ValueError("the list is empty: name at least one")
+        return value
+
+    @model_validator(mode="after")
+    def _layers_need_names(self) -> "AdapterSection":
+        if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
+            raise ValueError("`layers` goes with `all-linear` or a list; put the indices into the regular expression")
+        return self
+
+
+class DataSection(Section):
+    train: Name | tuple[Name, ...]
+    """JSON lines (.jsonl, .jsonl.gz) or parquet: a file, a list, a folder, or a hub data set id."""
+    eval: Name | tuple[Name, ...] | None = None
+    """Held-out rows, in the same forms."""
+    max_tokens: int = Field(512, ge=2)
+    """Longest row in tokens."""
+    on_long_rows: Literal["truncate", "drop", "stop"] = "truncate"
+    """What happens to rows longer than `max_tokens`; cut and dropped rows are counted and reported."""
+    on_bad_rows: Literal["stop", "skip"] = "stop"
+    """What happens to rows that cannot be read; skipped rows are counted and reported."""
+    loss_on: Literal["answer", "all"] = "answer"
+    """`answer`: the assistant's or completion's tokens and their end token; `all`: every token."""
+    packing: bool = True
+    """Lay the rows of a micro-batch end to end, isolated from each other, instead of padding them."""
+    hub_split: Name = "train"
+    """Split to read when `train` is a hub data set id; `eval` given as an id reads `hub_eval_split`."""
+    hub_eval_split: Name = "test"
+    """Split to read when `eval` is a hub data set id."""
+
+
+class TrainSection(Section):
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the rows (1 when neither `epochs` nor `steps` is given)."""
+    steps: Count | None = None
+    """Optimizer updates, instead of `epochs`."""
+    batch_size: Count = 16
+    """Rows per optimizer update, over all processes."""
+    micro_batch_size: Count = 8
+    """Rows per forward pass of one process."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after warm-up; cosine and linear end at zero."""
+    warmup_steps: int = Field(10, ge=0)
+    """Updates over which the learning rate rises from zero."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of squared gradients."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm; null turns clipping off."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Start of every random stream: A, the order of rows, dropout."""
+    activation_checkpointing: Literal["none", "layers"] = "none"
+    """`layers` keeps only layer inputs and recomputes the rest in backward."""
+    save_every_steps: Count = 50
+    """Updates between checkpoints."""
+    keep_checkpoints: Count = 2
+    """How many checkpoints stay on disk (the best one besides)."""
+    eval_every_steps: Count = 50
+    """Updates between evaluations, when `data.eval` is given."""
+    early_stopping_evals: Count | None = None
+    """Stop after this many evaluations in a row without a better loss."""
+    select: Literal["last", "best"] = "last"
+    """Which step becomes the patch: the last, or the one with the best eval loss."""
+    log_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers, besides `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainSection":
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("give `epochs` or `steps`, not both")
+        if self.micro_batch_size > self.batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}"
+            )
+        return self
+
+
+class ParallelSection(Section):
+    backend: Literal["single"] = "single"
+    """How training is spread."""
+    processes: Annotated[int, Field(ge=1, le=1)] = 1
+    """Number of processes; the `single` backend has one."""
+    offload: Literal["none"] = "none"
+    """Where parameters and optimizer state rest."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    base: BaseSection
+    adapter: AdapterSection = AdapterSection()
+    data: DataSection
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+    output: Name
+    """Folder of the run; the patch is written there."""
+
+    @model_validator(mode="after")
+    def _choosing_needs_held_out_rows(self) -> "Recipe":
+        for key in ("select", "early_stopping_evals"):
+            if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
+                raise ValueError(f"train.{key} needs held-out rows: set data.eval")
+        return self
+
+
+def _check_regex(text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as problem:
+        raise ValueError(f"not a regular expression: {problem}") from None
