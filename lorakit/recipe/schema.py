@@ -27,7 +27,7 @@ class BaseSection(Section):
     """The frozen model: a folder, a hub id, or `builtin:tiny`."""
     revision: Name | None = None
     """Branch, tag or commit, for a hub id only."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly."""
     quantize: Literal["none"] = "none"
     """Quantisation of the base's weights."""

@@ -1,0 +1,129 @@
+"""Which rows make which step, and the tensors of a micro-batch.
+
+The rows of a step are a pure function of (seed, epoch, step): nothing is remembered, so any step can be taken again
+and a resumed run sees exactly the rows it would have seen. Packing changes the layout, never the rows of a step.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorakit.data.prepare import TokenRows
+
+IGNORED: Final = -100
+BUCKET_STEPS: Final = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. ``labels`` are shifted already: position t holds the token to predict after token t.
+
+    Packed: one line holding every row end to end, ``position_ids`` restart at each row, no attention mask.
+    Padded: one line per row, padded on the right and masked.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    rows: tuple[int, ...]
+    num_tokens: int
+    num_label_tokens: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same micro-batch on a device."""
+        tensors = {
+            name: None if value is None else value.to(device, non_blocking=True)
+            for name, value in (
+                ("input_ids", self.input_ids), ("labels", self.labels),
+                ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
+            )
+        }  # fmt: skip
+        return Batch(**tensors, rows=self.rows, num_tokens=self.num_tokens, num_label_tokens=self.num_label_tokens)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of every step of a run."""
+
+    rows: TokenRows
+    batch_size: int
+    micro_batch_size: int
+    packing: bool
+    seed: int
+    _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.rows) / self.batch_size)
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of step ``step`` (counted from 0). The last step of an epoch may have fewer rows."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch not in self._order:  # of one epoch at a time; drawn again when a run goes back
+            self._order.clear()
+            self._order[epoch] = epoch_order(self, epoch)
+        chosen = self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]
+        return self.cut(chosen.tolist())
+
+    def every_row_once(self) -> list[list[int]]:
+        """All rows in micro-batches of similar length, for evaluation."""
+        order = np.argsort(self.rows.lengths, kind="stable")
+        return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
+
+    def cut(self, rows: list[int]) -> list[Batch]:
+        """Rows -> micro-batches of at most ``micro_batch_size`` rows."""
+        size = self.micro_batch_size
+        return [collate(self.rows, rows[i : i + size], packing=self.packing) for i in range(0, len(rows), size)]
+
+
+def epoch_order(batches: Batches, epoch: int) -> np.ndarray:
+    """The order of rows in an epoch: a permutation, a function of seed and epoch alone.
+
+    Without packing, rows of similar length are put into the same steps: windows of the permutation are sorted by
+    length, and the steps in a window shuffled.
+    """
+    numbers = np.random.Generator(np.random.Philox(key=[batches.seed, epoch]))
+    order = numbers.permutation(len(batches.rows))
+    if batches.packing:
+        return order
+    window = batches.batch_size * BUCKET_STEPS
+    parts = []
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        part = part[np.argsort(batches.rows.lengths[part], kind="stable")]
+        steps = [part[i : i + batches.batch_size] for i in range(0, len(part), batches.batch_size)]
+        whole = steps if len(steps[-1]) == batches.batch_size else steps[:-1]
+        parts += [whole[i] for i in numbers.permutation(len(whole))] + steps[len(whole) :]
+    return np.concatenate(parts)
+
+
+def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
+    """The tensors of one micro-batch."""
+    ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in chosen]
+    labels = [_shifted(tokens, torch.from_numpy(rows.learnt(row).copy())) for tokens, row in zip(ids, chosen, strict=True)]
+    positions = [torch.arange(len(tokens)) for tokens in ids]
+    mask = None
+    if packing:
+        lines = [torch.cat(parts)[None] for parts in (ids, labels, positions)]
+    else:
+        lines = [_pad(ids, 0), _pad(labels, IGNORED), _pad(positions, 0)]
+        mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
+    return Batch(
+        *lines, mask, rows=tuple(chosen), num_tokens=sum(map(len, ids)),
+        num_label_tokens=sum(int((label != IGNORED).sum()) for label in labels),
+    )  # fmt: skip
+
+
+def _shifted(ids: Tensor, learnt: Tensor) -> Tensor:
+    labels = torch.full_like(ids, IGNORED)
+    labels[:-1] = torch.where(learnt[1:], ids[1:], IGNORED)
+    return labels
+
+
+def _pad(parts: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)

@@ -1,0 +1,181 @@
+"""Rows -> tokenised rows on disk: an Arrow file, memory-mapped, so data larger than memory works.
+
+Kept in the user's cache under a key of data, tokenizer, template and settings; built once, then only opened.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.rows import BadRow, Source, find_sources, read_rows
+from lorakit.durable import committed_folder, verifies, write_json, write_manifest
+from lorakit.errors import DataError
+
+FORMAT: Final = 1  # change it whenever the same row would give other tokens
+SHOWN_BAD_ROWS: Final = 10
+ROWS_PER_BLOCK: Final = 1024
+SCHEMA: Final = pa.schema(
+    {"input_ids": pa.list_(pa.int32()), "learnt": pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
+)
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What decides how rows become tokens."""
+
+    max_tokens: int
+    on_long_rows: str
+    on_bad_rows: str
+    loss_on: str
+
+
+@dataclass
+class RowCounts:
+    """What became of the rows."""
+
+    rows: int = 0
+    bad: int = 0
+    truncated: int = 0
+    dropped_long: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+
+
+class TokenRows:
+    """Tokenised rows, memory-mapped. Row i is ``ids(i)``, ``learnt(i)`` and came from ``where(i)``."""
+
+    def __init__(self, folder: Path) -> None:
+        facts = json.loads((folder / "rows.json").read_text())
+        self.counts = RowCounts(**facts["counts"])
+        self.sources: list[str] = facts["sources"]
+        self.digest: str = facts["digest"]
+        file = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
+        self._blocks = [file.get_batch(index) for index in range(file.num_record_batches)]
+        self.lengths: np.ndarray = np.load(folder / "lengths.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def ids(self, row: int) -> np.ndarray:
+        return self._cell(row, "input_ids").values.to_numpy()
+
+    def learnt(self, row: int) -> np.ndarray:
+        return self._cell(row, "learnt").values.to_numpy(zero_copy_only=False)
+
+    def where(self, row: int) -> str:
+        return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
+
+    def _cell(self, row: int, column: str) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return self._blocks[row // ROWS_PER_BLOCK].column(column)[row % ROWS_PER_BLOCK]
+
+
+def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, settings: RowSettings) -> TokenRows:
+    """The rows of a recipe's ``data.train`` or ``data.eval``, tokenised.
+
+    Raises:
+        DataError: missing files; bad rows, with file and line of the first ten and the total; or no row left.
+    """
+    sources = find_sources(names, split)
+    key = _key([source.digest() for source in sources], tokenizer, settings)
+    folder = _cache() / key
+    if not verifies(folder):
+        if folder.exists():
+            raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
+        try:
+            with committed_folder(folder) as staging:
+                _build(staging, sources, Encoder(tokenizer, settings.loss_on), settings, key)
+        except OSError:
+            if not verifies(folder):  # unless another process built the same rows meanwhile
+                raise
+    return TokenRows(folder)
+
+
+def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings, key: str) -> None:
+    counts, bad, lengths = RowCounts(), [], []
+    with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        block: list[dict[str, Any]] = []
+        for index, line, encoded in _encode(sources, encoder):
+            if isinstance(encoded, BadRow):
+                counts.bad += 1
+                bad += [f"{sources[index].name}:{line}: {encoded}"] if len(bad) < SHOWN_BAD_ROWS else []
+                continue
+            kept = _fit(encoded, settings, counts, f"{sources[index].name}:{line}")
+            if kept is None:
+                continue
+            block.append({"input_ids": kept.ids, "learnt": kept.learnt, "source": index, "line": line})
+            lengths.append(len(kept.ids))
+            counts.rows += 1
+            counts.tokens += len(kept.ids)
+            counts.label_tokens += sum(kept.learnt[1:])
+            if len(block) == ROWS_PER_BLOCK:
+                writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
+                block = []
+        if block:
+            writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
+    _check(counts, bad, settings, sources)
+    np.save(staging / "lengths.npy", np.array(lengths, dtype=np.int32))
+    write_json(
+        staging / "rows.json",
+        {"counts": asdict(counts), "sources": [source.name for source in sources], "digest": key},
+    )
+    write_manifest(staging)
+
+
+def _encode(sources: list[Source], encoder: Encoder) -> Iterator[tuple[int, int, Encoded | BadRow]]:
+    for index, source in enumerate(sources):
+        for line, row in read_rows(source):
+            try:
+                yield index, line, row if isinstance(row, BadRow) else encoder(row)
+            except BadRow as problem:
+                yield index, line, problem
+
+
+def _fit(row: Encoded, settings: RowSettings, counts: RowCounts, where: str) -> Encoded | None:
+    """The row within ``max_tokens``, or None when it is dropped; either is counted."""
+    limit = settings.max_tokens
+    if len(row.ids) <= limit:
+        return row
+    if settings.on_long_rows == "stop":
+        raise DataError(
+            f"{where}: {len(row.ids)} tokens, data.max_tokens is {limit};"
+            " raise it, or set data.on_long_rows to truncate or drop"
+        )
+    if settings.on_long_rows == "drop" or not any(row.learnt[1:limit]):
+        counts.dropped_long += 1
+        return None
+    counts.truncated += 1
+    return Encoded(row.ids[:limit], row.learnt[:limit])
+
+
+def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: list[Source]) -> None:
+    listed = "\n  ".join(bad)
+    if bad and settings.on_bad_rows == "stop":
+        more = "" if counts.bad == len(bad) else f"\n  ... and {counts.bad - len(bad)} more"
+        raise DataError(
+            f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}{more}\n"
+            "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
+        )
+    if not counts.rows:
+        names = ", ".join(source.name for source in sources)
+        why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
+        raise DataError(f"data: no row is left of {names}: {why}" + (f"\n  {listed}" if bad else ""))
+
+
+def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
+    parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
+    parts.append([str(tokenizer.eos_token), str(tokenizer.bos_token)])
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorakit" / "tokens"

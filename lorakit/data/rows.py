@@ -1,0 +1,159 @@
+"""Rows from files: JSON lines (plain or .gz), parquet, a folder of them, or a hub data set.
+
+Every row arrives with its file and line; a row that cannot be read arrives as a BadRow, for the caller to judge.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import xxhash
+
+from lorakit.errors import DataError
+
+MAX_LINE_BYTES: Final = 64_000_000
+SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one split of a hub data set."""
+
+    name: str
+    path: Path | None
+    split: str | None = None
+
+    def digest(self) -> str:
+        """A digest of the content, to key caches and to notice changed data."""
+        if self.path is None:
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}")
+        state = xxhash.xxh3_128()
+        with open(self.path, "rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+        return state.hexdigest()
+
+
+def find_sources(names: str | tuple[str, ...], split: str) -> list[Source]:
+    """The files behind a recipe's ``data.train`` or ``data.eval``, in a fixed order.
+
+    Raises:
+        DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
+    """
+    found = [source for name in ([names] if isinstance(names, str) else names) for source in _find(name, split)]
+    repeated = {source.name for source in found if found.count(source) > 1}
+    if repeated:
+        raise DataError(f"data: named twice: {', '.join(sorted(repeated))}")
+    return found
+
+
+def read_rows(source: Source) -> Iterator[tuple[int, Any | BadRow]]:
+    """(line, row) of every row; a row that cannot be read is a BadRow."""
+    if source.path is None:
+        yield from enumerate(_open_hub(source), 1)
+    elif source.path.name.endswith(".parquet"):
+        yield from _read_parquet(source.path)
+    else:
+        with _open_lines(source.path) as file:
+            yield from _read_lines(source.path, file)
+
+
+def _find(name: str, split: str) -> list[Source]:
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        if not files:
+            raise DataError(f"data: {path.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
+        return [Source(str(file), file) for file in files]
+    if path.is_file():
+        if not name.endswith(SUFFIXES):
+            raise DataError(f"data: {name}: lorakit reads files ending in {', '.join(SUFFIXES)}; rename or convert it")
+        return [Source(name, path)]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((*SUFFIXES, ".json", ".csv", ".txt")):
+        return [Source(name, None, split)]
+    raise DataError(f"data: {name}: no such file or folder; looked for {path.absolute()}")
+
+
+def _open_lines(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]]:
+    line = 0
+    blank: list[int] = []  # blank lines count only when a row follows: the end of a file may be empty
+    try:
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            line += 1
+            if not raw.strip():
+                blank.append(line)
+                continue
+            yield from ((empty, BadRow("the line is empty")) for empty in blank)
+            blank = []
+            if len(raw) > MAX_LINE_BYTES:
+                raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
+            yield line, parse_row(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
+
+
+def parse_row(raw: bytes) -> Any | BadRow:
+    """One JSON line, or a BadRow that says what is wrong with it."""
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except UnicodeDecodeError as problem:
+        return BadRow(f"not UTF-8: byte {problem.start}")
+    except json.JSONDecodeError as problem:
+        return BadRow(f"not JSON: {problem.msg} at column {problem.colno}")
+    except RecursionError:
+        return BadRow("not JSON: nested too deeply")
+    except BadRow as problem:
+        return problem
+    except ValueError as problem:  # a number with more digits than Python reads
+        return BadRow(f"not JSON: {problem}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRow(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return result
+
+
+def _no_constants(text: str) -> Any:
+    raise BadRow(f"not JSON: {text}")
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        line = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                line += 1
+                yield line, row
+    except (pyarrow.ArrowInvalid, OSError) as problem:
+        raise DataError(f"{path}: cut or damaged: {problem}") from None
+
+
+def _open_hub(source: Source) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(source.name, split=source.split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as problem:
+        raise DataError(
+            f"data: {source.name}: neither a file ({Path(source.name).absolute()}) nor a data set the hub gave"
+            f" (split {source.split}): {problem}"
+        ) from None

@@ -1,0 +1,86 @@
+"""What the training loop knows of where training runs: one narrow interface.
+
+``step`` is one verb because some engines fuse backward, clipping and update; with smaller verbs their names would
+leak into the loop.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.data.batches import Batch
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step: mean loss per label token, gradient norm before clipping, learning rate, token counts."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_label_tokens: int
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What one optimizer step needs to know, besides the rows."""
+
+    seed: int
+    max_grad_norm: float | None
+    learning_rate: Callable[[int], float]
+    """step, counted from 0 -> learning rate"""
+
+
+class NonFiniteStep(Exception):
+    """Loss or gradient is not finite; nothing was updated. ``rows`` are the rows that were in the step."""
+
+    def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
+        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
+        self.loss, self.grad_norm, self.rows = loss, grad_norm, rows
+
+
+class Engine(Protocol):
+    """Where the arithmetic happens. The loop uses these names and no others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Enter around building the base, so that it is created already spread out."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
+        """Take ownership, once, after the adapter is attached."""
+
+    def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
+        """Optimizer step ``index`` (counted from 0).
+
+        Law: the update equals that of one process given the micro-batches of every rank, with loss = sum of token
+        losses / number of label tokens, both over all ranks and micro-batches.
+
+        Raises:
+            NonFiniteStep: on every rank; nothing was updated.
+        """
+
+    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
+        """Mean loss per label token over all ranks' micro-batches, or None when asked to stop."""
+
+    def unreached(self) -> list[str]:
+        """Adapter tensors that no step so far has given a gradient."""
+
+    def gather(self) -> dict[str, Tensor]:
+        """Whole adapter tensors in float32 on the CPU. Collective; never the base."""
+
+    def gather_optimizer(self) -> dict[str, Tensor]:
+        """Optimizer state by tensor name, whole, on the CPU. Collective."""
+
+    def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Put back what ``gather`` and ``gather_optimizer`` gave, on any layout."""
+
+    def observed(self) -> dict[str, Any]:
+        """What is really there: engine, device, and the bytes this rank holds by category."""

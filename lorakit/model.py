@@ -1,0 +1,118 @@
+"""Find and load a base and its tokenizer: a folder, a hub id, or ``builtin:tiny``."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lorakit.errors import BaseModelError, nearest
+
+BUILTIN: Final = {"builtin:tiny": "tiny"}
+HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def find_base(name: str, revision: str | None = None) -> Path:
+    """The folder that holds a base, downloaded first when it is a hub id.
+
+    Raises:
+        BaseModelError: nothing of that name; says what was tried.
+    """
+    if name.startswith("builtin:"):
+        if name not in BUILTIN:
+            raise BaseModelError(f"base.model: {name!r} is not built in.{nearest(name, BUILTIN)}")
+        return Path(__file__).parent / "assets" / BUILTIN[name]
+    folder = Path(name)
+    if folder.is_dir():
+        if revision is not None:
+            raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
+        if not (folder / "config.json").is_file():
+            raise BaseModelError(f"base.model: {folder.absolute()} has no config.json; not a model folder")
+        return folder
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise BaseModelError(f"base.model: no folder {folder.absolute()}, and {name!r} is no hub id")
+    return _download(name, revision)
+
+
+def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The causal language model in a folder, in evaluation mode.
+
+    Raises:
+        BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _quiet(), _explained(folder):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    problems = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
+    if problems:
+        raise BaseModelError(
+            f"{folder}: {len(problems)} tensors of {type(model).__name__} are missing or of another shape and would"
+            f" be random: {', '.join(sorted(problems)[:5])}"
+        )
+    loaded: nn.Module = model.to(device).eval()
+    return loaded
+
+
+def load_skeleton(folder: Path) -> nn.Module:
+    """The model on the meta device: names and shapes, no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet(), _explained(folder), torch.device("meta"):
+        skeleton: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return skeleton
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a base's folder.
+
+    Raises:
+        BaseModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    with _quiet(), _explained(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise BaseModelError(
+            f"base.model: no folder {Path(name).absolute()}, and the hub gave no {name!r}"
+            f" (revision {revision or 'main'}): {reason}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        raise BaseModelError(f"{folder}: transformers cannot load it: {problem}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and notes: what matters of them is checked and raised here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

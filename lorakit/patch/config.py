@@ -1,0 +1,125 @@
+"""adapter_config.json as PEFT reads and writes it, held to what lorakit computes.
+
+A key that changes the forward pass and is not implemented is refused by name; it is never ignored.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import PatchError
+from lorakit.lora.targets import lookup, matches
+
+CONFIG_FILE: Final = "adapter_config.json"
+HARMLESS: Final = {  # do not change what a trained adapter computes
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "target_modules", "task_type", "use_rslora", "fan_in_fan_out",
+    "ensure_weight_tying", "runtime_config", "init_lora_weights",
+}  # fmt: skip
+CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """The settings of a patch: how strong each layer's update is, and where it came from."""
+
+    method: str
+    rank: int
+    alpha: float
+    dropout: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    base_model: str | None
+    revision: str | None
+
+    def rank_of(self, module: str) -> int:
+        return lookup(self.rank_pattern, module, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        return lookup(self.alpha_pattern, module, self.alpha)
+
+
+def read_config(folder: Path) -> PatchConfig:
+    """The settings in a patch folder.
+
+    Raises:
+        PatchError: not a LoRA patch, a malformed value, or a setting lorakit does not compute.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PatchError(f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}") from None
+    except (ValueError, RecursionError, OSError) as problem:
+        raise PatchError(f"{path}: cannot be read: {problem}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA")
+    _refuse_unknown(path, config)
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    _check_numbers(path, {"r": rank, **ranks}, whole=True)
+    _check_numbers(path, {"lora_alpha": alpha, **alphas}, whole=False)
+    method = "rslora" if config.get("use_rslora") else "lora"
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return PatchConfig(method, rank, alpha, config.get("lora_dropout") or 0.0, ranks, alphas, base, revision)
+
+
+def config_json(
+    layers: Mapping[str, tuple[int, float]], all_modules: Iterable[str], *,
+    method: str, dropout: float, base_model: str | None, revision: str | None, task_type: str | None,
+    fan_in_fan_out: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """adapter_config.json for layers given as module -> (rank, alpha)."""
+    rank = Counter(rank for rank, _ in layers.values()).most_common(1)[0][0]
+    alpha = Counter(alpha for _, alpha in layers.values()).most_common(1)[0][0]
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": dropout,
+        "rank_pattern": {re.escape(name): r for name, (r, _) in layers.items() if r != rank},
+        "alpha_pattern": {re.escape(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
+        "target_modules": _target_modules(list(layers), all_modules),
+        "use_rslora": method == "rslora",
+        "fan_in_fan_out": fan_in_fan_out,
+        "bias": "none",
+    }
+
+
+def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
+    """Suffixes such as ``q_proj`` when they name exactly these modules, else whole names."""
+    suffixes = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    same = {name for name in all_modules if matches(suffixes, name)} == set(names)
+    return list(suffixes) if same else sorted(names)
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
+    off = (None, False, "none", [], {}, "")
+    unknown = [key for key, value in config.items() if key not in HARMLESS and value not in off]
+    if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
+        unknown.append("init_lora_weights")  # trained on W0 minus something that is not in the patch
+    if unknown:
+        settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
+        raise PatchError(f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}")
+
+
+def _check_numbers(path: Path, numbers: Mapping[str, Any], *, whole: bool) -> None:
+    for key, value in numbers.items():
+        right = type(value) is int or (not whole and type(value) is float)
+        if not right or not 0 < value < 1e9:
+            raise PatchError(f"{path}: {key} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
