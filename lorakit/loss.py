@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.data.batches import IGNORED, Batch
+from lorakit.batch import IGNORED, Batch
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,11 +1,11 @@
 """Rows -> chat template -> tokens and labels -> micro-batches, exactly resumable."""
 
-from lorakit.data.batches import IGNORED, Batch, Batches, collate
+from lorakit.data.batches import Batches, collate
 from lorakit.data.encode import Encoder
 from lorakit.data.prepare import RowCounts, RowSettings, TokenRows, prepare_rows
 from lorakit.data.rows import find_sources
 
 __all__ = [
-    "IGNORED", "Batch", "Batches", "Encoder", "RowCounts", "RowSettings", "TokenRows", "collate", "find_sources",
+    "Batches", "Encoder", "RowCounts", "RowSettings", "TokenRows", "collate", "find_sources",
     "prepare_rows",
 ]  # fmt: skip

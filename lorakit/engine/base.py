@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lorakit.data.batches import Batch
+from lorakit.batch import Batch
 
 
 @dataclass(frozen=True)

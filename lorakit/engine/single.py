@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.data.batches import Batch
+from lorakit.batch import Batch
 from lorakit.engine.base import NonFiniteStep, StepReport, StepSettings
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors

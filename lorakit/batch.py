@@ -1,0 +1,38 @@
+"""One micro-batch: what data makes and an engine computes with."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+IGNORED: Final = -100
+"""The label of a position that is not learnt."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. ``labels`` are shifted already: position t holds the token to predict after token t.
+
+    Packed: one line holding every row end to end, ``position_ids`` restart at each row, no attention mask.
+    Padded: one line per row, padded on the right and masked.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    rows: tuple[int, ...]
+    num_tokens: int
+    num_label_tokens: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same micro-batch on a device."""
+        tensors = {
+            name: None if value is None else value.to(device, non_blocking=True)
+            for name, value in (
+                ("input_ids", self.input_ids), ("labels", self.labels),
+                ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
+            )
+        }  # fmt: skip
+        return Batch(**tensors, rows=self.rows, num_tokens=self.num_tokens, num_label_tokens=self.num_label_tokens)  # type: ignore[arg-type]

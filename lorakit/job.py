@@ -1,0 +1,136 @@
+"""A training run, assembled: engine, base with its adapter, rows, optimizer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
+from lorakit.dtype import DtypeChoice, choose_dtype
+from lorakit.engine import Engine, StepSettings, open_engine
+from lorakit.errors import BaseModelError
+from lorakit.isolation import check_isolation
+from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
+from lorakit.model import find_base, load_base, load_tokenizer
+from lorakit.optim import build_optimizer, learning_rate
+from lorakit.patch import fingerprint, open_base_files
+from lorakit.recipe import AdapterSection, DataSection, Recipe
+from lorakit.run.checkpoint import Checkpoints
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, ready for its first step."""
+
+    recipe: Recipe
+    output: Path
+    model: nn.Module
+    engine: Engine
+    dtype: DtypeChoice
+    targets: list[Target]
+    batches: Batches
+    held_out: Batches | None
+    base_fingerprint: dict[str, Any]
+    checkpoints: Checkpoints
+    total_steps: int
+
+    def data_facts(self) -> dict[str, Any]:
+        """What the rows were: sources, digest, and what became of them."""
+        sets = {"train": self.batches.rows} | ({"eval": self.held_out.rows} if self.held_out else {})
+        return {
+            name: {"sources": rows.sources, "digest": rows.digest, **asdict(rows.counts)} for name, rows in sets.items()
+        }
+
+    def base_facts(self) -> dict[str, Any]:
+        """Which base it is."""
+        return {"model": self.recipe.base.model, "architecture": type(self.model).__name__, **self.base_fingerprint}
+
+
+def assemble(recipe: Recipe, recorded: Mapping[str, Any]) -> Job:
+    """Load and connect all parts of a run. ``recorded`` holds what an interrupted run had chosen.
+
+    Raises:
+        LorakitError: base, data or targets are not usable; nothing has been written but the token cache.
+    """
+    engine = open_engine(recipe.parallel.backend)
+    folder = find_base(recipe.base.model, recipe.base.revision)
+    tokenizer = load_tokenizer(folder)
+    rows = read_rows(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
+    held_out = None
+    if recipe.data.eval is not None:
+        held_out = read_rows(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
+    dtype = choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device)
+    if "dtype" in recorded:
+        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
+    with engine.loading():
+        model = load_base(folder, dtype.dtype, engine.device)
+    check_vocabulary(model, tokenizer)
+    spec = adapter_spec(recipe.adapter)
+    targets = find_targets(model, spec)
+    attach(model, targets, spec, recipe.train.seed)
+    job = Job(
+        recipe, Path(recipe.output), model, engine, dtype, targets, _batches(recipe, rows),
+        _batches(recipe, held_out) if held_out else None,
+        fingerprint(open_base_files(folder), [target.name for target in targets]),
+        Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
+        count_steps(recipe, len(rows)),
+    )  # fmt: skip
+    if recipe.data.packing:
+        check_isolation(model, job.batches, engine.device)
+    _prepare_engine(job)
+    return job
+
+
+def adapter_spec(section: AdapterSection) -> AdapterSpec:
+    """The recipe's adapter section as plain values."""
+    return AdapterSpec(**section.model_dump())
+
+
+def read_rows(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenRows:
+    """The tokenised rows of one part of the data section."""
+    settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
+    return prepare_rows(names, split, tokenizer, settings)
+
+
+def count_steps(recipe: Recipe, num_rows: int) -> int:
+    """Optimizer updates of the whole run."""
+    per_epoch = math.ceil(num_rows / recipe.train.batch_size)
+    return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Passes when every token the tokenizer can give has a row in the base's embedding.
+
+    Raises:
+        BaseModelError: the tokenizer knows more tokens than the base.
+    """
+    num_rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if len(tokenizer) > num_rows:
+        raise BaseModelError(
+            f"the tokenizer gives ids up to {len(tokenizer) - 1}, the base's embedding has {num_rows} rows;"
+            " they do not belong together"
+        )
+
+
+def _batches(recipe: Recipe, rows: TokenRows) -> Batches:
+    settings = recipe.train
+    return Batches(rows, settings.batch_size, settings.micro_batch_size, recipe.data.packing, settings.seed)
+
+
+def _prepare_engine(job: Job) -> None:
+    settings = job.recipe.train
+    if settings.activation_checkpointing == "layers":
+        job.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    optimizer = build_optimizer(
+        adapter_tensors(job.model).values(), betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )  # fmt: skip
+    rate = partial(
+        learning_rate, peak=settings.learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
+        total_steps=job.total_steps,
+    )  # fmt: skip
+    job.engine.prepare(job.model, optimizer, StepSettings(settings.seed, settings.max_grad_norm, rate))

@@ -1,0 +1,91 @@
+"""Checkpoints: the adapter, its optimizer state and where the run is; by tensor name, never the base.
+
+The newest checkpoint is the highest step whose manifest verifies; there is no pointer file.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lorakit.durable import MANIFEST, committed_folder, remove_folder, verifies, write_json, write_manifest
+from lorakit.engine import Engine
+from lorakit.patch.tensor_file import open_tensors, write_tensors
+
+
+@dataclass
+class Progress:
+    """Where a run is. Everything else follows from the recipe and ``step``."""
+
+    step: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+    evaluated_step: int | None = None
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+
+
+class Checkpoints:
+    """The checkpoints of one run, in ``folder``."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    def save(self, engine: Engine, progress: Progress) -> None:
+        """Commit a checkpoint of this step, then drop the oldest ones; the best step's stays."""
+        target = self._path(progress.step)
+        if target.exists() and not verifies(target):
+            remove_folder(target)
+        if not target.exists():
+            with committed_folder(target) as staging:
+                _write(staging / "adapter.safetensors", engine.gather())
+                _write(staging / "optimizer.safetensors", engine.gather_optimizer())
+                write_json(staging / "progress.json", asdict(progress))
+                write_manifest(staging)
+        steps = sorted(step for step in self._steps() if step != progress.best_step)
+        for step in steps[: -self._keep]:
+            remove_folder(self._path(step))
+
+    def newest(self) -> tuple[Progress, Path] | None:
+        """The newest checkpoint that verifies, or None."""
+        for step in sorted(self._steps(), reverse=True):
+            folder = self._path(step)
+            if verifies(folder):
+                return Progress(**json.loads((folder / "progress.json").read_text())), folder
+        return None
+
+    def restore(self, engine: Engine, folder: Path) -> None:
+        """Put a checkpoint's tensors back into the engine."""
+        engine.restore(_read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors"))
+
+    def adapter_of(self, step: int) -> dict[str, Tensor]:
+        """The adapter tensors of a kept step."""
+        return _read(self._path(step) / "adapter.safetensors")
+
+    def remove(self) -> None:
+        """Drop all checkpoints."""
+        remove_folder(self._folder)
+
+    def _steps(self) -> Iterator[int]:
+        for path in self._folder.glob("step-*"):
+            if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file():
+                yield int(path.name.removeprefix("step-"))
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    with open(path, "wb") as file:
+        write_tensors(file, tensors, {"format": "pt"})
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    file = open_tensors(path)
+    return {name: file.read(name) for name in file.entries}

@@ -1,0 +1,69 @@
+"""What a person sees while training: a live bar in a terminal, plain lines elsewhere. All on standard error."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lorakit.engine import StepReport
+
+LINE_SECONDS = 10.0
+
+
+class Display:
+    """Shows the steps of a run."""
+
+    def __init__(self, console: Console, bar: Progress | None, total_steps: int, first_step: int) -> None:
+        self._console, self._bar, self._total = console, bar, total_steps
+        self._task = bar.add_task("", total=total_steps, completed=first_step, facts="") if bar else None
+        self._began = self._shown = time.monotonic()
+        self._tokens = self._steps = 0
+
+    def step(self, number: int, report: StepReport) -> float:
+        """Show step ``number`` (counted from 1); returns tokens per second, padding not counted."""
+        now = time.monotonic()
+        self._tokens += report.num_tokens
+        self._steps += 1
+        rate = self._tokens / max(now - self._began, 1e-9)
+        facts = (
+            f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  {rate:,.0f} tok/s  {peak_memory_bytes() / 1e9:.2f} GB"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=number, facts=facts)
+        elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
+            left = (now - self._began) / self._steps * (self._total - number)
+            self._console.print(f"step {number}/{self._total}  {facts}  {left:.0f} s left", highlight=False)
+            self._shown = now
+        return rate
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, highlight=False, markup=False)
+
+
+@contextmanager
+def display(total_steps: int, first_step: int) -> Iterator[Display]:
+    """A live display for the steps from ``first_step`` to ``total_steps``."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield Display(console, None, total_steps, first_step)
+        return
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=24), TaskProgressColumn(),
+        TextColumn("{task.fields[facts]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        yield Display(console, bar, total_steps, first_step)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held: on the GPU when there is one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

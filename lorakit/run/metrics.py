@@ -1,0 +1,78 @@
+"""metrics.jsonl: one JSON line per step or evaluation; and the loss picture drawn from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lorakit.durable import write_file
+
+
+class Metrics:
+    """Appends to metrics.jsonl. After a crash the lines past the last checkpoint are taken back first."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] <= last_step]
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._evaluated = {line["step"] for line in kept if "eval_loss" in line}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Add one line, unless it is an evaluation that is there already."""
+        if "eval_loss" in values and values["step"] in self._evaluated:
+            return
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            break
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            break
+        lines.append(value)
+    return lines
+
+
+def draw_loss(metrics: Path, picture: Path, title: str) -> None:
+    """loss.png: training loss (thin), its running mean, and evaluation loss, over steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(metrics)
+    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if steps:
+        x, y = zip(*steps, strict=True)
+        axes.plot(x, y, color="#9ecae1", linewidth=0.8, label="step")
+        axes.plot(x, _running_mean(list(y)), color="#08519c", linewidth=1.6, label="step, running mean")
+    if evals:
+        axes.plot(*zip(*evals, strict=True), color="#d94801", marker="o", markersize=4, label="held out")
+    if min((y for _, y in steps + evals), default=0) > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per label token")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def _running_mean(values: list[float], weight: float = 0.9) -> list[float]:
+    means, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + value, weight * norm + 1
+        means.append(total / norm)
+    return means

@@ -1,0 +1,103 @@
+"""run.json: what was run, on what, and how it ended. Written at the start, completed at the end."""
+
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.durable import write_json
+from lorakit.errors import RunError
+from lorakit.patch.config import CONFIG_FILE
+from lorakit.version import VERSION
+
+RECORD: Final = "run.json"
+MAY_CHANGE: Final = {"train.save_every_steps", "train.keep_checkpoints", "train.log_to"}  # do not touch the result
+
+
+class RunRecord:
+    """The record of the run in an output folder."""
+
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        self._path, self.values = folder / RECORD, values
+
+    @property
+    def finished(self) -> bool:
+        return self.values.get("status") == "finished"
+
+    def start(self, **facts: Any) -> None:
+        """Note the facts of a run that begins, or goes on.
+
+        Raises:
+            RunError: data or base are no longer what the run began with.
+        """
+        for key in ("data", "base"):
+            before = self.values.get(key)
+            if before is not None and before != facts[key]:
+                differing = sorted(name for name in facts[key] if before.get(name) != facts[key][name])
+                raise RunError(
+                    f"{self._path}: {key} has changed since this run began ({', '.join(differing)});"
+                    " put it back, or start over with --fresh"
+                )
+        self.values.setdefault("starts", []).append(
+            {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
+        )
+        self.values |= {"status": "running", **facts}
+        write_json(self._path, self.values)
+
+    def finish(self, **facts: Any) -> None:
+        """Note how the run ended."""
+        self.values |= {"status": "finished", **facts}
+        write_json(self._path, self.values)
+
+
+def open_record(folder: Path, recipe: dict[str, Any]) -> RunRecord:
+    """The record in an output folder, or a new one.
+
+    Raises:
+        RunError: the folder holds another recipe's run, or a patch of unknown origin.
+    """
+    path = folder / RECORD
+    if not path.exists():
+        if (folder / CONFIG_FILE).exists():
+            raise RunError(
+                f"output: {folder} holds a patch that no run here made; choose another output, or --fresh to replace it"
+            )
+        return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
+    try:
+        values = json.loads(path.read_text())
+        before = flatten(values["recipe"])
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
+    now = flatten(recipe)
+    differing = [key for key in now | before if now.get(key) != before.get(key) and key not in MAY_CHANGE]
+    if differing:
+        lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
+        raise RunError(
+            f"output: {folder} holds the run of another recipe:\n{lines}\n"
+            "Choose another output, or --fresh to discard that run and start over"
+        )
+    return RunRecord(folder, {**values, "recipe": recipe})
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    found = {"lorakit": VERSION, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "accelerate"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,54 @@
+"""Where the numbers of a run go while it runs: the display, metrics.jsonl and trackers."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lorakit.engine import StepReport
+from lorakit.engine.trackers import Trackers
+from lorakit.run.display import Display, display
+from lorakit.run.metrics import Metrics
+
+
+class Report:
+    """Receives the numbers of steps and evaluations."""
+
+    def __init__(self, shown: Display, metrics: Metrics, trackers: Trackers) -> None:
+        self._shown, self._metrics, self._trackers = shown, metrics, trackers
+
+    def step(self, number: int, report: StepReport) -> None:
+        rate = self._shown.step(number, report)
+        values = {
+            "loss": report.loss, "learning_rate": report.learning_rate, "grad_norm": report.grad_norm,
+            "tokens": report.num_tokens, "label_tokens": report.num_label_tokens, "tokens_per_second": round(rate, 1),
+        }  # fmt: skip
+        self._metrics.write({"step": number, **values})
+        self._trackers.log(values, number)
+
+    def evaluation(self, number: int, loss: float) -> None:
+        values = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+        self._shown.say(f"step {number}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}")
+        self._metrics.write({"step": number, **values})
+        self._trackers.log(values, number)
+
+
+@contextmanager
+def reporting(
+    output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any]
+) -> Iterator[Report]:
+    """A Report for a run that goes on after ``last_step``; everything is closed at the end of the block."""
+    trackers = Trackers(log_to, output, config)
+    metrics = Metrics(output / "metrics.jsonl", last_step)
+    try:
+        with display(total_steps, last_step) as shown:
+            yield Report(shown, metrics, trackers)
+    finally:
+        metrics.close()
+        trackers.close()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity where that does not fit a float."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,65 @@
+"""The few honest lines before and after a run."""
+
+from lorakit.job import Job
+from lorakit.lora import coverage
+from lorakit.run.checkpoint import Progress
+from lorakit.run.report import perplexity
+
+
+def start_summary(job: Job, progress: Progress) -> str:
+    """What is about to be trained, on what, and how long."""
+    recipe, observed = job.recipe, job.engine.observed()
+    trainable = sum(target.num_parameters for target in job.targets)
+    total = sum(parameter.numel() for parameter in job.model.parameters()) - trainable
+    every = sum(count for _, _, count in coverage(job.model, [])) + len(job.targets)
+    kinds = ", ".join(dict.fromkeys(target.name.rpartition(".")[2] for target in job.targets))
+    settings = recipe.train
+    lines = [
+        ("base", f"{recipe.base.model}, {type(job.model).__name__}, {_count(total)} parameters"),
+        ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
+        ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
+        ("targets", f"{len(job.targets)} of {every} linear layers ({kinds})"),
+        ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
+        ("rows", _rows(job)),
+        (
+            "steps",
+            f"{job.total_steps} of {settings.batch_size} rows, {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
+            f" {settings.schedule} from {settings.learning_rate:g}",
+        ),
+        ("engine", f"{recipe.parallel.backend} on {observed['device']}, {observed['threads']} threads"),
+        ("output", str(job.output)),
+    ]
+    if progress.step:
+        lines.append(("resuming", f"after step {progress.step}"))
+    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def end_summary(job: Job, progress: Progress) -> str:
+    """How the run ended, and where things are."""
+    lines = []
+    if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
+        rows = [("base alone", progress.first_eval_loss), ("last step", progress.last_eval_loss)]
+        if progress.best_eval_loss is not None:
+            rows.append((f"best step ({progress.best_step})", progress.best_eval_loss))
+        lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
+        lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
+    chosen = progress.best_step if job.recipe.train.select == "best" else progress.step
+    lines += ["", f"patch      {job.output} (step {chosen} of {job.total_steps}), with loss.png, metrics.jsonl, run.json"]
+    lines += [f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'"]
+    return "\n".join(lines)
+
+
+def _rows(job: Job) -> str:
+    counts = job.batches.rows.counts
+    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them learnt"
+    left = [("truncated", counts.truncated), ("dropped as too long", counts.dropped_long), ("bad, skipped", counts.bad)]
+    text += "".join(f"; {number:,} {what}" for what, number in left if number)
+    held = job.held_out.rows.counts if job.held_out else None
+    return text + (f"; held out {held.rows:,}" if held else "")
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
