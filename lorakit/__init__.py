@@ -1,0 +1,54 @@
+"""lorakit: LoRA adapters trained, stored as patches, merged and swapped, never silently wrong.
+
+Importing this package imports no torch; each name brings what it needs.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any, Final
+
+from lorakit.errors import LorakitError
+from lorakit.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from lorakit.adapted import AdaptedModel, load
+    from lorakit.lora import adapter_tensors, inject
+    from lorakit.merge import merge
+    from lorakit.patch import read_patch, save_patch
+    from lorakit.recipe import load_recipe
+    from lorakit.train import train
+
+_HOMES: Final = {
+    "AdaptedModel": "lorakit.adapted", "adapter_tensors": "lorakit.lora", "inject": "lorakit.lora",
+    "load": "lorakit.adapted", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
+    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.train",
+}  # fmt: skip
+
+__all__ = [
+    "AdaptedModel", "LorakitError", "__version__", "adapter_tensors", "inject", "load", "load_recipe", "merge",
+    "read_patch", "save_patch", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lorakit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(types.ModuleType):
+    """Keeps ``lorakit.merge`` the function: the import system would hang the file of that name over it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

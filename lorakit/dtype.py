@@ -9,7 +9,8 @@ import torch
 from lorakit.errors import LorakitError
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SIZE: Final = 768
+SIZE: Final = 512
+ROUNDS: Final = 12
 MUST_GAIN: Final = 1.2  # a tie goes to float32: a noisy probe must not decide
 
 
@@ -35,25 +36,26 @@ def choose_dtype(asked: str, device: torch.device) -> DtypeChoice:
         return DtypeChoice(DTYPES[asked], "asked for")
     if asked != "auto":
         raise LorakitError(f"dtype {asked!r} is none of auto, {', '.join(DTYPES)}")
-    rates = {dtype: measure(dtype, device) for dtype in DTYPES.values()}
-    full, half = rates[torch.float32], rates[torch.bfloat16]
+    rates = measure_all(device)
+    full, half = rates["float32"], rates["bfloat16"]
     told = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
     if not _is_right(torch.bfloat16, device):
         return DtypeChoice(torch.float32, f"bfloat16 products are wrong here; {told}")
     return DtypeChoice(torch.bfloat16 if half > MUST_GAIN * full else torch.float32, told)
 
 
-def measure(dtype: torch.dtype, device: torch.device) -> float:
-    """GFLOP/s of a square matrix product, the best of five."""
-    x = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(6):
-        start = time.perf_counter()
-        x @ x
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * SIZE**3 / best / 1e9
+def measure_all(device: torch.device) -> dict[str, float]:
+    """GFLOP/s of a square matrix product by dtype: the best of some rounds, taken in turns on a busy machine."""
+    squares = {name: torch.ones(SIZE, SIZE, dtype=dtype, device=device) for name, dtype in DTYPES.items()}
+    best = dict.fromkeys(squares, float("inf"))
+    for _ in range(ROUNDS):
+        for name, x in squares.items():
+            start = time.perf_counter()
+            x @ x
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best[name] = min(best[name], time.perf_counter() - start)
+    return {name: 2 * SIZE**3 / seconds / 1e9 for name, seconds in best.items()}
 
 
 def _is_right(dtype: torch.dtype, device: torch.device) -> bool:

@@ -20,17 +20,23 @@ def check_isolation(model: nn.Module, batches: Batches, device: torch.device) ->
     """
     chosen = [0, 1] if len(batches.rows) > 1 else [0, 0]
     each = [collate(batches.rows, [row], packing=True) for row in chosen]
-    parts = [replace(b, input_ids=b.input_ids[:, :MAX_TOKENS], position_ids=b.position_ids[:, :MAX_TOKENS]) for b in each]
+    parts = [
+        replace(b, input_ids=b.input_ids[:, :MAX_TOKENS], position_ids=b.position_ids[:, :MAX_TOKENS]) for b in each
+    ]
     ids = [part.input_ids.to(device) for part in parts]
     positions = [part.position_ids.to(device) for part in parts]
     was_training = model.training
     try:
         with torch.no_grad():
             model.eval()
-            alone = [model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in zip(ids, positions, strict=True)]
+            alone = [
+                model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in zip(ids, positions, strict=True)
+            ]
             packed = model(input_ids=torch.cat(ids, 1), position_ids=torch.cat(positions, 1), use_cache=False).logits
     except TypeError as problem:
-        raise RunError(f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false") from None
+        raise RunError(
+            f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false"
+        ) from None
     finally:
         model.train(was_training)
     expected = torch.cat(alone, 1)

@@ -64,7 +64,9 @@ def load_skeleton(folder: Path) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _quiet(), _explained(folder), torch.device("meta"):
-        skeleton: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        skeleton: nn.Module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True)
+        )
     return skeleton
 
 

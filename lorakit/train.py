@@ -1,8 +1,10 @@
 """Train one adapter: the whole run, readable top to bottom."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lorakit.durable import sweep
 from lorakit.engine import NonFiniteStep
@@ -10,7 +12,7 @@ from lorakit.errors import RunError, TryAgainLater
 from lorakit.job import Job, assemble
 from lorakit.patch import remove_patch, write_patch
 from lorakit.patch.card import model_card
-from lorakit.recipe import Recipe
+from lorakit.recipe import Recipe, load_recipe
 from lorakit.run.checkpoint import Checkpoints, Progress
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.lock import locked
@@ -22,6 +24,16 @@ from lorakit.run.summary import end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
 SHOWN_ROWS = 8
+
+
+def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
+    """Train from a recipe file; ``overrides`` are recipe keys, as in ``**{"train.learning_rate": 2e-3}``.
+
+    Returns the folder of the patch. Raises as ``run``, and RecipeError for what is wrong with the recipe.
+    """
+    return run(
+        load_recipe(recipe, tuple(f"{key}={json.dumps(value)}" for key, value in overrides.items())), fresh=fresh
+    )
 
 
 def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = print) -> Path:
@@ -81,7 +93,9 @@ def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> Non
         if done:
             return
         if stop.asked():
-            raise TryAgainLater(f"{stop.asked_by}: saved after step {progress.step}; the same command goes on from there")
+            raise TryAgainLater(
+                f"{stop.asked_by}: saved after step {progress.step}; the same command goes on from there"
+            )
         take_step(job, progress, report)
 
 
@@ -113,7 +127,9 @@ def evaluate(job: Job, progress: Progress, report: Report, stop: StopRequest) ->
     """Held-out loss of this step into ``progress``; True when it is the best and the best is to be kept."""
     held_out = job.held_out
     assert held_out is not None
-    loss = job.engine.evaluate((batch for rows in held_out.every_row_once() for batch in held_out.cut(rows)), stop.asked)
+    loss = job.engine.evaluate(
+        (batch for rows in held_out.every_row_once() for batch in held_out.cut(rows)), stop.asked
+    )
     if loss is None:
         return False
     progress.evaluated_step = progress.step
@@ -183,6 +199,7 @@ def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> 
     newest = job.checkpoints.newest()
     kept = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
     return (
-        f"step {progress.step + 1}: {problem} (learning rate {job.recipe.train.learning_rate:g}); nothing was updated.\n"
+        f"step {progress.step + 1}: {problem} (learning rate {job.recipe.train.learning_rate:g});"
+        " nothing was updated.\n"
         f"  Rows in it: {named}{more}.\n  {kept}. Look at these rows, or lower train.learning_rate"
     )

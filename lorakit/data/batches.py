@@ -77,18 +77,18 @@ def epoch_order(batches: Batches, epoch: int) -> np.ndarray:
 def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
     """The tensors of one micro-batch."""
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in chosen]
-    labels = [_shifted(tokens, torch.from_numpy(rows.learnt(row).copy())) for tokens, row in zip(ids, chosen, strict=True)]
+    labels = [
+        _shifted(tokens, torch.from_numpy(rows.learnt(row).copy())) for tokens, row in zip(ids, chosen, strict=True)
+    ]
     positions = [torch.arange(len(tokens)) for tokens in ids]
-    mask = None
     if packing:
-        lines = [torch.cat(parts)[None] for parts in (ids, labels, positions)]
+        input_ids, shifted, position_ids = (torch.cat(parts)[None] for parts in (ids, labels, positions))
+        mask = None
     else:
-        lines = [_pad(ids, 0), _pad(labels, IGNORED), _pad(positions, 0)]
+        input_ids, shifted, position_ids = _pad(ids, 0), _pad(labels, IGNORED), _pad(positions, 0)
         mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
-    return Batch(
-        *lines, mask, rows=tuple(chosen), num_tokens=sum(map(len, ids)),
-        num_label_tokens=sum(int((label != IGNORED).sum()) for label in labels),
-    )  # fmt: skip
+    num_label_tokens = sum(int((label != IGNORED).sum()) for label in labels)
+    return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(map(len, ids)), num_label_tokens)
 
 
 def _shifted(ids: Tensor, learnt: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Chat rows go through the tokenizer's own template. What is learnt is found by co
 no generation markers: an assistant turn begins where the prompt for it ends, and ends with the first end token.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer, self._loss_on = tokenizer, loss_on
-        self._end = _end_marker(tokenizer) if tokenizer.chat_template else None
+        self._end = end_marker(tokenizer) if tokenizer.chat_template else None
 
     def __call__(self, row: Any) -> Encoded:
         """The tokens of a row.
@@ -87,7 +86,7 @@ class Encoder:
             return len(prompt)
         # The prompt promises something the whole text lacks, such as an opened <think>.
         before = self._render(row, index, prompt=False)
-        start = len(os.path.commonprefix([prompt, text]))
+        start = next(i for i, (a, b) in enumerate(zip(prompt, text + "\0", strict=False)) if a != b)
         content = str(row.messages[index]["content"]).strip()
         found = text.find(content, len(before)) if content else -1
         if not text.startswith(before) or start < len(before) or found < 0:
@@ -114,7 +113,7 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.learnt, True])
 
 
-def _end_marker(tokenizer: Any) -> str | None:
+def end_marker(tokenizer: Any) -> str | None:
     """The special token a template puts after an assistant's content, or None when it puts none."""
     import jinja2
 

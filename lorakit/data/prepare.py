@@ -65,10 +65,12 @@ class TokenRows:
         return len(self.lengths)
 
     def ids(self, row: int) -> np.ndarray:
-        return self._cell(row, "input_ids").values.to_numpy()
+        found: np.ndarray = self._cell(row, "input_ids").values.to_numpy()
+        return found
 
     def learnt(self, row: int) -> np.ndarray:
-        return self._cell(row, "learnt").values.to_numpy(zero_copy_only=False)
+        found: np.ndarray = self._cell(row, "learnt").values.to_numpy(zero_copy_only=False)
+        return found
 
     def where(self, row: int) -> str:
         return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
@@ -101,7 +103,9 @@ def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, setti
 
 
 def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings, key: str) -> None:
-    counts, bad, lengths = RowCounts(), [], []
+    counts = RowCounts()
+    bad: list[str] = []
+    lengths: list[int] = []
     with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         block: list[dict[str, Any]] = []
         for index, line, encoded in _encode(sources, encoder):

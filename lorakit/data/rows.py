@@ -35,7 +35,7 @@ class Source:
     def digest(self) -> str:
         """A digest of the content, to key caches and to notice changed data."""
         if self.path is None:
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}")
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}".encode())
         state = xxhash.xxh3_128()
         with open(self.path, "rb") as file:
             while block := file.read(1 << 20):

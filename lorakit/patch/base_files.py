@@ -59,7 +59,9 @@ def open_base_files(folder: Path) -> BaseFiles:
             raise BaseModelError(f"{folder / INDEX}: has no weight_map")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                raise BaseModelError(f"{folder / INDEX}: {name} is mapped to {file!r}; only plain file names are allowed")
+                raise BaseModelError(
+                    f"{folder / INDEX}: {name} is mapped to {file!r}; only plain file names are allowed"
+                )
         names = sorted(set(weight_map.values()))
     elif (folder / SINGLE).is_file():
         weight_map, names = None, [SINGLE]

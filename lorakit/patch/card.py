@@ -8,7 +8,16 @@ from typing import Any
 def model_card(name: str, base_model: str | None, facts: Mapping[str, Any]) -> str:
     """README.md of a patch folder, with the front matter the hub reads."""
     adapter, recipe = facts.get("adapter", {}), facts.get("recipe")
-    lines = ["---", f"base_model: {base_model}", "library_name: peft", "tags: [lora, lorakit]", "---", "", f"# {name}", ""]
+    lines = [
+        "---",
+        f"base_model: {base_model}",
+        "library_name: peft",
+        "tags: [lora, lorakit]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+    ]
     lines += [f"A LoRA patch for `{base_model}`, trained with lorakit {facts.get('lorakit')}.", ""]
     lines += [f"- {key}: {value}" for key, value in adapter.items()]
     results = facts.get("results") or {}

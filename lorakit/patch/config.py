@@ -109,13 +109,15 @@ def _plain(number: float) -> int | float:
 
 
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
-    off = (None, False, "none", [], {}, "")
+    off: tuple[Any, ...] = (None, False, "none", [], {}, "")
     unknown = [key for key, value in config.items() if key not in HARMLESS and value not in off]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
         unknown.append("init_lora_weights")  # trained on W0 minus something that is not in the patch
     if unknown:
         settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
-        raise PatchError(f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}")
+        raise PatchError(
+            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}"
+        )
 
 
 def _check_numbers(path: Path, numbers: Mapping[str, Any], *, whole: bool) -> None:

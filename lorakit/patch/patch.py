@@ -139,7 +139,9 @@ def check_fits(patch: Patch, targets: Mapping[str, tuple[Kind, tuple[int, int]]]
             problems.append(f"{name} is {targets[name][1]} (out, in) in the base, {sizes} in the patch")
     if problems:
         shown = "\n  ".join(problems[:10])
-        raise PatchError(f"{patch.folder}: does not fit {base}: {len(problems)} of {len(patch.layers)} layers\n  {shown}")
+        raise PatchError(
+            f"{patch.folder}: does not fit {base}: {len(problems)} of {len(patch.layers)} layers\n  {shown}"
+        )
 
 
 def _parse_key(path: Path, key: str) -> tuple[str, str]:
@@ -154,7 +156,9 @@ def _layer(path: Path, config: PatchConfig, module: str, tensors: dict[str, Tens
         if name not in tensors:
             raise PatchError(f"{path}: {module}.{name} is missing")
         if tensors[name].ndim != 2 or not tensors[name].is_floating_point():
-            raise PatchError(f"{path}: {module}.{name}: {tuple(tensors[name].shape)} {tensors[name].dtype}, not a matrix")
+            raise PatchError(
+                f"{path}: {module}.{name}: {tuple(tensors[name].shape)} {tensors[name].dtype}, not a matrix"
+            )
         if not torch.isfinite(tensors[name]).all():
             raise PatchError(f"{path}: {module}.{name} holds values that are not finite")
     rank = config.rank_of(module)

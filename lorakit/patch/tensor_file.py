@@ -8,7 +8,7 @@ umask and accepts duplicate names.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -114,7 +114,7 @@ def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a tensor, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int, int]:
@@ -143,7 +143,7 @@ def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
     return Entry(dtype, shape, data_start + start, data_start + end)
 
 
-def _no_duplicates(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:

@@ -15,9 +15,7 @@ from lorakit.recipe.schema import Recipe
 MAX_SHOWN = 60
 
 
-def explain(
-    path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError
-) -> list[str]:
+def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
     """One line per problem. ``sources`` maps overridden keys to the override's text."""
     lines: dict[str, None] = {}
     for problem in error.errors():

@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, aliases and explicit tags."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.composer.ComposerError(None, None, "aliases and anchors are not allowed", event.start_mark)
         if getattr(event, "tag", None) not in (None, "!"):
@@ -131,7 +131,7 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
     if not equals or not all(parts):
         return [f"override '{item}': write it as key.path=value, for instance train.learning_rate=1e-4"]
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+        value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as problem:
         return [_explain_yaml(Path(f"override '{item}'"), problem)]
     for part in parts[:-1]:
@@ -141,4 +141,3 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
         values = child
     values[parts[-1]] = value
     return []
-

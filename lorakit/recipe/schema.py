@@ -4,6 +4,7 @@ Strict throughout: an unknown key, a string for a number or a NaN is an error, n
 each field is its description in the JSON schema, so editors show it.
 """
 
+import json
 import re
 from typing import Annotated, Literal
 
@@ -148,9 +149,7 @@ class TrainSection(Section):
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give `epochs` or `steps`, not both")
         if self.micro_batch_size > self.batch_size:
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}"
-            )
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
         return self
 
 
@@ -187,3 +186,8 @@ def _check_regex(text: str) -> None:
         re.compile(text)
     except re.error as problem:
         raise ValueError(f"not a regular expression: {problem}") from None
+
+
+def schema_text() -> str:
+    """The JSON schema of recipes, for editors: keys, values and the sentence that explains each."""
+    return json.dumps(Recipe.model_json_schema(), indent=1, sort_keys=True) + "\n"

@@ -30,9 +30,8 @@ class Display:
         self._tokens += report.num_tokens
         self._steps += 1
         rate = self._tokens / max(now - self._began, 1e-9)
-        facts = (
-            f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  {rate:,.0f} tok/s  {peak_memory_bytes() / 1e9:.2f} GB"
-        )
+        memory = f"{peak_memory_bytes() / 1e9:.2f} GB"
+        facts = f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  {rate:,.0f} tok/s  {memory}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, facts=facts)
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:

@@ -22,7 +22,9 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None) -> None:
         again, self.asked_by = self.asked(), signal.Signals(number).name
         if again or not self.patient:
-            raise TryAgainLater(f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint")
+            raise TryAgainLater(
+                f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint"
+            )
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ def start_summary(job: Job, progress: Progress) -> str:
         ("rows", _rows(job)),
         (
             "steps",
-            f"{job.total_steps} of {settings.batch_size} rows, {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
+            f"{job.total_steps} of {settings.batch_size} rows,"
+            f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
             f" {settings.schedule} from {settings.learning_rate:g}",
         ),
         ("engine", f"{recipe.parallel.backend} on {observed['device']}, {observed['threads']} threads"),
@@ -44,7 +45,10 @@ def end_summary(job: Job, progress: Progress) -> str:
         lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
         lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
     chosen = progress.best_step if job.recipe.train.select == "best" else progress.step
-    lines += ["", f"patch      {job.output} (step {chosen} of {job.total_steps}), with loss.png, metrics.jsonl, run.json"]
+    lines += [
+        "",
+        f"patch      {job.output} (step {chosen} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
+    ]
     lines += [f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'"]
     return "\n".join(lines)
 

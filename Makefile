@@ -1,0 +1,42 @@
+# The two commands of the README are `make quickstart` and `make test`; both set everything up first.
+PYTHON ?= python3
+BIN := .venv/bin
+LORAKIT := $(BIN)/lorakit
+TASKS := json pirate zorvian
+SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
+SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
+
+.PHONY: install quickstart test lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "lorakit needs Python 3.11 or newer; $(PYTHON) is older. Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+quickstart: install
+	@echo; echo "== 1. train an adapter on the built-in base (recipes/quickstart.yaml)"
+	$(LORAKIT) train recipes/quickstart.yaml
+	@echo; echo "== 2. held-out rows: the base alone against the adapter just trained, and against the shipped patches"
+	$(LORAKIT) score builtin:tiny --adapter quickstart=adapters/quickstart --data quickstart=data/telegram/eval.jsonl \
+	  $(SHIPPED) $(foreach task,$(TASKS),--data $(task)=data/$(task)/eval.jsonl)
+	@echo; echo "== 3. the same prompt, answered by the base and by each adapter, in one batch"
+	$(LORAKIT) generate builtin:tiny --adapter quickstart=adapters/quickstart $(SHIPPED) --each --prompt "$(SENTENCE)"
+	@echo; echo "== 4. merge the adapter into the base, and ask the merged model"
+	rm -rf merged/quickstart
+	$(LORAKIT) merge builtin:tiny adapters/quickstart --out merged/quickstart
+	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
+
+test: install lint
+	$(BIN)/python -m pytest -n 2
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info merged adapters/quickstart

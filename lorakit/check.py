@@ -1,0 +1,91 @@
+"""Everything that can be known of a recipe without loading weights: base, targets and their coverage, rows, labels."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lorakit.data import TokenRows
+from lorakit.errors import LorakitError
+from lorakit.job import adapter_spec, check_vocabulary, count_steps, read_rows
+from lorakit.lora import coverage, find_targets
+from lorakit.model import find_base, load_skeleton, load_tokenizer
+from lorakit.patch import open_base_files
+from lorakit.recipe import Recipe
+from lorakit.run.record import open_record
+
+SHOWN_CHARACTERS = 1200
+
+
+def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
+    """Print what the recipe would do.
+
+    Raises:
+        LorakitError: every problem found, at once.
+    """
+    problems: list[str] = []
+
+    def attempt(part: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return part(*arguments)
+        except LorakitError as problem:
+            problems.append(str(problem))
+            return None
+
+    folder = attempt(find_base, recipe.base.model, recipe.base.revision)
+    tokenizer = None
+    if folder is not None:
+        attempt(open_base_files, folder)
+        tokenizer = attempt(load_tokenizer, folder)
+        attempt(_check_targets, recipe, folder, tokenizer, say)
+    if tokenizer is not None:
+        attempt(_check_rows, recipe, tokenizer, say)
+    if Path(recipe.output).exists():
+        attempt(open_record, Path(recipe.output), recipe.model_dump(mode="json"))
+    if problems:
+        raise LorakitError("\n".join(problems))
+    say("\nnothing is wrong with this recipe")
+
+
+def _check_targets(recipe: Recipe, folder: Path, tokenizer: Any, say: Callable[[str], None]) -> None:
+    model = load_skeleton(folder)
+    if tokenizer is not None:
+        check_vocabulary(model, tokenizer)
+    targets = find_targets(model, adapter_spec(recipe.adapter))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(target.num_parameters for target in targets)
+    say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
+    say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
+    say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
+    for kind, adapted, count in coverage(model, targets):
+        say(f"{kind:<20} {adapted:>8} {count:>6}")
+
+
+def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> None:
+    data = recipe.data
+    sets = [("train", data.train, data.hub_split)]
+    sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
+    say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'learnt':>12}")
+    for name, source, split in sets:
+        rows = read_rows(data, source, split, tokenizer)
+        c = rows.counts
+        say(
+            f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
+            f" {c.label_tokens:>12,}"
+        )
+        if name == "train":
+            first = rows
+    say(f"\nsteps      {count_steps(recipe, len(first))} of {recipe.train.batch_size} rows")
+    say(f"\nfirst row ({first.where(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
+
+
+def marked(rows: TokenRows, row: int, tokenizer: Any) -> str:
+    """A row as text, its learnt stretches between [[ and ]]."""
+    parts: list[tuple[bool, list[int]]] = []
+    for token, learnt in zip(rows.ids(row).tolist(), rows.learnt(row).tolist(), strict=True):
+        if parts and parts[-1][0] == learnt:
+            parts[-1][1].append(token)
+        else:
+            parts.append((learnt, [token]))
+    decoded = [(learnt, tokenizer.decode(tokens)) for learnt, tokens in parts]
+    text = "".join(f"[[{part}]]" if learnt else part for learnt, part in decoded)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

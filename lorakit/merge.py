@@ -1,0 +1,189 @@
+"""Merge patches into a base: W = W0 + s B A, from files to files, one tensor at a time."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from torch import Tensor
+
+from lorakit.durable import committed_folder, write_json
+from lorakit.errors import MergeError, TryAgainLater
+from lorakit.lora.kinds import Kind, is_linear_like, kind_of
+from lorakit.lora.methods import METHODS
+from lorakit.model import find_base, load_skeleton
+from lorakit.patch import (
+    BaseFiles,
+    Patch,
+    check_fingerprint,
+    check_fits,
+    fingerprint,
+    open_base_files,
+    read_patch,
+)  # fmt: skip
+from lorakit.patch.tensor_file import TensorFile, header_bytes, tensor_bytes
+from lorakit.version import VERSION
+
+NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+LEDGER: Final = "merge.json"
+COPY_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A patch and the weight of its update in the sum."""
+
+    patch: Patch
+    weight: float
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Which stored tensor gets which updates; every layer of every patch exactly once."""
+
+    updates: Mapping[str, list[tuple[Weighted, str]]]
+    kinds: Mapping[str, Kind]
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+
+def merge(
+    base: str | Path,
+    *adapters: str | Path | tuple[str | Path, float],
+    out: str | Path,
+    revision: str | None = None,
+    allow_base_mismatch: bool = False,
+) -> Path:
+    """Write the base with the patches merged in as a normal model folder; returns ``out``.
+
+    Each touched tensor is the float64 sum rounded once to its stored dtype; all others are copied byte for byte.
+    An adapter may be given as (folder, weight).
+
+    Raises:
+        MergeError: ``out`` exists, or a layer cannot be merged; nothing is written. PatchError: a patch is damaged
+        or of another base. TryAgainLater: the disk is full; nothing is left behind.
+    """
+    out, folder = Path(out), find_base(str(base), revision)
+    if out.exists():
+        raise MergeError(f"--out: {out} exists already; choose another folder, or remove it")
+    if not adapters:
+        raise MergeError("no adapter to merge: name at least one patch folder")
+    pairs = [adapter if isinstance(adapter, tuple) else (adapter, 1.0) for adapter in adapters]
+    weighted = [Weighted(read_patch(path), weight) for path, weight in pairs]
+    files = open_base_files(folder)
+    plan = plan_merge(files, weighted, base)
+    prints = fingerprint(files, [name for one in weighted for name in one.patch.layers])
+    if not allow_base_mismatch:
+        for one in weighted:
+            check_fingerprint(one.patch.facts.get("base"), prints, one.patch.folder, base)
+    _check_space(files, out)
+    with committed_folder(out) as staging:
+        for shard in files.shards:
+            with open(staging / shard.path.name, "wb") as target, open(shard.path, "rb") as source:
+                _write_shard(shard, plan, source, target)
+        _copy_rest(folder, staging)
+        left = set(plan.updates) - {line["tensor"] for line in plan.done}
+        if left:
+            raise MergeError(f"not merged: {', '.join(sorted(left))}")
+        write_json(
+            staging / LEDGER,
+            {
+                "lorakit": VERSION, "base": str(base), "allow_base_mismatch": allow_base_mismatch,
+                "adapters": [{"path": str(path), "weight": weight} for path, weight in pairs], "merged": plan.done,
+            },
+        )  # fmt: skip
+    return out
+
+
+def plan_merge(files: BaseFiles, weighted: list[Weighted], base: object) -> MergePlan:
+    """Bind every layer of every patch to the stored tensor it changes.
+
+    Raises:
+        PatchError: a layer is missing in the base or has other sizes. MergeError: a layer shares its tensor.
+    """
+    skeleton = load_skeleton(files.folder)
+    linear = {name: kind for name, m in skeleton.named_modules() if is_linear_like(m) and (kind := kind_of(m))}
+    sizes = {name: (kind, kind.sizes(skeleton.get_submodule(name))) for name, kind in linear.items()}
+    shared = _tied_modules(skeleton)
+    updates: dict[str, list[tuple[Weighted, str]]] = {}
+    kinds = {}
+    for one in weighted:
+        check_fits(one.patch, sizes, base)
+        for module in one.patch.layers:
+            if module in shared:
+                raise MergeError(
+                    f"{one.patch.folder}: {module} shares its weight with {shared[module]}; merging would change both."
+                    " Keep this patch as an adapter, or save the base with tie_word_embeddings: false first"
+                )
+            name = files.weight_name(module)
+            updates.setdefault(name, []).append((one, module))
+            kinds[name] = linear[module]
+    return MergePlan(updates, kinds)
+
+
+def merged_tensor(W: Tensor, kind: Kind, updates: list[tuple[Weighted, str]]) -> Tensor:
+    """W with all updates, summed in float64 and rounded once to W's dtype."""
+    total = W.T if kind.transposed else W
+    if len(updates) > 1:
+        total = total.double()
+    for one, module in updates:
+        layer = one.patch.layers[module]
+        total = METHODS[layer.method].merge(total, layer.tensors, layer.scale * one.weight)
+    return (total.T if kind.transposed else total).to(W.dtype)
+
+
+def _write_shard(shard: TensorFile, plan: MergePlan, source: BinaryIO, target: BinaryIO) -> None:
+    entries = sorted(shard.entries.items(), key=lambda item: item[1].start)
+    target.write(header_bytes({name: (entry.dtype, entry.shape) for name, entry in entries}, shard.metadata))
+    for name, entry in entries:
+        if name not in plan.updates:
+            _copy_range(source, target, entry.start, entry.end - entry.start)
+            continue
+        W = shard.read(name)
+        merged = merged_tensor(W, plan.kinds[name], plan.updates[name])
+        if not merged.isfinite().all():
+            raise MergeError(f"{name}: the merged values do not fit {merged.dtype}; nothing was written")
+        target.write(tensor_bytes(merged))
+        plan.done.append(
+            {
+                "tensor": name,
+                "patches": len(plan.updates[name]),
+                "norm_of_change": float((merged.double() - W.double()).norm()),
+            }
+        )
+
+
+def _copy_range(source: BinaryIO, target: BinaryIO, start: int, count: int) -> None:
+    target.flush()
+    source.seek(start)
+    while count:
+        block = source.read(min(count, COPY_BYTES))
+        if not block:
+            raise MergeError(f"{source.name}: the file became shorter while it was read")
+        target.write(block)
+        count -= len(block)
+
+
+def _copy_rest(folder: Path, staging: Path) -> None:
+    """Config, tokenizer, index and what else belongs to a model folder."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
+            shutil.copyfile(path, staging / path.name)
+
+
+def _tied_modules(skeleton: Any) -> dict[str, str]:
+    """Output heads that share the input embedding's weight: module -> the embedding it shares."""
+    head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
+    if head is None or not getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False):
+        return {}
+    names = {id(module): name for name, module in skeleton.named_modules()}
+    return {names[id(head)]: names[id(embedding)]}
+
+
+def _check_space(files: BaseFiles, out: Path) -> None:
+    needed = sum(os.path.getsize(shard.path) for shard in files.shards)
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed * 1.05:
+        raise TryAgainLater(f"{out}: {needed} bytes are needed, {free} are free; free some space and run again")
