@@ -54,6 +54,8 @@ def _check_targets(recipe: Recipe, folder: Path, tokenizer: Any, say: Callable[[
     total = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(target.num_parameters for target in targets)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
+    held = sum(target.out_features * target.in_features for target in targets)
+    say(f"adapted    layers that hold {held / total:.0%} of the base's parameters")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
     for kind, adapted, count in coverage(model, targets):
