@@ -4,6 +4,7 @@ Chat rows go through the tokenizer's own template. What is learnt is found by co
 no generation markers: an assistant turn begins where the prompt for it ends, and ends with the first end token.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +48,19 @@ class Encoder:
 
     def _plain(self, row: Plain) -> Encoded:
         text = row.prompt + row.completion
-        coded = self._tokenizer(text, add_special_tokens=True, return_offsets_mapping=True)
         start = len(row.prompt) if self._loss_on == "answer" else 0
-        return self._with_end(_mark(coded, [(start, len(text))]))
+        return self._with_end(self._tokens(text, [(start, len(text))], special=True))
 
     def _chat(self, row: Chat) -> Encoded:
         if not self._tokenizer.chat_template:
             raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
-        text = self._render(row, len(row.messages), prompt=False)
+        text = self._render(row.messages, row.tools, prompt=False)
         spans = [self._span(row, index, text) for index, trained in enumerate(row.trained) if trained]
         if not spans:
             raise BadRow("has nothing to learn: no assistant message")
         if self._loss_on == "all":
             spans = [(0, len(text))]
-        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        encoded = _mark(coded, spans)
+        encoded = self._tokens(text, spans, special=False)
         return self._with_end(encoded) if self._end is None and row.trained[-1] else encoded
 
     def _span(self, row: Chat, index: int, text: str) -> tuple[int, int]:
@@ -74,37 +73,52 @@ class Encoder:
             return start, end + len(self._end)
         if index == len(row.messages) - 1:
             return start, len(text.rstrip())
-        whole = self._render(row, index + 1, prompt=False)
+        whole = self._render(row.messages[: index + 1], row.tools, prompt=False)
         if not text.startswith(whole):
             raise BadRow("the chat template rewrites earlier turns and has no end token: the labels cannot be told")
         return start, len(whole.rstrip())
 
     def _start(self, row: Chat, index: int, text: str) -> int:
-        """Where the answer begins: after the longest part of its prompt that the whole text shares."""
-        prompt = self._render(row, index, prompt=True)
+        """Where the answer begins: after its prompt, or where the template puts the content."""
+        prompt = self._render(row.messages[:index], row.tools, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
-        # The prompt promises something the whole text lacks, such as an opened <think>.
-        before = self._render(row, index, prompt=False)
-        start = next(i for i, (a, b) in enumerate(zip(prompt, text + "\0", strict=False)) if a != b)
-        content = str(row.messages[index]["content"]).strip()
-        found = text.find(content, len(before)) if content else -1
-        if not text.startswith(before) or start < len(before) or found < 0:
+        # The prompt holds something the whole text lacks, such as an opened <think>: look where a mark comes out.
+        marked = ({**row.messages[index], "content": SENTINEL}, *row.messages[index + 1 :])
+        before, found, _ = self._render((*row.messages[:index], *marked), row.tools, prompt=False).partition(SENTINEL)
+        if not found or not text.startswith(before):
             raise BadRow("the chat template renders earlier turns differently later on: the labels cannot be told")
-        return min(start, found)
+        return len(before)
 
-    def _render(self, row: Chat, count: int, *, prompt: bool) -> str:
+    def _render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool) -> str:
         import jinja2
 
-        if count == 0 and not prompt:
-            return ""
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(row.messages[:count]), tools=row.tools, tokenize=False, add_generation_prompt=prompt
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
         return str(rendered)
+
+    def _tokens(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
+        """The tokens of a text; those inside a span are learnt.
+
+        A prompt is tokenised alone when the model is asked, so no token may reach across the start of an answer:
+        where one does, the text is tokenised in pieces.
+        """
+        coded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        places = coded["offset_mapping"]
+        if any(first < start < last for start, _ in spans for first, last in places):
+            edges = [0, *sorted({edge for span in spans for edge in span} - {0, len(text)}), len(text)]
+            pieces = [
+                (self._tokenizer(text[a:b], add_special_tokens=special and a == 0)["input_ids"], _inside(a, b, spans))
+                for a, b in itertools.pairwise(edges)
+            ]
+            ids = [token for tokens, _ in pieces for token in tokens]
+            return Encoded(ids, [learnt for tokens, learnt in pieces for _ in tokens])
+        learnt = [first < last and _inside(first, last, spans) for first, last in places]
+        return Encoded(list(coded["input_ids"]), learnt)
 
     def _with_end(self, encoded: Encoded) -> Encoded:
         end = self._tokenizer.eos_token_id
@@ -130,10 +144,5 @@ def end_marker(tokenizer: Any) -> str | None:
     return min(found)[1] if found else None
 
 
-def _mark(coded: Any, spans: list[tuple[int, int]]) -> Encoded:
-    """Token i is learnt when it lies wholly inside a span; a token across its edge belongs to the prompt."""
-    learnt = [
-        any(start <= first and last <= end and first < last for start, end in spans)
-        for first, last in coded["offset_mapping"]
-    ]
-    return Encoded(list(coded["input_ids"]), learnt)
+def _inside(first: int, last: int, spans: list[tuple[int, int]]) -> bool:
+    return any(start <= first and last <= end for start, end in spans)

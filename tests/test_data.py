@@ -1,0 +1,308 @@
+"""Rows become the right tokens with the right labels, or an error that names them."""
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorakit.batch import IGNORED
+from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prepare_rows
+from lorakit.data.rows import BadRow, parse_row
+from lorakit.data.shapes import read_shape
+from lorakit.errors import DataError
+from lorakit.loss import loss_sum
+from lorakit.model import load_base
+from tests.conftest import chat, write_rows
+
+SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+# drops the thinking of earlier turns and opens a thought in the prompt, as reasoning models do
+THINKING = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}"
+    "{{ m.content.split('</t>')[-1] if m.role == 'assistant' and not loop.last else m.content }}{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n<t>\n' }}{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def learnt_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
+    encoded = Encoder(tokenizer, loss_on)(row)
+    return tokenizer.decode([token for token, learnt in zip(encoded.ids, encoded.learnt, strict=True) if learnt])
+
+
+TURNS = [
+    {"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "and now"}, {"role": "assistant", "content": "no"},
+]  # fmt: skip
+
+
+def test_every_assistant_turn_and_its_end_token_is_learnt_and_nothing_else(tokenizer: Any) -> None:
+    assert learnt_text(tokenizer, {"messages": TURNS}) == "yes<|end|>no<|end|>"
+    assert learnt_text(with_template(tokenizer, CHATML), {"messages": TURNS}) == "yes<|end|>no<|end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_still_marks_what_it_shows(tokenizer: Any) -> None:
+    turns = [{**turn, "content": "a</t>" + turn["content"]} if turn["role"] == "assistant" else turn for turn in TURNS]
+
+    assert learnt_text(with_template(tokenizer, THINKING), {"messages": turns}) == "yes<|end|>a</t>no<|end|>"
+
+
+def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> None:
+    plain = with_template(tokenizer, NO_END)
+
+    assert learnt_text(plain, chat("hi", "yes")) == "yes<|end|>"
+
+
+def test_what_is_learnt_is_what_the_model_must_say_after_its_prompt(tokenizer: Any) -> None:
+    prompt = tokenizer.apply_chat_template(TURNS[:4], tokenize=False, add_generation_prompt=True)
+    encoded = Encoder(tokenizer, "answer")({"messages": TURNS})
+    start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+    assert encoded.ids[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert all(encoded.learnt[start:])
+    assert not encoded.learnt[start - 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "one two ", "completion": "three"}, "three<|end|>"),
+        ({"text": "one two"}, "one two<|end|>"),
+        ({"instruction": "add", "input": "1 2", "output": "3"}, "3<|end|>"),
+        ({"instruction": "add", "output": "3", "input": ""}, "3<|end|>"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, "yes<|end|>"),
+        ({"prompt": TURNS[:4], "completion": TURNS[4:]}, "no<|end|>"),
+        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}, *TURNS[3:]]}, "no<|end|>"),
+        ({"messages": [TURNS[1], {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]}, "yes<|end|>"),
+        ({"messages": TURNS[1:3], "tools": [{"name": "clock"}]}, "yes<|end|>"),
+        ({"messages": TURNS[1:3], "tools": '[{"name": "clock"}]', "prompt": "ignored", "id": 7}, "yes<|end|>"),
+    ],
+    ids=str,
+)
+def test_the_usual_row_shapes_are_known_by_their_keys(tokenizer: Any, row: Any, expected: str) -> None:
+    assert learnt_text(tokenizer, row).removeprefix(tokenizer.bos_token) == expected
+
+
+def test_all_tokens_are_learnt_when_asked(tokenizer: Any) -> None:
+    assert "hi" in learnt_text(tokenizer, chat("hi", "yes"), "all")
+    assert "one" in learnt_text(tokenizer, {"prompt": "one ", "completion": "two"}, "all")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (3, "a row is a mapping, got int"),
+        ({"q": 1}, "keys ['q'] are none of"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role 'robot' is none of"),
+        ({"messages": [TURNS[1], {"role": "assistant", "content": ""}]}, "message 2: the assistant says nothing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is int"),
+        ({"messages": [TURNS[1]]}, "no assistant message"),
+        ({"messages": [TURNS[1], {"role": "assistant", "content": "a <|end|> b"}]}, "its end cannot be told"),
+        ({"messages": [TURNS[1], {"role": "tool", "content": "x"}, TURNS[2]]}, "the chat template refuses it"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": 1, "completion": "a"}, "prompt: text expected, got int"),
+        ({"conversations": [{"from": "nobody", "value": "hi"}]}, "is from 'nobody'"),
+        ({"messages": TURNS, "tools": "{"}, "tools: not a JSON list"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_learnt_says_why(tokenizer: Any, row: Any, expected: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        Encoder(tokenizer, "answer")(row)
+    assert expected in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
+def test_no_line_escapes_as_anything_but_a_row_or_a_bad_row(raw: bytes) -> None:
+    row = parse_row(raw)
+    if not isinstance(row, BadRow):
+        try:
+            read_shape(row)
+        except BadRow:
+            pass
+
+
+def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps(chat("hi", "yes")).encode()
+    lines = [good, b"\xff\xfe", b"not json", b"", b'{"messages": 1, "messages": 2}', b'{"text": NaN}', *[b"[]"] * 8, good]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    with pytest.raises(DataError) as caught:
+        prepare_rows(str(path), "train", tokenizer, SETTINGS)
+
+    message = str(caught.value)
+    assert "13 of 15 rows cannot be used" in message
+    assert f"{path}:2: not UTF-8: byte 0" in message
+    assert f"{path}:3: not JSON: Expecting value at column 1" in message
+    assert f"{path}:4: the line is empty" in message
+    assert f"{path}:5: key 'messages' appears twice" in message
+    assert f"{path}:6: not JSON: NaN" in message
+    assert message.count(f"{path}:") == 10
+    assert "and 3 more" in message
+
+    skipped = prepare_rows(str(path), "train", tokenizer, RowSettings(64, "truncate", "skip", "answer"))
+    assert (skipped.counts.rows, skipped.counts.bad) == (2, len(lines) - 2)
+
+
+def test_long_rows_are_cut_or_dropped_by_choice_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    long_answer, long_prompt = chat("hi", "so " * 60), chat("so " * 60, "yes")
+    path = write_rows(tmp_path / "long.jsonl", [chat("hi", "yes"), long_answer, long_prompt])
+
+    def prepared(choice: str) -> TokenRows:
+        return prepare_rows(str(path), "train", tokenizer, RowSettings(20, choice, "stop", "answer"))
+
+    cut = prepared("truncate").counts
+    assert (cut.rows, cut.truncated, cut.dropped_long) == (2, 1, 1)  # the long prompt leaves nothing to learn
+    dropped = prepared("drop").counts
+    assert (dropped.rows, dropped.truncated, dropped.dropped_long) == (1, 0, 2)
+    with pytest.raises(DataError, match=r"long.jsonl:2: \d+ tokens, data.max_tokens is 20"):
+        prepared("stop")
+
+
+def test_files_of_every_kind_give_the_same_rows(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [chat(f"say {i}", f"so {i}") for i in range(5)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
+        file.write((tmp_path / "rows.jsonl").read_bytes())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    each = [
+        prepare_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
+        for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet")
+    ]
+    whole = prepare_rows(str(tmp_path), "train", tokenizer, SETTINGS)
+
+    assert [[r.ids(i).tolist() for i in range(len(r))] for r in each] == [[each[0].ids(i).tolist() for i in range(5)]] * 3
+    assert len(whole) == 15
+    assert whole.where(14) == f"{tmp_path}/rows.parquet:5"
+
+
+def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    whole = gzip.compress(b'{"text": "a b"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-9])
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "nothing").mkdir()
+    for name, message in {
+        "absent.jsonl": f"looked for {tmp_path}/absent.jsonl", "cut.jsonl.gz": "cut or damaged after line",
+        "cut.parquet": "cut or damaged", "rows.csv": "reads files ending in", "empty.jsonl": "no row is left of",
+        "nothing": "holds no file ending in",
+    }.items():  # fmt: skip
+        with pytest.raises(DataError) as caught:
+            prepare_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
+        assert message in str(caught.value), name
+
+
+def test_rows_are_tokenised_once_and_again_when_anything_changes(
+    rows: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    encode = Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda self, row: built.append(1) or encode(self, row))
+
+    def count(tokenizer: Any, settings: RowSettings = SETTINGS) -> int:
+        built.clear()
+        prepare_rows(str(rows), "train", tokenizer, settings)
+        return len(built)
+
+    assert (count(tokenizer), count(tokenizer)) == (40, 0)
+    assert count(tokenizer, RowSettings(63, "truncate", "stop", "answer")) == 40
+    assert count(with_template(tokenizer, CHATML)) == 40
+    rows.write_text(rows.read_text() + json.dumps(chat("more", "so")) + "\n")
+    assert count(tokenizer) == 41
+
+
+def prepared_batches(rows: Path, tokenizer: Any, **settings: Any) -> Batches:
+    prepared = prepare_rows(str(rows), "train", tokenizer, SETTINGS)
+    return Batches(prepared, **{"batch_size": 6, "micro_batch_size": 4, "packing": True, "seed": 0} | settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(
+    rows: Path, tokenizer: Any, packing: bool
+) -> None:
+    batches = prepared_batches(rows, tokenizer, packing=packing)
+    again = prepared_batches(rows, tokenizer, packing=packing)
+    other = prepared_batches(rows, tokenizer, packing=packing, seed=1)
+
+    def order(source: Batches, epoch: int) -> list[int]:
+        steps = range(epoch * 7, epoch * 7 + 7)
+        return [row for step in steps for batch in source.step(step) for row in batch.rows]
+
+    first = order(batches, 0)
+    assert sorted(first) == list(range(40))
+    assert sorted(order(batches, 1)) == list(range(40))
+    assert order(batches, 1) != first
+    assert order(other, 0) != first
+    torch.manual_seed(99)  # the global generators play no part
+    assert order(again, 0) == first  # also when epoch 1 was not asked for before
+
+
+def test_without_packing_rows_of_similar_length_go_together(rows: Path, tokenizer: Any) -> None:
+    def padding(batches: list[Any]) -> float:
+        return sum(b.input_ids.numel() - b.num_tokens for b in batches) / sum(b.input_ids.numel() for b in batches)
+
+    batches = prepared_batches(rows, tokenizer, packing=False)
+    bucketed = [batch for step in range(7) for batch in batches.step(step)]
+    unsorted = batches.cut(list(range(40)))
+
+    assert padding(bucketed) < 0.5 * padding(unsorted)
+    assert padding([b for s in range(7) for b in prepared_batches(rows, tokenizer).step(s)]) == 0
+
+
+def test_labels_are_the_next_learnt_token_and_never_cross_into_another_row(rows: Path, tokenizer: Any) -> None:
+    batches = prepared_batches(rows, tokenizer)
+    for row in (0, 7):
+        ids, learnt = batches.rows.ids(row), batches.rows.learnt(row)
+        batch = collate(batches.rows, [row], packing=True)
+        expected = [int(ids[t + 1]) if learnt[t + 1] else IGNORED for t in range(len(ids) - 1)] + [IGNORED]
+        assert batch.labels[0].tolist() == expected
+    pair = collate(batches.rows, [0, 7], packing=True)
+    assert pair.labels[0, len(batches.rows.ids(0)) - 1] == IGNORED
+    assert (pair.position_ids[0] == 0).sum() == 2
+
+
+def test_a_packed_rows_loss_and_gradients_are_those_of_the_row_alone(base: Path, rows: Path, tokenizer: Any) -> None:
+    from lorakit.lora import adapter_tensors, inject
+
+    model = inject(load_base(base, torch.float32, torch.device("cpu")), rank=4)
+    for tensor in adapter_tensors(model).values():
+        tensor.data.normal_(std=0.1)
+    batches = prepared_batches(rows, tokenizer)
+    chosen = [3, 17, 5, 30]
+
+    def run(groups: list[list[int]], packing: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        losses = [loss_sum(model, collate(batches.rows, group, packing=packing)) for group in groups]
+        sum(losses).backward()
+        return sum(float(loss.detach()) for loss in losses), {name: tensor.grad.clone() for name, tensor in adapter_tensors(model).items()}
+
+    alone_loss, alone = run([[row] for row in chosen], packing=False)
+    for groups, packing in (([chosen], True), ([chosen], False), ([chosen[:3], chosen[3:]], True)):
+        loss, gradients = run(groups, packing)
+        assert loss == pytest.approx(alone_loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (gradient - alone[name]).norm() <= 1e-5 * alone[name].norm(), name
