@@ -116,6 +116,15 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
+def checkpoint_layers(model: nn.Module) -> None:
+    """Keep only layer inputs in forward, and compute the rest again in backward."""
+    settings = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)  # type: ignore[operator]
+    else:  # transformers before 5.2x
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
+
+
 def _batches(recipe: Recipe, rows: TokenRows) -> Batches:
     settings = recipe.train
     return Batches(rows, settings.batch_size, settings.micro_batch_size, recipe.data.packing, settings.seed)
@@ -124,7 +133,7 @@ def _batches(recipe: Recipe, rows: TokenRows) -> Batches:
 def _prepare_engine(job: Job) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
-        job.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_layers(job.model)
     optimizer = build_optimizer(
         adapter_tensors(job.model).values(), betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,

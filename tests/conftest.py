@@ -33,7 +33,7 @@ def make_base(folder: Path, tokenizer: Any, *, seed: int = 0, **settings: Any) -
     config = LlamaConfig(
         **{
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 256,
+            "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 256, "initializer_range": 0.1,
             "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id, **settings,
         }

@@ -1,0 +1,1 @@
+"""The built-in base model `tiny`, the scripts that make it, and the small tasks of the quick start."""

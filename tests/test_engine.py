@@ -1,0 +1,122 @@
+"""The engine's law: one step is the same however its rows are cut; and it stops rather than learn nonsense."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorakit.data import Batches, RowSettings, prepare_rows
+from lorakit.engine import NonFiniteStep, StepSettings, open_engine
+from lorakit.errors import LorakitError, RunError
+from lorakit.job import checkpoint_layers
+from lorakit.isolation import check_isolation
+from lorakit.lora import adapter_tensors, inject
+from lorakit.model import load_base
+from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
+
+CPU = torch.device("cpu")
+
+
+def trained(base: Path, batches: Batches, steps: int = 4, **settings: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Adapter and losses after some steps."""
+    model = inject(load_base(base, torch.float32, CPU), rank=3, dropout=settings.pop("dropout", 0.0))
+    if settings.pop("checkpointing", False):
+        checkpoint_layers(model)
+    engine = open_engine("single")
+    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    engine.prepare(model, optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
+    losses = [engine.step(step, batches.step(step)).loss for step in range(steps)]
+    assert engine.unreached() == []
+    return engine.gather(), losses
+
+
+@pytest.fixture
+def batches(rows: Path, tokenizer: Any) -> Any:
+    prepared = prepare_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+
+    def make(micro_batch_size: int, packing: bool = True) -> Batches:
+        made = Batches(prepared, 8, micro_batch_size, packing, 0)
+        made._order[0] = np.arange(40)[::-1]  # the same rows in each step: without packing they go by length
+        return made
+
+    return make
+
+
+def test_a_step_is_the_same_however_its_rows_are_cut(base: Path, batches: Any) -> None:
+    whole, losses = trained(base, batches(8))
+
+    for micro_batch_size, packing in ((1, True), (3, True), (8, False), (3, False)):
+        parts, part_losses = trained(base, batches(micro_batch_size, packing))
+        assert part_losses == pytest.approx(losses, rel=1e-6)
+        for name, tensor in whole.items():
+            assert (parts[name] - tensor).norm() <= 1e-4 * tensor.norm(), (micro_batch_size, packing, name)
+
+
+def test_activation_checkpointing_changes_nothing_also_with_dropout(base: Path, batches: Any) -> None:
+    plain, losses = trained(base, batches(3), dropout=0.2)
+
+    kept, kept_losses = trained(base, batches(3), dropout=0.2, checkpointing=True)
+
+    assert kept_losses == losses
+    assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+def test_dropout_depends_on_seed_and_step_alone(base: Path, batches: Any) -> None:
+    torch.manual_seed(1)
+    one, _ = trained(base, batches(3), dropout=0.3)
+    torch.manual_seed(2)
+    same, _ = trained(base, batches(3), dropout=0.3)
+    other, _ = trained(base, batches(3), dropout=0.3, seed=1)
+    state = torch.get_rng_state()
+    trained(base, batches(3), dropout=0.3, steps=1)
+
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(torch.get_rng_state()[-100:], state[-100:])
+
+
+def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batches: Any) -> None:
+    model = inject(load_base(base, torch.float32, CPU), rank=3)
+    engine = open_engine("single")
+    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine.prepare(model, optimizer, StepSettings(0, None, lambda step: 0.01))
+    next(iter(adapter_tensors(model).values())).data[0, 0] = math.inf
+    before = engine.gather()
+
+    with pytest.raises(NonFiniteStep) as caught:
+        engine.step(0, batches(4).step(0))
+
+    assert len(caught.value.rows) == 8
+    after = engine.gather()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(RunError, match="'singel' is unknown. Nearest: 'single'"):
+        open_engine("singel")
+
+
+def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:
+    model = load_base(base, torch.float32, CPU)
+    check_isolation(model, batches(4), CPU)
+    forward = model.forward
+    model.forward = lambda input_ids, position_ids, use_cache: forward(
+        input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
+    )
+
+    with pytest.raises(LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"):
+        check_isolation(model, batches(4), CPU)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_learning_rate_rises_over_the_warm_up_and_follows_its_schedule(schedule: str) -> None:
+    rates = [
+        learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=4, total_steps=24) for step in range(25)
+    ]  # fmt: skip
+
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[14] == pytest.approx({"cosine": 1.0, "linear": 1.0, "constant": 2.0}[schedule])
+    assert rates[24] == pytest.approx(2.0 if schedule == "constant" else 0.0)

@@ -1,0 +1,303 @@
+"""The whole run: recipe in, patch out; stopped anywhere it goes on to the same bytes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import lorakit
+from lorakit import train as train_function
+from lorakit.durable import digest
+from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.patch import read_patch
+from lorakit.recipe import load_recipe
+from lorakit.run.lock import locked
+from lorakit.run.metrics import read_metrics
+from lorakit.run.report import Report
+from tests.conftest import chat, write_rows
+
+Recipe = Callable[..., Path]
+PATCH_FILES = ("adapter_model.safetensors", "adapter_config.json", "lorakit.json", "README.md")
+
+
+def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
+    from lorakit.train import run
+
+    said: list[str] = []
+    out = run(load_recipe(path, overrides), fresh=fresh, say=said.append)
+    return out, "\n".join(said)
+
+
+def patch_bytes(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in PATCH_FILES}
+
+
+def test_a_recipe_becomes_a_patch_that_learnt_and_that_peft_reads(recipe: Recipe, base: Path) -> None:
+    out, said = train(recipe(train={"steps": 30, "learning_rate": 0.05}))
+
+    lines = read_metrics(out / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    evals = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert len(losses) == 30
+    assert sorted(evals) == [0, 5, 10, 15, 20, 25, 30]
+    assert evals[30] < 0.8 * evals[0]
+    for part in ("14 of 15 linear layers", "rows       40", "30 of 6 rows", "float32 (asked for)", "single on cpu"):
+        assert part in said, said
+    run = json.loads((out / "run.json").read_text())
+    assert run["status"] == "finished"
+    assert run["engine"]["engine"] == "SingleEngine"
+    assert run["engine"]["adapter_bytes"] * 2 <= run["engine"]["optimizer_bytes"] <= run["engine"]["adapter_bytes"] * 2.1
+    assert run["label_tokens"] == sum(line["label_tokens"] for line in lines if "loss" in line)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "checkpoints").exists()
+
+    ids = torch.arange(5, 30)[None]
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), out)
+    ours = lorakit.load(base, {"x": out}, dtype="float32")
+    assert torch.allclose(ours(ids, adapters="x").logits, peft(ids).logits, atol=1e-5)
+    assert not torch.allclose(ours(ids).logits, peft(ids).logits, atol=1e-2)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], number: int = signal.SIGTERM) -> None:
+    """Send this process a real signal as soon as one of the steps is done."""
+    original = Report.step
+
+    def step(self: Report, step: int, report: Any) -> None:
+        original(self, step, report)
+        if step in steps:
+            steps.remove(step)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Report, "step", step)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packing: bool
+) -> None:
+    whole, _ = train(recipe(output=str(tmp_path / "whole"), data={"packing": packing}))
+    path = recipe(output=str(tmp_path / "parts"), data={"packing": packing})
+
+    stop_at(monkeypatch, {1, 4, 5, 9, 11})  # before, between and at checkpoints and evaluations, across epochs
+    stops = 0
+    while True:
+        try:
+            parts, _ = train(path)
+            break
+        except TryAgainLater as stopped:
+            stops += 1
+            assert "SIGTERM: saved after step" in str(stopped)
+            assert stopped.exit_code == 75
+            assert not (tmp_path / "parts" / "adapter_config.json").exists()
+
+    assert stops == 5
+    assert (parts / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()
+    without_speed = [
+        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(folder / "metrics.jsonl")]
+        for folder in (whole, parts)
+    ]
+    assert without_speed[0] == without_speed[1]
+    assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
+
+
+def test_a_signal_during_evaluation_loses_nothing(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from lorakit.engine.single import SingleEngine
+
+    whole, _ = train(recipe(output=str(tmp_path / "whole")))
+    evaluate, calls = SingleEngine.evaluate, []
+
+    def interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, batches, stop)
+
+    monkeypatch.setattr(SingleEngine, "evaluate", interrupted)
+    path = recipe(output=str(tmp_path / "parts"))
+    with pytest.raises(TryAgainLater, match="SIGINT: saved after step 5"):
+        train(path)
+    parts, _ = train(path)
+
+    assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, tmp_path: Path) -> None:
+    whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 60, "save_every_steps": 2}))
+    path = recipe(output=str(tmp_path / "killed"), train={"steps": 60, "save_every_steps": 2})
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
+    moments, killed = random.Random(0), 0
+
+    for _ in range(4):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the summary: training begins
+            time.sleep(moments.uniform(0, 1.5))
+            process.kill()
+        killed += not (tmp_path / "killed" / "adapter_config.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert killed > 0
+    assert patch_bytes(tmp_path / "killed")["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole, _ = train(recipe(output=str(tmp_path / "whole")))
+    path = recipe(output=str(tmp_path / "parts"))
+    stop_at(monkeypatch, {8})
+    with pytest.raises(TryAgainLater):
+        train(path)
+    newest = tmp_path / "parts" / "checkpoints" / "step-00000008"
+    data = bytearray((newest / "adapter.safetensors").read_bytes())
+    data[-5] ^= 1
+    (newest / "adapter.safetensors").write_bytes(data)
+
+    parts, said = train(path)
+
+    assert "after step 6" in said
+    assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
+
+
+def test_a_finished_run_is_left_alone_and_fresh_trains_again(recipe: Recipe) -> None:
+    out, _ = train(recipe())
+    before = patch_bytes(out)
+
+    _, said = train(recipe())
+    assert "trained already" in said
+    _, said = train(recipe(), fresh=True)
+    assert "steps      12" in said
+    assert patch_bytes(out) == before  # the same recipe gives the same patch
+
+
+def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
+    recipe: Recipe, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe()
+    stop_at(monkeypatch, {4})
+    with pytest.raises(TryAgainLater):
+        train(path)
+
+    with pytest.raises(RunError, match="train.seed: 0 before, 7 now"):
+        train(path, "train.seed=7")
+    rows.write_text(rows.read_text() + json.dumps(chat("more", "so")) + "\n")
+    with pytest.raises(RunError, match="data has changed since this run began"):
+        train(path)
+    out, said = train(path, "train.seed=7", fresh=True)
+    assert "resuming" not in said
+
+
+def test_a_patch_of_another_origin_is_not_overwritten(recipe: Recipe, tmp_path: Path) -> None:
+    out, _ = train(recipe())
+    before = patch_bytes(out)
+    (out / "run.json").unlink()
+
+    with pytest.raises(RunError, match="holds a patch that no run here made"):
+        train(recipe())
+    assert patch_bytes(out) == before
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(recipe: Recipe, tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        done = subprocess.run(
+            [sys.executable, "-m", "lorakit.cli", "train", str(recipe())], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert f"out is in use by process {os.getpid()} on " in done.stderr
+    train(recipe())
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_rows_and_the_last_checkpoint(recipe: Recipe, tmp_path: Path) -> None:
+    path = recipe(train={"learning_rate": 1e38, "max_grad_norm": None, "warmup_steps": 0, "save_every_steps": 1})
+
+    with pytest.raises(RunError) as caught:
+        train(path)
+
+    message = str(caught.value)
+    assert "rows.jsonl:" in message
+    assert "nothing was updated" in message
+    step = int(message.split("step ")[1].split(":")[0])
+    assert f"The checkpoint after step {step - 1} is kept" in message
+    assert (tmp_path / "out" / "checkpoints" / f"step-{step - 1:08d}").is_dir()
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_run(recipe: Recipe) -> None:
+    settings = {
+        "steps": 200, "learning_rate": 0.3, "eval_every_steps": 2, "select": "best", "early_stopping_evals": 3,
+        "schedule": "constant",
+    }  # fmt: skip
+    out, said = train(recipe(train=settings))
+
+    evals = {line["step"]: line["eval_loss"] for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line}
+    best = min((step for step in evals if step), key=lambda step: evals[step])
+    patch = read_patch(out)
+    assert max(evals) < 200
+    assert max(evals) == best + 6
+    assert patch.facts["step"] == best
+    assert patch.facts["results"]["eval_loss"] == evals[best]
+    assert f"(step {best} of 200)" in said
+
+
+def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lorakit.lora.layer import LoraLinear
+
+    forward = LoraLinear.forward
+
+    def some(self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.kind.product(x, self.weight, self.bias) if self.in_features == 48 else forward(self, x)
+
+    monkeypatch.setattr(LoraLinear, "forward", some)
+    with pytest.raises(RunError, match=r"4 adapter tensors have had no gradient after 12 steps.*down_proj.*adapter.exclude"):
+        train(recipe())
+
+
+def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
+    out, _ = train(recipe(train={"log_to": ["tensorboard"], "steps": 3}))
+    assert list(out.rglob("events.out.tfevents.*"))
+
+    with pytest.raises(LorakitError, match="train.log_to: wandb not installed: pip install wandb"):
+        train(recipe(train={"log_to": ["tensorboard", "wandb"]}, output=str(tmp_path / "other")))
+
+
+def test_the_python_door_takes_overrides(recipe: Recipe, tmp_path: Path) -> None:
+    out = train_function(recipe(), **{"train.steps": 2, "output": str(tmp_path / "python")})
+
+    assert read_patch(out).facts["recipe"]["train"]["steps"] == 2
+    assert digest(out / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_in_either_dtype_keeps_float32_masters(recipe: Recipe, dtype: str) -> None:
+    out, _ = train(recipe(base={"dtype": dtype}, train={"steps": 30, "learning_rate": 0.05}))
+
+    lines = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+    assert sum(lines[-5:]) < 0.9 * sum(lines[:5])
+    assert {t.dtype for layer in read_patch(out).layers.values() for t in layer.tensors.values()} == {torch.float32}
+
+
+def test_bad_inputs_end_before_anything_is_written(recipe: Recipe, tmp_path: Path) -> None:
+    bad = write_rows(tmp_path / "bad.jsonl", [{"q": 1}])
+    for sections, message in [
+        ({"data": {"train": str(bad)}}, "bad.jsonl:1: keys"),
+        ({"data": {"train": "absent.jsonl"}}, "looked for "),
+        ({"base": {"model": "absent/folder/x"}}, "no folder"),
+        ({"base": {"model": "builtin:tny"}}, "Nearest: 'builtin:tiny'"),
+        ({"adapter": {"targets": ["qproj"]}}, "matches none of the 15 linear layers"),
+    ]:
+        with pytest.raises(LorakitError, match=message):
+            train(recipe(**sections))
+        assert not (tmp_path / "out" / "run.json").exists()
