@@ -88,7 +88,8 @@ def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> Non
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
         done = progress.step >= job.total_steps or no_longer_improves(job, progress)
-        if done or stop.asked() or improved or progress.step % job.recipe.train.save_every_steps == 0:
+        due = progress.step % job.recipe.train.save_every_steps == 0
+        if progress.step and (due or done or improved or stop.asked()):
             job.checkpoints.save(job.engine, progress)
         if done:
             return

@@ -11,8 +11,8 @@ import torch
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import NonFiniteStep, StepSettings, open_engine
 from lorakit.errors import LorakitError, RunError
-from lorakit.job import checkpoint_layers
 from lorakit.isolation import check_isolation
+from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
@@ -20,7 +20,9 @@ from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 CPU = torch.device("cpu")
 
 
-def trained(base: Path, batches: Batches, steps: int = 4, **settings: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(
+    base: Path, batches: Batches, steps: int = 4, **settings: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Adapter and losses after some steps."""
     model = inject(load_base(base, torch.float32, CPU), rank=3, dropout=settings.pop("dropout", 0.0))
     if settings.pop("checkpointing", False):
@@ -107,7 +109,9 @@ def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -
         input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
     )
 
-    with pytest.raises(LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"):
+    with pytest.raises(
+        LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"
+    ):
         check_isolation(model, batches(4), CPU)
 
 

@@ -81,7 +81,9 @@ REGEXES = [r".*\.q_proj", r".*layers\.1\..*proj", r"model\.layers\.0\.(self_attn
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     targets=st.one_of(st.lists(st.sampled_from(SUFFIXES), min_size=1, unique=True), st.sampled_from(REGEXES)),
-    exclude=st.one_of(st.none(), st.lists(st.sampled_from(SUFFIXES), min_size=1, unique=True), st.sampled_from(REGEXES)),
+    exclude=st.one_of(
+        st.none(), st.lists(st.sampled_from(SUFFIXES), min_size=1, unique=True), st.sampled_from(REGEXES)
+    ),
     layers=st.one_of(st.none(), st.just([0]), st.just([1]), st.just([0, 1])),
     ranks=st.dictionaries(st.sampled_from([r"layers\.0\..*", "q_proj", "self_attn.o_proj"]), st.integers(1, 9)),
 )
@@ -103,7 +105,9 @@ def test_names_and_patterns_match_as_in_peft(targets: Any, exclude: Any, layers:
 
     config = LoraConfig(target_modules=targets, exclude_modules=exclude, layers_to_transform=layers, rank_pattern=ranks)
     peft = get_peft_model(copy.deepcopy(LLAMA), config)
-    theirs = {n.removeprefix("base_model.model."): m.r["default"] for n, m in peft.named_modules() if isinstance(m, LoraLayer)}
+    theirs = {
+        n.removeprefix("base_model.model."): m.r["default"] for n, m in peft.named_modules() if isinstance(m, LoraLayer)
+    }
     assert found == theirs
 
 
@@ -112,7 +116,12 @@ def test_names_and_patterns_match_as_in_peft(targets: Any, exclude: Any, layers:
     [
         {"target_modules": ["q_proj", "v_proj"]},
         {"target_modules": "all-linear", "r": 3, "lora_alpha": 7, "use_rslora": True},
-        {"target_modules": ["q_proj"], "layers_to_transform": [1], "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 9}},
+        {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [1],
+            "rank_pattern": {"q_proj": 5},
+            "alpha_pattern": {"q_proj": 9},
+        },
         {"target_modules": r".*\.(up|down)_proj", "lora_dropout": 0.3, "init_lora_weights": "gaussian"},
     ],
     ids=str,

@@ -30,12 +30,18 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
         ('adapter: {rank: "8"}\n' + GOOD, "r.yaml:1: adapter.rank: Input should be a valid integer, got '8'"),
         ("adapter: {rank: 0}\n" + GOOD, "r.yaml:1: adapter.rank: Input should be greater than or equal to 1, got 0"),
-        ("train: {learning_rate: .nan}\n" + GOOD, "r.yaml:1: train.learning_rate: Input should be a finite number, got nan"),
+        (
+            "train: {learning_rate: .nan}\n" + GOOD,
+            "r.yaml:1: train.learning_rate: Input should be a finite number, got nan",
+        ),
         (
             "adapter: {method: dorra}\n" + GOOD,
             "r.yaml:1: adapter.method: Input should be 'lora' or 'rslora', got 'dorra'. Nearest: 'lora', 'rslora'.",
         ),
-        ("adapter:\n  targets: [q_proj, 3]\n" + GOOD, "r.yaml:2: adapter.targets.1: Input should be a valid string, got 3"),
+        (
+            "adapter:\n  targets: [q_proj, 3]\n" + GOOD,
+            "r.yaml:2: adapter.targets.1: Input should be a valid string, got 3",
+        ),
         ("train: {epochs: 1, steps: 3}\n" + GOOD, "r.yaml:1: train: give `epochs` or `steps`, not both"),
         ("train: {select: best}\n" + GOOD, "r.yaml:1: train.select needs held-out rows: set data.eval"),
         (GOOD.replace("output: out\n", ""), "r.yaml:1: output: this key is required"),
@@ -93,10 +99,14 @@ def test_every_shipped_recipe_is_valid_and_names_the_schema(path: Path) -> None:
 
 def test_the_written_schema_is_the_current_one() -> None:
     assert (ROOT / "docs" / "recipe.schema.json").read_text() == schema_text()
-    assert "the inner width" in json.loads(schema_text())["$defs"]["AdapterSection"]["properties"]["rank"]["description"]
+    assert (
+        "the inner width" in json.loads(schema_text())["$defs"]["AdapterSection"]["properties"]["rank"]["description"]
+    )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "absent.yaml"], ["check", "absent.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["train", "absent.yaml"], ["check", "absent.yaml"]]
+)
 def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom lorakit.cli import main\n"

@@ -33,7 +33,12 @@ def test_every_kind_of_pattern_must_match() -> None:
         alpha_pattern={"k_proj": 2.0},
     )  # fmt: skip
 
-    for part in ("adapter.exclude: 'nothing'", "no target has layer index 9; found 0 to 1", "rank_pattern: 'v_proj'", "alpha_pattern: 'k_proj'"):
+    for part in (
+        "adapter.exclude: 'nothing'",
+        "no target has layer index 9; found 0 to 1",
+        "rank_pattern: 'v_proj'",
+        "alpha_pattern: 'k_proj'",
+    ):
         assert part in message, part
 
 
@@ -52,14 +57,16 @@ def test_a_linear_with_a_forward_of_its_own_is_refused() -> None:
 
 
 def test_excluding_everything_is_an_error() -> None:
-    assert "nothing is left to adapt of 15 linear layers" in refused(build("llama"), exclude=["q_proj"], targets=["q_proj"])
+    assert "nothing is left to adapt of 15 linear layers" in refused(
+        build("llama"), exclude=["q_proj"], targets=["q_proj"]
+    )
 
 
 def test_coverage_counts_adapted_layers_by_kind() -> None:
     model = build("llama")
     targets = find_targets(model, AdapterSpec(targets=("q_proj", "mlp.up_proj"), layers=(1,)))
 
-    assert dict((kind, (some, every)) for kind, some, every in coverage(model, targets)) == {
+    assert {kind: (some, every) for kind, some, every in coverage(model, targets)} == {
         "q_proj": (1, 2), "k_proj": (0, 2), "v_proj": (0, 2), "o_proj": (0, 2), "gate_proj": (0, 2), "up_proj": (1, 2),
         "down_proj": (0, 2), "lm_head": (0, 1),
     }  # fmt: skip

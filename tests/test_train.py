@@ -57,7 +57,9 @@ def test_a_recipe_becomes_a_patch_that_learnt_and_that_peft_reads(recipe: Recipe
     run = json.loads((out / "run.json").read_text())
     assert run["status"] == "finished"
     assert run["engine"]["engine"] == "SingleEngine"
-    assert run["engine"]["adapter_bytes"] * 2 <= run["engine"]["optimizer_bytes"] <= run["engine"]["adapter_bytes"] * 2.1
+    assert (
+        run["engine"]["adapter_bytes"] * 2 <= run["engine"]["optimizer_bytes"] <= run["engine"]["adapter_bytes"] * 2.1
+    )
     assert run["label_tokens"] == sum(line["label_tokens"] for line in lines if "loss" in line)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (out / "checkpoints").exists()
@@ -152,7 +154,9 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
 
     assert done.returncode == 0, done.stderr
     assert killed > 0
-    assert patch_bytes(tmp_path / "killed")["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
+    assert (
+        patch_bytes(tmp_path / "killed")["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +265,9 @@ def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: 
         return self.kind.product(x, self.weight, self.bias) if self.in_features == 48 else forward(self, x)
 
     monkeypatch.setattr(LoraLinear, "forward", some)
-    with pytest.raises(RunError, match=r"4 adapter tensors have had no gradient after 12 steps.*down_proj.*adapter.exclude"):
+    with pytest.raises(
+        RunError, match=r"4 adapter tensors have had no gradient after 12 steps.*down_proj.*adapter.exclude"
+    ):
         train(recipe())
 
 

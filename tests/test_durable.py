@@ -1,0 +1,105 @@
+"""Nothing half-done is visible, at whatever moment a process dies."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lorakit.durable import committed_folder, remove_folder, sweep, verifies, write_file, write_manifest
+from lorakit.errors import TryAgainLater
+
+DIES_AT = """
+import os, sys
+from pathlib import Path
+from lorakit.durable import committed_folder, write_manifest
+left = int(sys.argv[2])
+def counted(call):
+    def wrapped(*arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return call(*arguments, **options)
+    return wrapped
+for name in ("fsync", "rename", "replace", "mkdir", "open"):
+    setattr(os, name, counted(getattr(os, name)))
+with committed_folder(Path(sys.argv[1])) as staging:
+    (staging / "a").write_text("a" * 1000)
+    (staging / "b").write_text("b")
+    write_manifest(staging)
+"""
+
+
+def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_after_the_next(tmp_path: Path) -> None:
+    target, outcomes = tmp_path / "target", []
+    for calls in range(40):
+        code = subprocess.run([sys.executable, "-c", DIES_AT, str(target), str(calls)], check=False).returncode
+        outcomes.append(target.exists())
+        if target.exists():
+            assert verifies(target)
+        if code == 0:
+            break
+
+    assert outcomes[0] is False
+    assert outcomes[-1] is True
+    assert len(outcomes) > 8
+    remove_folder(target)
+    sweep(target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_what_was_there_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_file(path, "old")
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TryAgainLater, match="the disk is full"):
+        write_file(path, "new")
+    with pytest.raises(TryAgainLater), committed_folder(tmp_path / "folder") as staging:
+        (staging / "x").write_text("x")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_file(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_folder_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    with committed_folder(tmp_path / "x") as staging:
+        (staging / "a").write_text("1")
+    with pytest.raises(FileExistsError), committed_folder(tmp_path / "x"):
+        pass
+    assert (tmp_path / "x" / "a").read_text() == "1"
+
+
+def test_a_manifest_notices_changed_cut_and_missing_files(tmp_path: Path) -> None:
+    def folder(name: str) -> Path:
+        with committed_folder(tmp_path / name) as staging:
+            (staging / "a").write_text("aaaa")
+            write_manifest(staging)
+        return tmp_path / name
+
+    assert verifies(folder("good"))
+    for name, damage in (("changed", "aaba"), ("cut", "aaa"), ("empty", "")):
+        (folder(name) / "a").write_text(damage)
+        assert not verifies(tmp_path / name)
+    (folder("missing") / "a").unlink()
+    assert not verifies(tmp_path / "missing")
+    (folder("garbled") / "manifest.json").write_text("[")
+    assert not verifies(tmp_path / "garbled")
+
+
+def test_what_living_processes_stage_is_not_swept(tmp_path: Path) -> None:
+    with committed_folder(tmp_path / "x") as staging:
+        (staging / "a").write_text("1")
+        sweep(tmp_path / "x")
+        assert staging.exists()

@@ -1,0 +1,263 @@
+"""A patch means the same everywhere, or it is refused; it is whole, or it is not there."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from lorakit.errors import BaseModelError, LorakitError, PatchError
+from lorakit.lora import adapter_tensors, inject
+from lorakit.model import load_base
+from lorakit.patch import check_fingerprint, fingerprint, open_base_files, read_patch, save_patch
+from lorakit.patch.tensor_file import open_tensors, write_tensors
+from tests.conftest import make_base
+
+CPU = torch.device("cpu")
+TENSORS = "adapter_model.safetensors"
+
+
+def adapted(base: Path, **options: Any) -> Any:
+    model = inject(load_base(base, torch.float32, CPU), rank=4, alpha=6, **options)
+    torch.manual_seed(0)
+    for tensor in adapter_tensors(model).values():
+        tensor.data.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture
+def patch(base: Path, tmp_path: Path) -> Path:
+    return save_patch(adapted(base), tmp_path / "patch")
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    """The patch with keys of its config changed."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_what_was_saved_is_what_is_read(base: Path, patch: Path) -> None:
+    saved = adapter_tensors(adapted(base))
+    read = read_patch(patch)
+
+    assert len(read.layers) == 14
+    for module, layer in read.layers.items():
+        assert (layer.rank, layer.alpha, layer.scale) == (4, 6, 1.5)
+        for name, tensor in layer.tensors.items():
+            assert torch.equal(tensor, saved[f"{module}.{name}"])
+
+
+def test_the_same_adapter_gives_the_same_bytes_that_other_programs_read(
+    base: Path, patch: Path, tmp_path: Path
+) -> None:
+    again = save_patch(adapted(base), tmp_path / "again")
+
+    assert (again / TENSORS).read_bytes() == (patch / TENSORS).read_bytes()
+    theirs = load_file(patch / TENSORS)
+    assert theirs.keys() == open_tensors(patch / TENSORS).entries.keys()
+    assert (patch / TENSORS).stat().st_mode & 0o777 == (patch / "adapter_config.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_patch_is_not_overwritten_unless_asked(base: Path, patch: Path) -> None:
+    with pytest.raises(PatchError, match="holds a patch already"):
+        save_patch(adapted(base), patch)
+    save_patch(adapted(base), patch, overwrite=True)
+
+
+def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    next(iter(adapter_tensors(model).values())).data[0, 0] = float("nan")
+
+    with pytest.raises(PatchError, match=r"q_proj.lora_A holds values that are not finite; nothing was saved"):
+        save_patch(model, tmp_path / "patch")
+    assert not (tmp_path / "patch").exists()
+    with pytest.raises(PatchError, match="has no adapter"):
+        save_patch(load_base(base, torch.float32, CPU), tmp_path / "patch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora: True"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"some_future_key": 3}, "some_future_key: 3"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4'"),
+        ({"bias": "all"}, "bias: 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": True}, "r must be a positive whole number, got True"),
+        ({"lora_alpha": -1}, "lora_alpha must be a positive number, got -1"),
+        ({"r": 8}, "the config says rank 8, but A is (4, 48)"),
+    ],
+)
+def test_a_setting_that_would_mean_something_else_is_refused_by_name(
+    patch: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PatchError) as caught:
+        read_patch(edit(patch, **changes))
+    assert message in str(caught.value)
+
+
+def test_harmless_settings_of_other_programs_are_accepted(patch: Path) -> None:
+    read_patch(edit(patch, peft_version="0.99", eva_config=None, auto_mapping={"x": 1}, init_lora_weights="gaussian"))
+
+
+def rewrite(folder: Path, change: Any) -> Path:
+    """The patch with other tensors, as a program that knows nothing of lorakit would write it."""
+    tensors = load_file(folder / TENSORS)
+    change(tensors)
+    save_file(tensors, folder / TENSORS)
+    (folder / "lorakit.json").unlink()
+    return folder
+
+
+def test_missing_extra_misshaped_and_non_finite_tensors_are_named(patch: Path, tmp_path: Path) -> None:
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    cases = {
+        "q_proj.lora_A is missing": lambda t: t.pop(key),
+        "a tensor lorakit does not know": lambda t: t.update(
+            {"base_model.model.x.lora_magnitude_vector": torch.ones(2)}
+        ),
+        "not a matrix": lambda t: t.update({key: torch.ones(4)}),
+        "not finite": lambda t: t[key].fill_(float("inf")),
+        "holds no tensors": lambda t: t.clear(),
+        "the config says rank 4": lambda t: t.update({key: torch.ones(3, 32)}),
+    }
+    for message, change in cases.items():
+        copy = rewrite(shutil.copytree(patch, tmp_path / message.replace(" ", "_")), change)
+        with pytest.raises(PatchError, match=message):
+            read_patch(copy)
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed(patch: Path) -> None:
+    whole = (patch / TENSORS).read_bytes()
+    for position in range(0, len(whole), len(whole) // 60):
+        for damaged in (whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :], whole[:position]):
+            (patch / TENSORS).write_bytes(damaged)
+            with pytest.raises(PatchError):
+                read_patch(patch)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_header_escapes_as_anything_but_a_file_or_a_patch_error(data: st.DataObject, tmp_path_factory: Any) -> None:
+    entry = st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "F99", 3]),
+            "shape": st.lists(st.integers(-2, 2**40), max_size=3),
+            "data_offsets": st.lists(st.integers(-1, 2**40), max_size=3),
+        }
+    )
+    header = data.draw(
+        st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entry | st.none() | st.text(max_size=2))
+    )
+    text = data.draw(st.just(json.dumps(header).encode()) | st.binary(max_size=40))
+    length = data.draw(st.just(len(text)) | st.integers(0, 2**63))
+    path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(data.draw(st.integers(0, 16))))
+
+    try:
+        file = open_tensors(path)
+    except PatchError:
+        return
+    for name in file.entries:
+        file.read(name)
+
+
+def test_duplicate_names_overlaps_and_pickles_are_refused(tmp_path: Path, patch: Path) -> None:
+    twice = (
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    )
+    overlap = (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
+    )
+    for header, size, message in ((twice, 4, "'a' appears twice"), (overlap, 8, "b begins at byte")):
+        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+        with pytest.raises(PatchError, match=message):
+            open_tensors(tmp_path / "x")
+    (patch / TENSORS).rename(patch / "adapter_model.bin")
+    with pytest.raises(PatchError, match="a pickle, which can run code"):
+        read_patch(patch)
+    with pytest.raises(PatchError, match=r"not a patch: it has no adapter_config.json"):
+        read_patch(tmp_path / "absent")
+
+
+def test_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
+    tensors = {
+        str(d): torch.arange(6).reshape(2, 3).to(d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int8)
+    }
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+    with open(tmp_path / "x", "wb") as file:
+        write_tensors(file, tensors, {"b": "2", "a": "1"})
+
+    ours, theirs = open_tensors(tmp_path / "x"), load_file(tmp_path / "x")
+    for name, tensor in tensors.items():
+        assert torch.equal(ours.read(name), tensor)
+        assert torch.equal(theirs[name], tensor)
+
+
+def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokenizer: Any) -> None:
+    read = read_patch(patch)
+    told = read.facts["base"]
+
+    def judge(folder: Path) -> None:
+        check_fingerprint(told, fingerprint(open_base_files(folder), read.layers), patch, folder)
+
+    judge(base)
+    resharded = tmp_path / "resharded"
+    load_base(base, torch.float32, CPU).save_pretrained(resharded, max_shard_size="20KB")
+    assert len(list(resharded.glob("*.safetensors"))) > 2
+    judge(resharded)
+
+    other = shutil.copytree(base, tmp_path / "other")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PatchError, match=r"1 of 14 adapted weights \(model.layers.1.mlp.up_proj first\) differ"):
+        judge(other)
+    with pytest.raises(PatchError, match="14 of 14 adapted weights"):
+        judge(make_base(tmp_path / "seed", tokenizer, seed=1))
+
+
+def test_config_and_tokenizer_are_part_of_a_trained_patchs_base(base: Path, patch: Path, tmp_path: Path) -> None:
+    names = list(read_patch(patch).layers)
+    told = fingerprint(open_base_files(base), names)
+    for file, change in (("config.json", ("rope_theta", 5.0)), ("tokenizer.json", ("version", "x"))):
+        other = shutil.copytree(base, tmp_path / file)
+        content = json.loads((other / file).read_text())
+        (other / file).write_text(json.dumps(content | {change[0]: change[1]}))
+        with pytest.raises(PatchError, match=f"another base.*: {file.partition('.')[0]} differ"):
+            check_fingerprint(told, fingerprint(open_base_files(other), names), patch, other)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, "only plain file names are allowed"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "no such file"),
+        ({"weight_map": {"a": "model.safetensors"}}, "a should be in model.safetensors, found in None"),
+        ({}, "has no weight_map"),
+    ],
+)
+def test_an_index_that_lies_is_refused(base: Path, tmp_path: Path, index: dict[str, Any], message: str) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(BaseModelError, match=message):
+        open_base_files(folder)
+
+
+def test_a_base_with_missing_weights_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(LorakitError, match=r"missing or of another shape.*model.layers.1.mlp.up_proj.weight"):
+        load_base(folder, torch.float32, CPU)
