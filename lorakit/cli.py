@@ -80,6 +80,8 @@ def _generate(options: argparse.Namespace) -> int:
         options.base, named, dtype=options.dtype, revision=options.revision,
         allow_base_mismatch=options.allow_base_mismatch,
     )  # fmt: skip
+    if not options.prompt and sys.stdin.isatty():
+        print("the prompt, ended with Ctrl-D:", file=sys.stderr)
     prompts = options.prompt or [sys.stdin.read().strip()]
     if options.each:
         uses: list[str | None] = [None, *named]

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lorakit.errors import RunError, TryAgainLater
 from lorakit.job import Job, assemble
 from lorakit.patch import remove_patch, write_patch
 from lorakit.patch.card import model_card
+from lorakit.patch.config import CONFIG_FILE
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.run.checkpoint import Checkpoints, Progress
 from lorakit.run.display import peak_memory_bytes
@@ -36,7 +38,7 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     )
 
 
-def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = print) -> Path:
+def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = partial(print, flush=True)) -> Path:
     """Train the recipe's adapter, or go on with it; returns the folder of its patch.
 
     An unfinished run of the same recipe in the output folder is continued and ends bit-identical to one that was
@@ -49,6 +51,7 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = pri
     output, began = Path(recipe.output), time.monotonic()
     with locked(output), catching_signals() as stop:
         settings = recipe.model_dump(mode="json")
+        sweep(output / "checkpoints")
         if fresh:
             discard(output)
         record = open_record(output, settings)
@@ -102,6 +105,7 @@ def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> Non
 
 def take_step(job: Job, progress: Progress, report: Report) -> None:
     """One optimizer step."""
+    began = time.perf_counter()
     try:
         result = job.engine.step(progress.step, job.batches.step(progress.step))
     except NonFiniteStep as problem:
@@ -109,7 +113,7 @@ def take_step(job: Job, progress: Progress, report: Report) -> None:
     progress.step += 1
     progress.tokens += result.num_tokens
     progress.label_tokens += result.num_label_tokens
-    report.step(progress.step, result)
+    report.step(progress.step, result, time.perf_counter() - began)
     if progress.step == min(REACH_STEPS, job.total_steps) and (unreached := job.engine.unreached()):
         raise RunError(
             f"{len(unreached)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
@@ -183,13 +187,13 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
 
 
 def discard(output: Path) -> None:
-    """Remove what a run left in its output folder, the patch first."""
+    """Remove what a run or a patch left in the output folder, the patch first; nothing else is touched."""
+    known = (output / RECORD).exists() or (output / CONFIG_FILE).exists()
     remove_patch(output)
-    (output / RECORD).unlink(missing_ok=True)
-    for name in ("metrics.jsonl", "loss.png", "README.md"):
+    for name in ("metrics.jsonl", "loss.png", "README.md") if known else ():
         (output / name).unlink(missing_ok=True)
     Checkpoints(output / "checkpoints", 1).remove()
-    sweep(output / "checkpoints")
+    (output / RECORD).unlink(missing_ok=True)
 
 
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:

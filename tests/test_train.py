@@ -75,8 +75,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], number: int = sign
     """Send this process a real signal as soon as one of the steps is done."""
     original = Report.step
 
-    def step(self: Report, step: int, report: Any) -> None:
-        original(self, step, report)
+    def step(self: Report, step: int, report: Any, seconds: float) -> None:
+        original(self, step, report, seconds)
         if step in steps:
             steps.remove(step)
             os.kill(os.getpid(), number)
@@ -138,8 +138,8 @@ def test_a_signal_during_evaluation_loses_nothing(
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, tmp_path: Path) -> None:
-    whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 60, "save_every_steps": 2}))
-    path = recipe(output=str(tmp_path / "killed"), train={"steps": 60, "save_every_steps": 2})
+    whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 200, "save_every_steps": 5}))
+    path = recipe(output=str(tmp_path / "killed"), train={"steps": 200, "save_every_steps": 5})
     command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
     moments, killed = random.Random(0), 0
 
@@ -147,7 +147,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()  # the summary: training begins
-            time.sleep(moments.uniform(0, 1.5))
+            time.sleep(moments.uniform(0, 1))
             process.kill()
         killed += not (tmp_path / "killed" / "adapter_config.json").exists()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -212,6 +212,16 @@ def test_a_patch_of_another_origin_is_not_overwritten(recipe: Recipe, tmp_path: 
     with pytest.raises(RunError, match="holds a patch that no run here made"):
         train(recipe())
     assert patch_bytes(out) == before
+
+
+def test_files_of_others_are_neither_trained_over_nor_removed(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+
+    for fresh in (False, True):
+        with pytest.raises(RunError, match=r"out holds other files \(README.md\)"):
+            train(recipe(), fresh=fresh)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(recipe: Recipe, tmp_path: Path) -> None:

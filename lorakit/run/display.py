@@ -21,24 +21,25 @@ class Display:
     def __init__(self, console: Console, bar: Progress | None, total_steps: int, first_step: int) -> None:
         self._console, self._bar, self._total = console, bar, total_steps
         self._task = bar.add_task("", total=total_steps, completed=first_step, facts="") if bar else None
-        self._began = self._shown = time.monotonic()
+        self._shown = time.monotonic()
         self._tokens = self._steps = 0
+        self._seconds = 0.0
 
-    def step(self, number: int, report: StepReport) -> float:
-        """Show step ``number`` (counted from 1); returns tokens per second, padding not counted."""
+    def step(self, number: int, report: StepReport, seconds: float) -> None:
+        """Show step ``number`` (counted from 1), which took ``seconds``. Tokens per second count no padding."""
         now = time.monotonic()
         self._tokens += report.num_tokens
         self._steps += 1
-        rate = self._tokens / max(now - self._began, 1e-9)
+        self._seconds += seconds
+        rate = self._tokens / self._seconds
         memory = f"{peak_memory_bytes() / 1e9:.2f} GB"
         facts = f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  {rate:,.0f} tok/s  {memory}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, facts=facts)
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
-            left = (now - self._began) / self._steps * (self._total - number)
+            left = self._seconds / self._steps * (self._total - number)
             self._console.print(f"step {number}/{self._total}  {facts}  {left:.0f} s left", highlight=False)
             self._shown = now
-        return rate
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -64,6 +64,11 @@ def open_record(folder: Path, recipe: dict[str, Any]) -> RunRecord:
             raise RunError(
                 f"output: {folder} holds a patch that no run here made; choose another output, or --fresh to replace it"
             )
+        others = sorted(other.name for other in folder.iterdir() if other.name != ".lock")
+        if others:
+            raise RunError(
+                f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder"
+            )
         return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     try:
         values = json.loads(path.read_text())

@@ -18,16 +18,19 @@ class Report:
     def __init__(self, shown: Display, metrics: Metrics, trackers: Trackers) -> None:
         self._shown, self._metrics, self._trackers = shown, metrics, trackers
 
-    def step(self, number: int, report: StepReport) -> None:
-        rate = self._shown.step(number, report)
+    def step(self, number: int, report: StepReport, seconds: float) -> None:
+        """Step ``number`` (counted from 1), which took ``seconds``."""
+        self._shown.step(number, report, seconds)
         values = {
             "loss": report.loss, "learning_rate": report.learning_rate, "grad_norm": report.grad_norm,
-            "tokens": report.num_tokens, "label_tokens": report.num_label_tokens, "tokens_per_second": round(rate, 1),
+            "tokens": report.num_tokens, "label_tokens": report.num_label_tokens,
+            "tokens_per_second": round(report.num_tokens / seconds, 1),
         }  # fmt: skip
         self._metrics.write({"step": number, **values})
         self._trackers.log(values, number)
 
     def evaluation(self, number: int, loss: float) -> None:
+        """The held-out loss after step ``number``."""
         values = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
         self._shown.say(f"step {number}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}")
         self._metrics.write({"step": number, **values})
