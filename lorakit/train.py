@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lorakit.run.metrics import draw_loss
 from lorakit.run.record import RECORD, RunRecord, flatten, open_record, versions
 from lorakit.run.report import Report, reporting
 from lorakit.run.stop import StopRequest, catching_signals
-from lorakit.run.summary import end_summary, start_summary
+from lorakit.run.summary import announce, end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
 SHOWN_ROWS = 8
@@ -38,7 +37,7 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     )
 
 
-def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = partial(print, flush=True)) -> Path:
+def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = announce) -> Path:
     """Train the recipe's adapter, or go on with it; returns the folder of its patch.
 
     An unfinished run of the same recipe in the output folder is continued and ends bit-identical to one that was

@@ -6,6 +6,11 @@ from lorakit.run.checkpoint import Progress
 from lorakit.run.report import perplexity
 
 
+def announce(text: str) -> None:
+    """Print at once, also into a pipe."""
+    print(text, flush=True)
+
+
 def start_summary(job: Job, progress: Progress) -> str:
     """What is about to be trained, on what, and how long."""
     recipe, observed = job.recipe, job.engine.observed()
