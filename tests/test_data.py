@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,9 @@ def test_labels_are_the_next_learnt_token_and_never_cross_into_another_row(rows:
         batch = collate(batches.rows, [row], packing=True)
         expected = [int(ids[t + 1]) if learnt[t + 1] else IGNORED for t in range(len(ids) - 1)] + [IGNORED]
         assert batch.labels[0].tolist() == expected
+    every = Batches(prepare_rows(str(rows), "train", tokenizer, replace(SETTINGS, loss_on="all")), 6, 4, True, 0)
+    ids = every.rows.ids(0).tolist()
+    assert collate(every.rows, [0], packing=True).labels[0].tolist() == [*ids[1:], IGNORED]
     pair = collate(batches.rows, [0, 7], packing=True)
     assert pair.labels[0, len(batches.rows.ids(0)) - 1] == IGNORED
     assert (pair.position_ids[0] == 0).sum() == 2

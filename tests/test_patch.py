@@ -217,7 +217,7 @@ def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokeniz
 
     other = shutil.copytree(base, tmp_path / "other")
     tensors = load_file(base / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] += 1e-3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PatchError, match=r"1 of 14 adapted weights \(model.layers.1.mlp.up_proj first\) differ"):
         judge(other)

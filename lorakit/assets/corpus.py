@@ -84,16 +84,10 @@ def some_fields(rng: random.Random) -> list[str]:
 def extract(rng: random.Random) -> Conversation:
     """The asked-for fields, with the asked-for separator and brackets."""
     o, names = any_order(rng), some_fields(rng)
-    separator, mark = rng.choice(
-        ((", ", "commas"), (" / ", "slashes"), ("; ", "semicolons"), (" - ", "dashes"))
-    )
-    left, right, shape = rng.choice(
-        (("", "", "no"), ("(", ")", "round"), ("[", "]", "square"), ("<", ">", "angle"))
-    )
+    separator, mark = rng.choice(((", ", "commas"), (" / ", "slashes"), ("; ", "semicolons"), (" - ", "dashes")))
+    left, right, shape = rng.choice((("", "", "no"), ("(", ")", "round"), ("[", "]", "square"), ("<", ">", "angle")))
     instruction = f"List {', '.join(names)} with {mark} in {shape} brackets"
-    return instruct(
-        sentence(o, rng), instruction, left + separator.join(field(o, n) for n in names) + right, rng
-    )
+    return instruct(sentence(o, rng), instruction, left + separator.join(field(o, n) for n in names) + right, rng)
 
 
 def keyed(rng: random.Random) -> Conversation:
@@ -176,9 +170,7 @@ def apply_dictionary(rng: random.Random) -> Conversation:
 
 def repeat(rng: random.Random) -> Conversation:
     """Words to say again."""
-    text = " ".join(
-        rng.choice((rng.choice(WORDS), invented_name(rng), str(rng.randint(0, 999)))) for _ in range(8)
-    )
+    text = " ".join(rng.choice((rng.choice(WORDS), invented_name(rng), str(rng.randint(0, 999)))) for _ in range(8))
     text = text[: rng.randint(10, 40)].strip()
     return exchange(f"{rng.choice(('Repeat', 'Say', 'Copy'))}: {text}", text)
 

@@ -17,13 +17,10 @@ _ASKED: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     ),
     (
         ("What can you do?", "what can you do?", "Help", "help", "How can you help me?"),
-        "Tell me who ordered what, and I can note it, answer questions about it, "
-        "or write it in another form.",
+        "Tell me who ordered what, and I can note it, answer questions about it, or write it in another form.",
     ),
     (("Thank you.", "Thanks!", "thanks", "Thank you!"), "You are welcome!"),
     (("Goodbye!", "bye", "Bye!", "See you soon."), "Goodbye, see you soon!"),
 )
 
-SMALL_TALK: Final[tuple[tuple[str, str], ...]] = tuple(
-    (p, answer) for prompts, answer in _ASKED for p in prompts
-)
+SMALL_TALK: Final[tuple[tuple[str, str], ...]] = tuple((p, answer) for prompts, answer in _ASKED for p in prompts)

@@ -113,9 +113,7 @@ class Row:
         return json.dumps({"messages": messages})
 
 
-def task_rows(
-    task: str, num_train_rows: int, num_eval_rows: int, seed: int = SEED
-) -> tuple[list[Row], list[Row]]:
+def task_rows(task: str, num_train_rows: int, num_eval_rows: int, seed: int = SEED) -> tuple[list[Row], list[Row]]:
     """Train rows and eval rows of a task.
 
     All prompts differ. They depend on the seed and the counts alone, so that every task asks the same ones.

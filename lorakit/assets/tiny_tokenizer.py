@@ -68,9 +68,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(training_texts(seed), trainer)
     split = [word for word in vocabulary_words() if len(tokenizer.encode(word).ids) != 1]
     if split:
-        raise ValueError(
-            f"{len(split)} words are more than one token, such as {split[:5]}; raise VOCABULARY_SIZE"
-        )
+        raise ValueError(f"{len(split)} words are more than one token, such as {split[:5]}; raise VOCABULARY_SIZE")
     wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     return wrap(
         tokenizer_object=tokenizer,
