@@ -4,8 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lorakit.data import TokenRows
 from lorakit.errors import LorakitError
+from lorakit.isolation import check_positions
 from lorakit.job import adapter_spec, check_vocabulary, count_steps, read_rows
 from lorakit.lora import coverage, find_targets
 from lorakit.model import find_base, load_skeleton, load_tokenizer
@@ -32,13 +35,15 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             return None
 
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
-    tokenizer = None
     if folder is not None:
         attempt(open_base_files, folder)
         tokenizer = attempt(load_tokenizer, folder)
-        attempt(_check_targets, recipe, folder, tokenizer, say)
-    if tokenizer is not None:
-        attempt(_check_rows, recipe, tokenizer, say)
+        model = attempt(_check_targets, recipe, folder, say)
+        if tokenizer is not None:
+            rows = attempt(_check_rows, recipe, tokenizer, say)
+            if model is not None and rows is not None:
+                attempt(check_vocabulary, model, rows)
+                attempt(check_positions, model, recipe.data.max_tokens)
     if Path(recipe.output).exists():
         attempt(open_record, Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
@@ -46,10 +51,8 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     say("\nnothing is wrong with this recipe")
 
 
-def _check_targets(recipe: Recipe, folder: Path, tokenizer: Any, say: Callable[[str], None]) -> None:
+def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:
     model = load_skeleton(folder)
-    if tokenizer is not None:
-        check_vocabulary(model, tokenizer)
     targets = find_targets(model, adapter_spec(recipe.adapter))
     total = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(target.num_parameters for target in targets)
@@ -60,9 +63,10 @@ def _check_targets(recipe: Recipe, folder: Path, tokenizer: Any, say: Callable[[
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
     for kind, adapted, count in coverage(model, targets):
         say(f"{kind:<20} {adapted:>8} {count:>6}")
+    return model
 
 
-def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> None:
+def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> TokenRows:
     data = recipe.data
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
@@ -78,6 +82,7 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> N
             first = rows
     say(f"\nsteps      {count_steps(recipe, len(first))} of {recipe.train.batch_size} rows")
     say(f"\nfirst row ({first.where(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
+    return first
 
 
 def marked(rows: TokenRows, row: int, tokenizer: Any) -> str:

@@ -13,7 +13,7 @@ from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, StepSettings, open_engine
 from lorakit.errors import BaseModelError
-from lorakit.isolation import check_isolation
+from lorakit.isolation import check_isolation, check_positions
 from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
 from lorakit.model import find_base, load_base, load_tokenizer
 from lorakit.optim import build_optimizer, learning_rate
@@ -68,7 +68,8 @@ def assemble(recipe: Recipe, recorded: Mapping[str, Any]) -> Job:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     with engine.loading():
         model = load_base(folder, dtype.dtype, engine.device)
-    check_vocabulary(model, tokenizer)
+    for each in (rows, held_out) if held_out else (rows,):
+        check_vocabulary(model, each)
     spec = adapter_spec(recipe.adapter)
     targets = find_targets(model, spec)
     attach(model, targets, spec, recipe.train.seed)
@@ -79,6 +80,7 @@ def assemble(recipe: Recipe, recorded: Mapping[str, Any]) -> Job:
         Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
         count_steps(recipe, len(rows)),
     )  # fmt: skip
+    check_positions(model, recipe.data.max_tokens)
     if recipe.data.packing:
         check_isolation(model, job.batches, engine.device)
     _prepare_engine(job)
@@ -102,16 +104,16 @@ def count_steps(recipe: Recipe, num_rows: int) -> int:
     return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
 
 
-def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Passes when every token the tokenizer can give has a row in the base's embedding.
+def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
+    """Passes when every token of the rows has a row in the base's embedding.
 
     Raises:
-        BaseModelError: the tokenizer knows more tokens than the base.
+        BaseModelError: the tokenizer gave larger ids.
     """
     num_rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if len(tokenizer) > num_rows:
+    if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
-            f"the tokenizer gives ids up to {len(tokenizer) - 1}, the base's embedding has {num_rows} rows;"
+            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
             " they do not belong together"
         )
 

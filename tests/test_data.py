@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lorakit.batch import IGNORED
 from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prepare_rows
@@ -29,11 +31,26 @@ CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-# drops the thinking of earlier turns and opens a thought in the prompt, as reasoning models do
+# drops the thinking of earlier turns
 THINKING = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}"
-    "{{ m.content.split('</t>')[-1] if m.role == 'assistant' and not loop.last else m.content }}{{ '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n<t>\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}{{ '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+OPENED = THINKING.replace(
+    "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
+)  # and opens a thought in the prompt
+FORGETS = "{% for m in messages if m.role != 'system' %}" + CHATML.partition("%}")[2]
+# ends its last turn with a token of its own, and marks where turns begin
+HARMONY = (
+    "{% for m in messages %}{{ '<|user|>' + m.role + '<|system|>' + m.content }}"
+    "{{ '<|end|>' if not loop.last else '<|assistant|>' if m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|user|>assistant<|system|>' }}{% endif %}"
+)
+HEADERS = (
+    "{% for m in messages %}{{ ('<|user|>' if m.role == 'user' else '<|assistant|>' if m.role == 'assistant' else '<|system|>')"
+    " + m.content }}{{ '<|end|>' if loop.last and m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 NO_END = (
     "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}"
@@ -63,10 +80,83 @@ def test_every_assistant_turn_and_its_end_token_is_learnt_and_nothing_else(token
     assert learnt_text(with_template(tokenizer, CHATML), {"messages": TURNS}) == "yes<|end|>no<|end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_still_marks_what_it_shows(tokenizer: Any) -> None:
-    turns = [{**turn, "content": "a</t>" + turn["content"]} if turn["role"] == "assistant" else turn for turn in TURNS]
+def thinking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [
+        {**turn, "content": "a</think>" + turn["content"]} if turn["role"] == "assistant" else turn for turn in turns
+    ]
 
-    assert learnt_text(with_template(tokenizer, THINKING), {"messages": turns}) == "yes<|end|>a</t>no<|end|>"
+
+@pytest.mark.parametrize(
+    ("template", "turns", "expected"),
+    [
+        (THINKING, thinking(TURNS), "yes<|end|>a</think>no<|end|>"),
+        (HARMONY, TURNS, "yes<|end|>no<|assistant|>"),
+        (HEADERS, TURNS, "yesno<|end|>"),
+        (NO_END, TURNS[1:], "yesno<|end|>"),
+        (
+            CHATML,
+            [*TURNS[:4], {"role": "assistant", "content": " \n no <|x|> hi and now  "}],
+            "yes<|end|> \n no <|x|> hi and now  <|end|>",
+        ),
+        (CHATML, TURNS[2:], "yes<|end|>no<|end|>"),
+    ],
+    ids=["rewrites earlier turns", "another last end", "no end but the last", "no end", "spaces", "assistant first"],
+)
+def test_the_labels_are_exact_for_templates_of_every_habit(
+    tokenizer: Any, template: str, turns: Any, expected: str
+) -> None:
+    assert learnt_text(with_template(tokenizer, template), {"messages": turns}) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (OPENED, {"messages": thinking(TURNS)}, "asks for it with a prompt ending in"),
+        (FORGETS, {"messages": TURNS}, "message 1 (system): the chat template leaves it out"),
+        (CHATML, {"messages": TURNS, "tools": [{"name": "clock"}]}, "tools: the chat template leaves them out"),
+        (
+            CHATML,
+            {
+                "messages": [
+                    TURNS[1],
+                    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "clock"}}]},
+                ]
+            },
+            "message 2: the chat template leaves out its tool call",
+        ),
+    ],
+    ids=["opens a thought", "drops the system", "drops tools", "drops tool calls"],
+)
+def test_what_a_template_hides_or_asks_otherwise_is_not_taught(
+    tokenizer: Any, template: str, row: Any, expected: str
+) -> None:
+    with pytest.raises(BadRow) as caught:
+        Encoder(with_template(tokenizer, template), "answer")(row)
+    assert expected in str(caught.value)
+
+
+def test_an_end_token_that_takes_the_line_break_with_it_is_still_learnt(tokenizer: Any) -> None:
+    wide = with_template(tokenizer, CHATML)
+    wide.add_special_tokens({"additional_special_tokens": [AddedToken("<|done|>", special=True, rstrip=True)]})
+    wide.chat_template = CHATML.replace("<|end|>", "<|done|>")
+
+    assert learnt_text(wide, {"messages": TURNS}).replace("\n", "") == "yes<|done|>no<|done|>"
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> None:
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", *"▁yesnoAQ:h\n", "▁yes", "yes", "▁no"])}
+    core = Tokenizer(models.BPE(words, [("▁", "y")][:0], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    spaced = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+
+    encoded = Encoder(spaced, "answer")({"prompt": "A: ", "completion": "yes"})
+
+    assert spaced.decode(encoded.ids) == "A: yes</s>"
+    assert (
+        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.learnt, strict=True) if learnt]).strip() == "yes</s>"
+    )
 
 
 def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> None:
@@ -120,12 +210,15 @@ def test_all_tokens_are_learnt_when_asked(tokenizer: Any) -> None:
         ({"messages": [TURNS[1], {"role": "assistant", "content": ""}]}, "message 2: the assistant says nothing"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is int"),
         ({"messages": [TURNS[1]]}, "no assistant message"),
-        ({"messages": [TURNS[1], {"role": "assistant", "content": "a <|end|> b"}]}, "its end cannot be told"),
+        ({"messages": [TURNS[1], {"role": "assistant", "content": "a <|end|> b"}]}, "holds the end token '<|end|>'"),
         ({"messages": [TURNS[1], {"role": "tool", "content": "x"}, TURNS[2]]}, "the chat template refuses it"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": 1, "completion": "a"}, "prompt: text expected, got int"),
         ({"conversations": [{"from": "nobody", "value": "hi"}]}, "is from 'nobody'"),
         ({"messages": TURNS, "tools": "{"}, "tools: not a JSON list"),
+        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0.5}]}, "weight: 0 or 1 expected"),
+        ({"conversations": [{"from": ["x"], "value": "hi"}]}, "is from ['x']"),
+        ({"instruction": "a", "output": "b", "history": [["q", "a"]]}, "history: not read"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_learnt_says_why(tokenizer: Any, row: Any, expected: str) -> None:
@@ -220,7 +313,8 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
     for name, message in {
         "absent.jsonl": f"looked for {tmp_path}/absent.jsonl", "cut.jsonl.gz": "cut or damaged after line",
         "cut.parquet": "cut or damaged", "rows.csv": "reads files ending in", "empty.jsonl": "no row is left of",
-        "nothing": "holds no file ending in",
+        "nothing": "holds no file ending in", ".": "which lorakit does not read",
+        "x" * 3000: "is no file name",
     }.items():  # fmt: skip
         with pytest.raises(DataError) as caught:
             prepare_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)

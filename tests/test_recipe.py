@@ -27,7 +27,14 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("text", "expected"),
     [
         ("adapter:\n  rnak: 8\n" + GOOD, "r.yaml:2: adapter.rnak: unknown key. Nearest: 'rank'."),
-        ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
+        ("adapter:\n  rank: true\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
+        ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got 'yes'"),
+        ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got"),
+        ("train: {steps: 2:30}\n" + GOOD, "r.yaml:1: train.steps: Input should be a valid integer, got '2:30'"),
+        ("1: 4\n" + GOOD, "r.yaml:1: a key must be text, got '1'; put it in quotes"),
+        ("? [a]\n: 1\n", "r.yaml:1: a key must be text"),
+        (f"train: {{seed: {'9' * 5000}}}\n" + GOOD, "r.yaml:1: train.seed: Input should be"),
+        (GOOD.replace("out\n", '" "\n'), "r.yaml:3: output: blank, or with characters that no name has"),
         ('adapter: {rank: "8"}\n' + GOOD, "r.yaml:1: adapter.rank: Input should be a valid integer, got '8'"),
         ("adapter: {rank: 0}\n" + GOOD, "r.yaml:1: adapter.rank: Input should be greater than or equal to 1, got 0"),
         (
@@ -50,7 +57,7 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("base: !!python/name:os.system\n", "r.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not allowed"),
         ("- 1\n", "r.yaml:1: a recipe is a mapping of sections, got list"),
         ("adapter: {targets: 'q_(proj'}\n" + GOOD, "r.yaml:1: adapter.targets: not a regular expression:"),
-        ("base: 2026-01-01\n", "r.yaml: only text, numbers, true/false, lists and mappings:"),
+        ("base: 2026-01-01\n", "r.yaml:1: base: Input should be an object, got '2026-01-01'"),
         ("[" * 40 + "]" * 40, "r.yaml:1: nested deeper than 32 levels"),
     ],
 )
@@ -77,6 +84,12 @@ def test_overrides_and_plain_exponents_are_numbers(tmp_path: Path) -> None:
     assert recipe.train.learning_rate == 0.0001
     assert recipe.train.steps == 7
     assert recipe.adapter.targets == ("q_proj", "v_proj")
+
+
+def test_an_empty_section_can_be_overridden(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD + "train:\n")
+
+    assert load_recipe(tmp_path / "r.yaml", ("train.steps=5",)).train.steps == 5
 
 
 def test_files_that_are_no_recipes_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import tokenizers
 
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.rows import BadRow, Source, find_sources, read_rows
-from lorakit.durable import committed_folder, verifies, write_json, write_manifest
+from lorakit.durable import MANIFEST, committed_folder, verifies, write_json, write_manifest
 from lorakit.errors import DataError
 
 FORMAT: Final = 1  # change it whenever the same row would give other tokens
@@ -47,16 +48,16 @@ class RowCounts:
     dropped_long: int = 0
     tokens: int = 0
     label_tokens: int = 0
+    largest_id: int = 0
 
 
 class TokenRows:
     """Tokenised rows, memory-mapped. Row i is ``ids(i)``, ``learnt(i)`` and came from ``where(i)``."""
 
-    def __init__(self, folder: Path) -> None:
-        facts = json.loads((folder / "rows.json").read_text())
-        self.counts = RowCounts(**facts["counts"])
-        self.sources: list[str] = facts["sources"]
-        self.digest: str = facts["digest"]
+    def __init__(self, folder: Path, sources: list[str]) -> None:
+        self.counts = RowCounts(**json.loads((folder / "rows.json").read_text()))
+        self.sources = sources
+        self.digest: str = json.loads((folder / MANIFEST).read_text())["rows.arrow"]["sha256"]
         file = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
         self._blocks = [file.get_batch(index) for index in range(file.num_record_batches)]
         self.lengths: np.ndarray = np.load(folder / "lengths.npy", mmap_mode="r")
@@ -88,21 +89,24 @@ def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, setti
         DataError: missing files; bad rows, with file and line of the first ten and the total; or no row left.
     """
     sources = find_sources(names, split)
-    key = _key([source.digest() for source in sources], tokenizer, settings)
+    digests = [source.digest() for source in sources]
+    key = _key(digests, tokenizer, settings)
     folder = _cache() / key
     if not verifies(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         try:
             with committed_folder(folder) as staging:
-                _build(staging, sources, Encoder(tokenizer, settings.loss_on), settings, key)
+                _build(staging, sources, Encoder(tokenizer, settings.loss_on), settings)
+                if digests != [source.digest() for source in sources]:
+                    raise DataError(f"data: {names} changed while it was read; run again when it is complete")
         except OSError:
             if not verifies(folder):  # unless another process built the same rows meanwhile
                 raise
-    return TokenRows(folder)
+    return TokenRows(folder, [source.name for source in sources])
 
 
-def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings, key: str) -> None:
+def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings) -> None:
     counts = RowCounts()
     bad: list[str] = []
     lengths: list[int] = []
@@ -121,6 +125,7 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
             counts.rows += 1
             counts.tokens += len(kept.ids)
             counts.label_tokens += sum(kept.learnt[1:])
+            counts.largest_id = max(counts.largest_id, *kept.ids)
             if len(block) == ROWS_PER_BLOCK:
                 writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
                 block = []
@@ -128,10 +133,7 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
             writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
     _check(counts, bad, settings, sources)
     np.save(staging / "lengths.npy", np.array(lengths, dtype=np.int32))
-    write_json(
-        staging / "rows.json",
-        {"counts": asdict(counts), "sources": [source.name for source in sources], "digest": key},
-    )
+    write_json(staging / "rows.json", asdict(counts))
     write_manifest(staging)
 
 
@@ -177,7 +179,7 @@ def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: li
 
 def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
     parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
-    parts.append([str(tokenizer.eos_token), str(tokenizer.bos_token)])
+    parts += [{name: str(token) for name, token in tokenizer.special_tokens_map.items()}, tokenizers.__version__]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -5,9 +5,10 @@ Every row arrives with its file and line; a row that cannot be read arrives as a
 
 import gzip
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -36,7 +37,7 @@ class Source:
         """A digest of the content, to key caches and to notice changed data."""
         if self.path is None:
             return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}".encode())
-        state = xxhash.xxh3_128()
+        state = xxhash.xxh3_128(self.path.suffix.encode())  # the same bytes mean other rows under another suffix
         with open(self.path, "rb") as file:
             while block := file.read(1 << 20):
                 state.update(block)
@@ -50,7 +51,8 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[Source]:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
     found = [source for name in ([names] if isinstance(names, str) else names) for source in _find(name, split)]
-    repeated = {source.name for source in found if found.count(source) > 1}
+    places = [str(source.path.resolve()) if source.path else source.name for source in found]
+    repeated = {place for place in places if places.count(place) > 1}
     if repeated:
         raise DataError(f"data: named twice: {', '.join(sorted(repeated))}")
     return found
@@ -59,7 +61,7 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[Source]:
 def read_rows(source: Source) -> Iterator[tuple[int, Any | BadRow]]:
     """(line, row) of every row; a row that cannot be read is a BadRow."""
     if source.path is None:
-        yield from enumerate(_open_hub(source), 1)
+        yield from ((line, without_none(row)) for line, row in enumerate(_open_hub(source), 1))
     elif source.path.name.endswith(".parquet"):
         yield from _read_parquet(source.path)
     else:
@@ -69,18 +71,42 @@ def read_rows(source: Source) -> Iterator[tuple[int, Any | BadRow]]:
 
 def _find(name: str, split: str) -> list[Source]:
     path = Path(name)
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
-        if not files:
-            raise DataError(f"data: {path.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
-        return [Source(str(file), file) for file in files]
-    if path.is_file():
+    if _is(path, Path.is_dir):
+        return _find_in_folder(path)
+    if _is(path, Path.is_file):
         if not name.endswith(SUFFIXES):
             raise DataError(f"data: {name}: lorakit reads files ending in {', '.join(SUFFIXES)}; rename or convert it")
         return [Source(name, path)]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((*SUFFIXES, ".json", ".csv", ".txt")):
         return [Source(name, None, split)]
     raise DataError(f"data: {name}: no such file or folder; looked for {path.absolute()}")
+
+
+def _find_in_folder(folder: Path) -> list[Source]:
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")) and path.suffix != ".md")
+    other = [path.name for path in files if not (path.is_file() and path.name.endswith(SUFFIXES))]
+    if other:
+        raise DataError(
+            f"data: {folder} also holds {', '.join(map(repr, other[:4]))}, which lorakit does not read"
+            f" (only {', '.join(SUFFIXES)}); move them away, or name the files one by one"
+        )
+    if not files:
+        raise DataError(f"data: {folder.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
+    return [Source(str(path), path) for path in files]
+
+
+def _is(path: Path, test: Callable[[Path], bool]) -> bool:
+    try:
+        return test(path)
+    except (OSError, ValueError) as problem:  # a name too long, or with a NUL
+        raise DataError(f"data: {str(path)[:80]!r} is no file name: {problem}") from None
+
+
+def without_none(value: Any) -> Any:
+    """A row of a table without its empty fields: a table gives every row all fields of all rows."""
+    if isinstance(value, dict):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _open_lines(path: Path) -> BinaryIO:
@@ -108,7 +134,13 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]
 def parse_row(raw: bytes) -> Any | BadRow:
     """One JSON line, or a BadRow that says what is wrong with it."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        row = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
+        )
+        json.dumps(row, ensure_ascii=False).encode()
+        return row
+    except UnicodeEncodeError:
+        return BadRow("half a surrogate pair (\\ud800 to \\udfff), which is no character")
     except UnicodeDecodeError as problem:
         return BadRow(f"not UTF-8: byte {problem.start}")
     except json.JSONDecodeError as problem:
@@ -129,6 +161,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise BadRow(f"not JSON: {text} is too large for a number")
+    return number
+
+
 def _no_constants(text: str) -> Any:
     raise BadRow(f"not JSON: {text}")
 
@@ -137,14 +175,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    line = 0
     try:
-        line = 0
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 line += 1
-                yield line, row
-    except (pyarrow.ArrowInvalid, OSError) as problem:
-        raise DataError(f"{path}: cut or damaged: {problem}") from None
+                yield line, without_none(row)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cut or damaged after row {line}: {problem}") from None
 
 
 def _open_hub(source: Source) -> Any:

@@ -47,7 +47,7 @@ def read_shape(row: Any) -> Chat | Plain:
     if "messages" in present:
         return _chat(row["messages"], row.get("tools"))
     if "conversations" in present:
-        return _chat(_sharegpt(row["conversations"]), row.get("tools"))
+        return _chat([*_system(row), *_sharegpt(row["conversations"])], row.get("tools"))
     if {"prompt", "completion"} <= present:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return _chat([*row["prompt"], *row["completion"]], row.get("tools"), len(row["prompt"]))
@@ -55,16 +55,20 @@ def read_shape(row: Any) -> Chat | Plain:
     if {"instruction", "output"} <= present:
         given = _text(row, "input", may_be_empty=True) if "input" in present else ""
         question = _text(row, "instruction") + (f"\n{given}" if given else "")
-        turns = [("user", question), ("assistant", _text(row, "output"))]
-        if "system" in present and row["system"]:
-            turns.insert(0, ("system", _text(row, "system")))
-        return _chat([{"role": role, "content": content} for role, content in turns], None)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
+        return _chat([*_system(row), *turns], None)
     if "text" in present:
         return Plain("", _text(row, "text"))
     raise BadRow(
         f"keys {sorted(map(str, row))} are none of: messages; conversations; prompt + completion;"
         " instruction (+ input) + output; text"
     )
+
+
+def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if row.get("history"):
+        raise BadRow("history: not read; put the earlier turns into `messages`")
+    return [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
 
 
 def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
@@ -83,7 +87,7 @@ def _sharegpt(turns: Any) -> list[dict[str, Any]]:
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
             raise BadRow(f"conversations: turn {number} has no 'from' and 'value'")
-        if turn["from"] not in SHAREGPT_ROLES:
+        if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
             raise BadRow(f"conversations: turn {number} is from {turn['from']!r}; known: {', '.join(SHAREGPT_ROLES)}")
         messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     return messages
@@ -97,6 +101,8 @@ def _chat(messages: Any, tools: Any, first_trained: int = 0) -> Chat:
         message["role"] == "assistant" and index >= first_trained and messages[index].get("weight", 1) != 0
         for index, message in enumerate(checked)
     )
+    if any(message.get("weight", 1) not in (0, 1) for message in messages):
+        raise BadRow("weight: 0 or 1 expected")
     return Chat(checked, _tools(tools), trained)
 
 

@@ -6,7 +6,7 @@ The YAML read here is a safe subset: no aliases, no tags, no duplicate keys, at 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from lorakit.recipe.schema import Recipe
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
+SECTIONS = ("base", "adapter", "data", "train", "parallel")
 
 
 def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
@@ -42,6 +43,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
     if not isinstance(values, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections, got {type(values).__name__}")
     sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
+    values = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
     problems = [problem for item in overrides for problem in _apply(values, item)]
     if problems:
         raise RecipeError("\n".join(problems))
@@ -61,7 +63,12 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, aliases and explicit tags."""
+    """SafeLoader that refuses duplicate keys, aliases and explicit tags, and reads scalars as YAML 1.2 does.
+
+    So ``1e-4`` is a number, and ``yes``, ``010``, ``2:30`` and ``2026-01-01`` are texts rather than something else.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -72,23 +79,30 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+        seen: dict[str, int] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.tag == "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, "merge keys are not allowed", key.start_mark)
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"a key must be text, got {getattr(key, 'value', key.tag)!r}; put it in quotes"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if key.value in seen:
                 problem = f"key '{key.value}' appears twice, first on line {seen[key.value]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen[key.value] = line
+            seen[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
-# PyYAML reads 1e-4 as text (YAML 1.1 wants a dot and a sign).
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_DECIMAL = r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]{0,30})", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
 def _open(path: Path) -> _Loader:
@@ -134,6 +148,8 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
         value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as problem:
         return [_explain_yaml(Path(f"override '{item}'"), problem)]
+    except RecursionError:
+        return [f"override '{item[:40]}...': nested deeper than {MAX_DEPTH} levels"]
     for part in parts[:-1]:
         child = values.setdefault(part, {})
         if not isinstance(child, dict):

@@ -8,9 +8,16 @@ import json
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+def _plain_name(text: str) -> str:
+    if not text.strip() or any(ord(letter) < 32 or 0xD800 <= ord(letter) <= 0xDFFF for letter in text):
+        raise ValueError("blank, or with characters that no name has")
+    return text
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain_name)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -101,7 +108,7 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, le=1_000_000)
     """Passes over the rows (1 when neither `epochs` nor `steps` is given)."""
     steps: Count | None = None
     """Optimizer updates, instead of `epochs`."""
