@@ -109,8 +109,8 @@ class Encoder:
         if index and index == len(row.messages) - 1:
             raise BadRow(
                 f"message {index + 1}: the chat template asks for it with a prompt ending in {prompt[-40:]!r},"
-                " but shows it after something else, so the model would learn to answer what it is never asked; use prompt +"
-                " completion rows, or another chat template"
+                " but shows it after something else, so the model would learn to answer what it is never asked;"
+                " use prompt + completion rows, or another chat template"
             )
         return len(self._around(row, index, text)[0])
 
