@@ -23,7 +23,7 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
     for rope in [told, *(part for part in told.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type", rope.get("type"))
         limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if kind in ("dynamic", "longrope") and max_tokens > limit:
+        if kind in ("dynamic", "longrope") and max_tokens > int(limit or 0):
             raise RunError(
                 f"data.max_tokens: {kind} positions of this base change for rows longer than {limit}, and then a row's"
                 f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"

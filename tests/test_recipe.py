@@ -29,7 +29,7 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("adapter:\n  rnak: 8\n" + GOOD, "r.yaml:2: adapter.rnak: unknown key. Nearest: 'rank'."),
         ("adapter:\n  rank: true\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
         ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got 'yes'"),
-        ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got"),
+        ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got '010'"),
         ("train: {steps: 2:30}\n" + GOOD, "r.yaml:1: train.steps: Input should be a valid integer, got '2:30'"),
         ("1: 4\n" + GOOD, "r.yaml:1: a key must be text, got '1'; put it in quotes"),
         ("? [a]\n: 1\n", "r.yaml:1: a key must be text"),
