@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except LorakitError as problem:
-        print(f"lorakit {options.command}: {problem}", file=sys.stderr)
+        gap = "\n" if "\n" in str(problem) else " "
+        print(f"lorakit {options.command}:{gap}{problem}", file=sys.stderr)
         return problem.exit_code
     except KeyboardInterrupt:
         print(f"lorakit {options.command}: interrupted", file=sys.stderr)

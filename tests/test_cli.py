@@ -113,7 +113,7 @@ def test_mistakes_end_in_one_block_and_exit_code_2(
     found, out, err = run(*arguments)
 
     assert (found, out) == (code, "")
-    assert err.startswith(f"lorakit {arguments[0]}: ")
+    assert err.startswith(f"lorakit {arguments[0]}:")
     assert message in err
     assert "Traceback" not in err
 

@@ -11,7 +11,7 @@ import torch
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import NonFiniteStep, StepSettings, open_engine
 from lorakit.errors import LorakitError, RunError
-from lorakit.isolation import check_isolation
+from lorakit.isolation import check_isolation, check_positions
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.model import load_base
@@ -113,6 +113,16 @@ def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -
         LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"
     ):
         check_isolation(model, batches(4), CPU)
+
+
+def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> None:
+    model = load_base(base, torch.float32, CPU)
+    check_positions(model, 10_000)
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+    check_positions(model, 256)
+    with pytest.raises(RunError, match="dynamic positions of this base change for rows longer than 256"):
+        check_positions(model, 257)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,5 +1,6 @@
 """The whole run: recipe in, patch out; stopped anywhere it goes on to the same bytes."""
 
+import errno
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from lorakit.durable import digest
 from lorakit.errors import LorakitError, RunError, TryAgainLater
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
+from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import Report
@@ -160,6 +162,33 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
     assert (
         patch_bytes(tmp_path / "killed")["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
     )
+
+
+def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, _ = train(recipe(output=str(tmp_path / "whole")))
+    path = recipe(output=str(tmp_path / "parts"))
+    save, saved = Checkpoints.save, []
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def third_time_full(self: Checkpoints, engine: Any, progress: Any) -> None:
+        saved.append(progress.step)
+        with monkeypatch.context() as patch:
+            if len(saved) == 3:
+                patch.setattr(os, "fsync", full)
+            save(self, engine, progress)
+
+    monkeypatch.setattr(Checkpoints, "save", third_time_full)
+    with pytest.raises(TryAgainLater, match="the disk is full"):
+        train(path)
+    assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    parts, said = train(path)
+
+    assert "after step 6" in said
+    assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
 def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,16 +17,17 @@ MAX_SHOWN = 60
 
 def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
     """One line per problem. ``sources`` maps overridden keys to the override's text."""
-    lines: dict[str, None] = {}
+    lines: dict[str, int] = {}
     for problem in error.errors():
         if problem["type"] == "string_type" and isinstance(problem["input"], list):
             continue  # the text branch of `text or list`; the list branch says what is wrong
         keys = list(_recipe_keys(problem["loc"]))
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
-        where = f"override '{override}'" if override else f"{path}:{_line(node, keys)}"
+        line = _line(node, keys)
+        where = f"override '{override}'" if override else f"{path}:{line}"
         name = ".".join(map(str, keys))
-        lines[f"{where}: {name + ': ' if name else ''}{_message(problem, keys)}"] = None
-    return list(lines)
+        lines[f"{where}: {name + ': ' if name else ''}{_message(problem, keys)}"] = line
+    return sorted(lines, key=lambda text: lines[text])
 
 
 def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
