@@ -1,5 +1,7 @@
 """Many adapters on one base in Python: load, unload, use, and choose per row."""
 
+import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,9 +16,9 @@ from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.inject import replace_module
 from lorakit.lora.kinds import Kind, is_linear_like, kind_of
-from lorakit.lora.slots import Route, Slot, SlotLinear
-from lorakit.model import find_base, load_base, load_tokenizer
-from lorakit.patch import Patch, check_fingerprint, check_fits, fingerprint, open_base_files, read_patch
+from lorakit.lora.slots import Adapter, Route, Slot, SlotLinear
+from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
+from lorakit.patch import check_base, check_fits, read_patch
 
 Prompt = str | list[dict[str, Any]]
 Adapters = str | None | Sequence[str | None]
@@ -45,12 +47,20 @@ def load(
 
 
 class AdaptedModel:
-    """A frozen base and its loaded adapters. Calls in different threads may use different adapters."""
+    """A frozen base and its loaded adapters.
+
+    Calls in different threads may use different adapters; a thread started inside a ``using`` block does not inherit
+    it. Loading, unloading and replacing an adapter never change a call that is under way.
+    """
 
     def __init__(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
         self.model, self.tokenizer, self._folder = model.requires_grad_(False), tokenizer, folder
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
-        self._adapters: dict[str, Patch] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._loading, self._sampling = threading.Lock(), threading.Lock()
+        self._ends = self._end_ids()
+        # transformers fills what generate is not told from here, such as penalties or several answers per prompt
+        self.model.generation_config = generation_settings()
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -63,53 +73,41 @@ class AdaptedModel:
         Raises:
             PatchError: damaged, not fitting, of another base, or the name is taken.
         """
-        if name in self._adapters or not name:
-            raise PatchError(f"adapter name {name!r} is taken or empty; unload_adapter first, or choose another")
         patch = read_patch(path)
-        linear = self._linear_layers()
-        check_fits(patch, {key: (kind, sizes) for key, (_, kind, sizes) in linear.items()}, self._folder)
-        if not allow_base_mismatch:
-            found = fingerprint(open_base_files(self._folder), patch.layers)
-            check_fingerprint(patch.facts.get("base"), found, patch.folder, self._folder)
-        for key, layer in patch.layers.items():
-            module, kind, _ = linear[key]
-            if not isinstance(module, SlotLinear):
-                module, old = SlotLinear(key, module, kind, self._route), module
-                replace_module(self.model, old, module)
-            weight = module.weight
-            tensors = {part: tensor.to(weight.device, weight.dtype) for part, tensor in layer.tensors.items()}
-            module.slots = {**module.slots, name: Slot(layer.method, layer.scale, tensors)}
-        self._adapters[name] = patch
+        with self._loading:
+            if name in self._adapters or not name:
+                raise PatchError(f"adapter name {name!r} is taken or empty; unload_adapter first, or choose another")
+            linear = self._linear_layers()
+            check_fits(patch, {key: (kind, sizes) for key, (_, kind, sizes) in linear.items()}, self._folder)
+            if not allow_base_mismatch:
+                check_base(patch.facts.get("base"), patch.layers, self._folder, patch.folder)
+            slots = {}
+            for key, layer in patch.layers.items():
+                module, kind, _ = linear[key]
+                if not isinstance(module, SlotLinear):
+                    replace_module(self.model, module, SlotLinear(key, module, kind, self._route))
+                weight = module.weight
+                assert isinstance(weight, Tensor)
+                tensors = {part: tensor.to(weight.device, weight.dtype) for part, tensor in layer.tensors.items()}
+                slots[key] = Slot(layer.method, layer.scale, tensors)
+            self._adapters[name] = Adapter(name, slots)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; the base and the others are untouched."""
-        self._check_names([name])
-        del self._adapters[name]
-        for module in self.model.modules():
-            if isinstance(module, SlotLinear):
-                module.slots = {key: slot for key, slot in module.slots.items() if key != name}
+        """Forget an adapter; the base, the others and calls that use it now are untouched."""
+        with self._loading:
+            self._resolve(name)
+            del self._adapters[name]
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
         """Every call in the block uses this adapter, or these, one per row of the batch; None is the plain base."""
-        rows = _rows(adapters)
-        self._check_names(rows)
-        if not rows:
-            raise LorakitError("adapters: an empty list; give one name (or None) per row")
-        token = self._route.set(Route(rows))
-        try:
+        with self._routed(self._resolve(adapters)):
             yield self
-        finally:
-            self._route.reset(token)
 
     def __call__(self, *args: Any, adapters: Adapters = None, **inputs: Any) -> Any:
         """The model's own forward; ``adapters`` as in ``using``, or what the surrounding block says."""
-        if adapters is None:
-            return self.model(*args, **inputs)
         first = args[0] if args else inputs.get("input_ids", inputs.get("inputs_embeds"))
-        if not isinstance(adapters, str) and first is not None and len(adapters) != first.shape[0]:
-            raise LorakitError(f"adapters: {len(adapters)} names for a batch of {first.shape[0]} rows")
-        with self.using(adapters):
+        with self._routed(self._route_for(adapters, None if first is None else first.shape[0], "a batch of {} rows")):
             return self.model(*args, **inputs)
 
     @torch.no_grad()
@@ -122,48 +120,73 @@ class AdaptedModel:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        raw: bool = False,
     ) -> list[str]:
         """One answer per prompt: greedy at temperature 0, else sampled.
 
-        A prompt is a user's text or a list of messages, rendered by the chat template when there is one.
-        ``adapters``: one for all, or one per prompt; without it, what the surrounding ``using`` block says.
+        A prompt is a user's text or a list of messages, rendered by the chat template when there is one; with ``raw``
+        a text is given to the model as it is, as rows of prompt + completion are trained. ``adapters``: one for all, or
+        one per prompt; without it, what the surrounding ``using`` block says.
+
+        Raises:
+            LorakitError: a prompt that cannot be encoded, or numbers out of range.
         """
         if isinstance(prompts, str):
             raise LorakitError("prompts: a list of prompts, got one text; write generate([text])")
+        route = self._route_for(adapters, len(prompts), "{} prompts")
+        if max_new_tokens < 1 or not (0 <= temperature < math.inf) or not 0 < top_p <= 1:
+            raise LorakitError(
+                f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"
+            )
         if not prompts:
             return []
-        if adapters is not None and not isinstance(adapters, str) and len(adapters) != len(prompts):
-            raise LorakitError(f"adapters: {len(adapters)} names for {len(prompts)} prompts")
-        ids, mask = self._encode(prompts)
-        sampling = (
-            {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-        )
-        ends = self._end_ids()
-        route = self._route.get() if adapters is None else Route(_rows(adapters))
-        with self.using(route.rows if route else None), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            output = self.model.generate(  # type: ignore[operator]
-                input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=ends,
-                pad_token_id=self._pad_id(), num_beams=1, **sampling,
-            )  # fmt: skip
+        ids, mask = self._encode(prompts, raw, max_new_tokens)
+        settings = self._settings(max_new_tokens, temperature, top_p)
+        with self._routed(route):
+            if temperature:
+                with self._sampling, torch.random.fork_rng():  # sampling draws from the one global generator
+                    torch.manual_seed(seed)
+                    output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
+            else:
+                output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         answers = output[:, ids.shape[1] :].tolist()
-        return [self.tokenizer.decode(_until(answer, ends), skip_special_tokens=True) for answer in answers]
+        return [
+            self.tokenizer.decode(_until(answer, settings.eos_token_id), skip_special_tokens=True) for answer in answers
+        ]
 
-    def _encode(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    def _settings(self, max_new_tokens: int, temperature: float, top_p: float) -> Any:
+        """What generate is asked for."""
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+        return generation_settings(
+            max_new_tokens=max_new_tokens, eos_token_id=self._ends, pad_token_id=self._pad_id(), **sampling
+        )
+
+    def _encode(self, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int) -> tuple[Tensor, Tensor]:
         """Prompts, padded on the left: ids and mask, both (rows, longest)."""
-        rows = [self._prompt_ids(prompt) for prompt in prompts]
+        rows = [self._prompt_ids(prompt, raw) for prompt in prompts]
         longest = max(map(len, rows))
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf  # type: ignore[union-attr, operator]
+        if min(map(len, rows)) == 0 or longest + max_new_tokens > limit:
+            raise LorakitError(
+                f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
+                f" {max_new_tokens} at most {limit} fit this base"
+            )
         ids = [[self._pad_id()] * (longest - len(row)) + row for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
         device = next(self.model.parameters()).device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str) and not self.tokenizer.chat_template:
-            return list(self.tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _prompt_ids(self, prompt: Prompt, raw: bool) -> list[int]:
+        import jinja2
+
+        try:
+            if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
+                return list(self.tokenizer(prompt)["input_ids"])
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
+            raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _end_ids(self) -> list[int]:
         """Every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
@@ -186,15 +209,31 @@ class AdaptedModel:
                 found[name] = (module, kind, kind.sizes(module))
         return found
 
-    def _check_names(self, names: Sequence[str | None]) -> None:
+    def _resolve(self, adapters: Adapters) -> Route:
+        names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
+        if not names:
+            raise LorakitError("adapters: an empty list; give one name (or None) per row")
         for name in names:
             if name is not None and name not in self._adapters:
                 loaded = ", ".join(map(repr, self._adapters)) or "none"
                 raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, self._adapters)}")
+        return Route(tuple(None if name is None else self._adapters[name] for name in names))
 
+    def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:
+        """The route of one call: what it asks for, else what the surrounding block says."""
+        route = self._route.get() if adapters is None else self._resolve(adapters)
+        per_row = not (adapters is None or isinstance(adapters, str)) or (route is not None and len(route.rows) > 1)
+        if route is not None and per_row and count is not None and len(route.rows) != count:
+            raise LorakitError(f"adapters: {len(route.rows)} names for {what.format(count)}")
+        return route
 
-def _rows(adapters: Adapters) -> tuple[str | None, ...]:
-    return (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
+    @contextmanager
+    def _routed(self, route: Route | None) -> Iterator[None]:
+        token = self._route.set(route)
+        try:
+            yield
+        finally:
+            self._route.reset(token)
 
 
 def _until(ids: list[int], ends: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Everything that can be known of a recipe without loading weights: base, targets and their coverage, rows, labels."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from lorakit.data import TokenRows
 from lorakit.errors import LorakitError
 from lorakit.isolation import check_positions
-from lorakit.job import adapter_spec, check_vocabulary, count_steps, read_rows
+from lorakit.job import adapter_spec, check_vocabulary, count_steps, count_warmup_steps, read_rows
 from lorakit.lora import coverage, find_targets
 from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.patch import open_base_files
@@ -45,7 +46,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
                 attempt(check_vocabulary, model, rows)
                 attempt(check_positions, model, recipe.data.max_tokens)
     if Path(recipe.output).exists():
-        attempt(open_record, Path(recipe.output), recipe.model_dump(mode="json"))
+        attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
         raise LorakitError("\n".join(problems))
     say("\nnothing is wrong with this recipe")
@@ -80,7 +81,9 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
         )
         if name == "train":
             first = rows
-    say(f"\nsteps      {count_steps(recipe, len(first))} of {recipe.train.batch_size} rows")
+    steps = count_steps(recipe, len(first))
+    warmup = count_warmup_steps(recipe, steps)
+    say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
     say(f"\nfirst row ({first.where(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
     return first
 

@@ -12,7 +12,13 @@ from lorakit.version import VERSION
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user can fix it, 75 try again later."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    more = [item for item in rest if "=" in item and not item.startswith("-") and "overrides" in options]
+    if len(more) < len(rest):
+        parser.error(f"unrecognized arguments: {' '.join(item for item in rest if item not in more)}")
+    if more:  # overrides after a flag
+        options.overrides = [*options.overrides, *more]
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -20,12 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gap = "\n" if "\n" in str(problem) else " "
         print(f"lorakit {options.command}:{gap}{problem}", file=sys.stderr)
         return problem.exit_code
+    except OSError as problem:
+        if isinstance(problem, BrokenPipeError):  # the reader of our output has gone, as in `lorakit show X | head`
+            sys.stderr.close()
+            return 0
+        print(f"lorakit {options.command}: {problem.filename or ''}: {problem.strerror or problem}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"lorakit {options.command}: interrupted", file=sys.stderr)
         return 75
-    except BrokenPipeError:  # the reader of our output has gone, as in `lorakit show X | head`
-        sys.stderr.close()
-        return 0
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -91,7 +100,7 @@ def _generate(options: argparse.Namespace) -> int:
         uses = [None if use == "none" else use]
     answers = model.generate(
         [prompt for prompt in prompts for _ in uses], uses * len(prompts), max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature, seed=options.seed,
+        temperature=options.temperature, seed=options.seed, raw=options.raw,
     )  # fmt: skip
     width = max(len(use or "base") for use in uses)
     for answer, use in zip(answers, uses * len(prompts), strict=True):
@@ -103,7 +112,10 @@ def _score(options: argparse.Namespace) -> int:
     from lorakit.adapted import load
     from lorakit.score import score
 
-    model = load(options.base, _named(options.adapter, "--adapter"), dtype=options.dtype, revision=options.revision)
+    model = load(
+        options.base, _named(options.adapter, "--adapter"), dtype=options.dtype, revision=options.revision,
+        allow_base_mismatch=options.allow_base_mismatch,
+    )  # fmt: skip
     data = _named(options.data, "--data")
     score(model, data, max_new_tokens=options.max_new_tokens, limit=options.limit, say=print)
     return 0
@@ -129,10 +141,18 @@ def _named(items: Sequence[str], flag: str) -> dict[str, str]:
         name, equals, value = item.partition("=")
         if not (name and equals and value):
             raise LorakitError(f"{flag} {item!r}: write it as NAME=PATH")
+        if name in ("none", "base"):
+            raise LorakitError(f"{flag} {item!r}: {name!r} means the plain base; choose another name")
         if name in named:
             raise LorakitError(f"{flag} {item!r}: the name {name!r} is given twice")
         named[name] = value
     return named
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 expected, got {text!r}")
+    return int(text)
 
 
 def _weighted(text: str) -> tuple[str, float]:
@@ -184,8 +204,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--each", action="store_true", help="answer with the base and with every adapter, in one batch"
     )
+    generate.add_argument("--raw", action="store_true", help="give prompts as they are, without the chat template")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: standard input)")
-    generate.add_argument("--max-new-tokens", type=int, default=128)
+    generate.add_argument("--max-new-tokens", type=_positive, default=128)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
     _base_arguments(generate, dtype=True)
@@ -196,8 +217,8 @@ def build_parser() -> argparse.ArgumentParser:
     score.add_argument(
         "--data", action="append", default=[], required=True, metavar="NAME=FILE", help="rows for adapter NAME"
     )
-    score.add_argument("--max-new-tokens", type=int, default=128)
-    score.add_argument("--limit", type=int, help="only the first rows of each file")
+    score.add_argument("--max-new-tokens", type=_positive, default=128)
+    score.add_argument("--limit", type=_positive, help="only the first rows of each file")
     _base_arguments(score, dtype=True)
 
     show = command("show", _show, "say what a patch, a run or a base is")

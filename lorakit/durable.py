@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,42 @@ def write_file(path: Path, content: bytes | str) -> None:
     """
     staged = path.with_name(_staged_name(path))
     with disk_full_is_temporary(path), _removed_on_error(staged):
-        with open(staged, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(staged, content)
         os.replace(staged, path)
         sync_folder(path.parent)
 
 
+def write_files(folder: Path, files: Mapping[str, bytes | str], last: str) -> None:
+    """Replace several files durably. ``last`` says that the others are whole: it is removed first and written last.
+
+    Everything is on the disk under other names before anything old goes, so a full disk loses nothing.
+
+    Raises:
+        TryAgainLater: the disk is full; the old files are kept.
+    """
+    staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
+    try:
+        with disk_full_is_temporary(folder):
+            for name, path in staged.items():
+                _write_new(path, files[name])
+        (folder / last).unlink(missing_ok=True)
+        sync_folder(folder)
+        for name, path in staged.items():
+            os.replace(path, folder / name)
+            sync_folder(folder)
+    finally:
+        for path in staged.values():
+            path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """``value`` as indented JSON with sorted keys, durably."""
-    write_file(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    write_file(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """``value`` as indented JSON with sorted keys."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 @contextlib.contextmanager
@@ -82,6 +107,9 @@ def verifies(folder: Path) -> bool:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder so that no half of it is ever seen under its name."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     doomed = folder.with_name(_staged_name(folder))
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, doomed)
@@ -90,9 +118,19 @@ def remove_folder(folder: Path) -> None:
 
 def sweep(target: Path) -> None:
     """Remove what dead processes of this machine left staged for ``target``."""
-    marker = f".{target.name}.tmp-{socket.gethostname()}-"
-    for path in target.parent.glob(f".{target.name}.tmp-*"):
-        if path.name.startswith(marker) and not _alive(path.name.removeprefix(marker)):
+    _sweep(target.parent, f".{target.name}.tmp-*")
+
+
+def sweep_folder(folder: Path) -> None:
+    """Remove what dead processes of this machine left staged for anything in ``folder``."""
+    _sweep(folder, ".*.tmp-*")
+
+
+def _sweep(folder: Path, pattern: str) -> None:
+    marker = f".tmp-{socket.gethostname()}-"
+    for path in folder.glob(pattern):
+        _, found, owner = path.name.rpartition(marker)
+        if found and not _alive(owner):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -126,6 +164,13 @@ def disk_full_is_temporary(path: Path) -> Iterator[None]:
         ) from None
 
 
+def _write_new(path: Path, content: bytes | str) -> None:
+    with open(path, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _sync_file(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -139,7 +184,8 @@ def _removed_on_error(path: Path) -> Iterator[None]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         raise
 
 

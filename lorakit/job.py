@@ -12,7 +12,7 @@ from torch import nn
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, StepSettings, open_engine
-from lorakit.errors import BaseModelError
+from lorakit.errors import BaseModelError, RunError
 from lorakit.isolation import check_isolation, check_positions
 from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
 from lorakit.model import find_base, load_base, load_tokenizer
@@ -104,6 +104,20 @@ def count_steps(recipe: Recipe, num_rows: int) -> int:
     return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
 
 
+def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
+    """Updates over which the learning rate rises.
+
+    Raises:
+        RunError: as many as the whole run, which would never reach its learning rate.
+    """
+    asked = recipe.train.warmup_steps
+    if asked is not None and asked >= total_steps:
+        raise RunError(
+            f"train.warmup_steps: {asked} of {total_steps} steps, so the learning rate would never be reached; lower it"
+        )
+    return min(10, total_steps // 10) if asked is None else asked
+
+
 def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
     """Passes when every token of the rows has a row in the base's embedding.
 
@@ -129,7 +143,8 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def _batches(recipe: Recipe, rows: TokenRows) -> Batches:
     settings = recipe.train
-    return Batches(rows, settings.batch_size, settings.micro_batch_size, recipe.data.packing, settings.seed)
+    micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
+    return Batches(rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed)
 
 
 def _prepare_engine(job: Job) -> None:
@@ -141,7 +156,7 @@ def _prepare_engine(job: Job) -> None:
         weight_decay=settings.weight_decay,
     )  # fmt: skip
     rate = partial(
-        learning_rate, peak=settings.learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
-        total_steps=job.total_steps,
+        learning_rate, peak=settings.learning_rate, schedule=settings.schedule, total_steps=job.total_steps,
+        warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
     )  # fmt: skip
     job.engine.prepare(job.model, optimizer, StepSettings(settings.seed, settings.max_grad_norm, rate))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+import torch
 from torch import Tensor
 
 from lorakit.durable import committed_folder, write_json
@@ -17,9 +18,8 @@ from lorakit.model import find_base, load_skeleton
 from lorakit.patch import (
     BaseFiles,
     Patch,
-    check_fingerprint,
+    check_base,
     check_fits,
-    fingerprint,
     open_base_files,
     read_patch,
 )  # fmt: skip
@@ -73,10 +73,9 @@ def merge(
     weighted = [Weighted(read_patch(path), weight) for path, weight in pairs]
     files = open_base_files(folder)
     plan = plan_merge(files, weighted, base)
-    prints = fingerprint(files, [name for one in weighted for name in one.patch.layers])
     if not allow_base_mismatch:
         for one in weighted:
-            check_fingerprint(one.patch.facts.get("base"), prints, one.patch.folder, base)
+            check_base(one.patch.facts.get("base"), one.patch.layers, folder, one.patch.folder)
     _check_space(files, out)
     with committed_folder(out) as staging:
         for shard in files.shards:
@@ -86,6 +85,8 @@ def merge(
         left = set(plan.updates) - {line["tensor"] for line in plan.done}
         if left:
             raise MergeError(f"not merged: {', '.join(sorted(left))}")
+        if not any(line["norm_of_change"] for line in plan.done):
+            raise MergeError("nothing would change: every update is zero, or lost in rounding to the base's dtype")
         write_json(
             staging / LEDGER,
             {
@@ -102,6 +103,8 @@ def plan_merge(files: BaseFiles, weighted: list[Weighted], base: object) -> Merg
     Raises:
         PatchError: a layer is missing in the base or has other sizes. MergeError: a layer shares its tensor.
     """
+    if files.config().get("quantization_config"):
+        raise MergeError(f"{files.folder}: the base is quantised; merge into its original, unquantised weights")
     skeleton = load_skeleton(files.folder)
     linear = {name: kind for name, m in skeleton.named_modules() if is_linear_like(m) and (kind := kind_of(m))}
     sizes = {name: (kind, kind.sizes(skeleton.get_submodule(name))) for name, kind in linear.items()}
@@ -114,12 +117,20 @@ def plan_merge(files: BaseFiles, weighted: list[Weighted], base: object) -> Merg
             if module in shared:
                 raise MergeError(
                     f"{one.patch.folder}: {module} shares its weight with {shared[module]}; merging would change both."
-                    " Keep this patch as an adapter, or save the base with tie_word_embeddings: false first"
+                    " Keep this patch as an adapter (lorakit.load), or save the base untied first"
                 )
             name = files.weight_name(module)
+            _check_storage(files, name, linear[module], sizes[module][1])
             updates.setdefault(name, []).append((one, module))
             kinds[name] = linear[module]
     return MergePlan(updates, kinds)
+
+
+def _check_storage(files: BaseFiles, name: str, kind: Kind, sizes: tuple[int, int]) -> None:
+    entry = files.entry(name)
+    shape = sizes[::-1] if kind.transposed else sizes
+    if entry.shape != shape or entry.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise MergeError(f"{name}: stored as {entry.shape} {entry.dtype}, expected {shape} in a 16, 32 or 64 bit float")
 
 
 def merged_tensor(W: Tensor, kind: Kind, updates: list[tuple[Weighted, str]]) -> Tensor:

@@ -31,7 +31,14 @@ def find_base(name: str, revision: str | None = None) -> Path:
             raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
         if not (folder / "config.json").is_file():
             raise BaseModelError(f"base.model: {folder.absolute()} has no config.json; not a model folder")
+        if (folder / "adapter_config.json").exists():
+            raise BaseModelError(
+                f"base.model: {folder} holds an adapter beside the model, which transformers would apply unasked;"
+                " move adapter_config.json and its tensors elsewhere"
+            )
         return folder
+    if folder.is_file():
+        raise BaseModelError(f"base.model: {name} is a file; a base is a folder, a hub id or builtin:tiny")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BaseModelError(f"base.model: no folder {folder.absolute()}, and {name!r} is no hub id")
     return _download(name, revision)
@@ -68,6 +75,13 @@ def load_skeleton(folder: Path) -> nn.Module:
             AutoConfig.from_pretrained(folder, local_files_only=True)
         )
     return skeleton
+
+
+def generation_settings(**settings: Any) -> Any:
+    """A generation config that holds these settings and transformers' defaults, nothing of a base's own."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(**settings)
 
 
 def load_tokenizer(folder: Path) -> Any:

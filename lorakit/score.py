@@ -53,6 +53,8 @@ def read_questions(path: str) -> list[Question]:
                 raise DataError(
                     f"{source.name}:{line}: the last message is not the assistant's; nothing to compare with"
                 )
+            if shape.tools:
+                raise DataError(f"{source.name}:{line}: has tools, which score cannot give to the model")
             questions.append(Question(list(shape.messages[:-1]), str(shape.messages[-1]["content"]).strip()))
     return questions
 

@@ -8,7 +8,7 @@ from lorakit.errors import LorakitError
 from lorakit.lora.kinds import is_linear_like, kind_of
 from lorakit.lora.targets import coverage
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import check_fingerprint, check_fits, fingerprint, open_base_files, read_patch
+from lorakit.patch import check_base, check_fits, open_base_files, read_patch
 from lorakit.patch.base_files import read_json
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
@@ -60,7 +60,7 @@ def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> N
         if is_linear_like(m) and (kind := kind_of(m))
     }
     check_fits(patch, linear, base)
-    check_fingerprint(facts.get("base"), fingerprint(open_base_files(base_folder), patch.layers), folder, base)
+    check_base(facts.get("base"), patch.layers, base_folder, folder)
     say(
         f"{'fits':<12} {base}"
         + ("" if "base" in facts else " by its shapes; the patch does not say which base it is for")

@@ -1,16 +1,17 @@
 """Train one adapter: the whole run, readable top to bottom."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lorakit.durable import sweep
+from lorakit.durable import disk_full_is_temporary, sweep_folder
 from lorakit.engine import NonFiniteStep
-from lorakit.errors import RunError, TryAgainLater
+from lorakit.errors import PatchError, RunError, TryAgainLater
 from lorakit.job import Job, assemble
-from lorakit.patch import remove_patch, write_patch
+from lorakit.patch import read_patch, remove_patch, write_patch
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.recipe import Recipe, load_recipe
@@ -33,7 +34,8 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     Returns the folder of the patch. Raises as ``run``, and RecipeError for what is wrong with the recipe.
     """
     return run(
-        load_recipe(recipe, tuple(f"{key}={json.dumps(value)}" for key, value in overrides.items())), fresh=fresh
+        load_recipe(recipe, tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())),
+        fresh=fresh,
     )
 
 
@@ -48,16 +50,16 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
         TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
     """
     output, began = Path(recipe.output), time.monotonic()
-    with locked(output), catching_signals() as stop:
+    with locked(output), catching_signals() as stop, disk_full_is_temporary(output):
         settings = recipe.model_dump(mode="json")
-        sweep(output / "checkpoints")
-        if fresh:
-            discard(output)
-        record = open_record(output, settings)
+        for folder in (output, output / "checkpoints"):
+            sweep_folder(folder)
+        record = open_record(output, settings, fresh=fresh)
         if record.finished:
-            say(f"{output}: trained already from this recipe; --fresh trains it again")
-            return output
+            return already_finished(recipe, output, say)
         job = assemble(recipe, record.values)
+        if fresh:  # only now: a recipe that cannot run discards nothing
+            discard(output)
         progress = resume(job)
         record.start(
             data=job.data_facts(), base=job.base_facts(), dtype=job.dtype.name, dtype_why=job.dtype.why,
@@ -72,6 +74,17 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
             loop(job, progress, report, stop)
         finish(job, progress, record, time.monotonic() - began)
         say(end_summary(job, progress))
+    return output
+
+
+def already_finished(recipe: Recipe, output: Path, say: Callable[[str], None]) -> Path:
+    """Leave a finished run alone, once its patch is seen to be whole."""
+    try:
+        read_patch(output)
+    except PatchError as problem:
+        raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
+    Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove()
+    say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")
     return output
 
 
@@ -96,10 +109,13 @@ def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> Non
         if done:
             return
         if stop.asked():
-            raise TryAgainLater(
-                f"{stop.asked_by}: saved after step {progress.step}; the same command goes on from there"
-            )
+            raise TryAgainLater(f"{stop.asked_by}: {saved(progress)}; the same command goes on from there")
         take_step(job, progress, report)
+
+
+def saved(progress: Progress) -> str:
+    """What a stop leaves behind."""
+    return f"saved after step {progress.step}" if progress.step else "before the first step"
 
 
 def take_step(job: Job, progress: Progress, report: Report) -> None:
@@ -113,7 +129,7 @@ def take_step(job: Job, progress: Progress, report: Report) -> None:
     progress.tokens += result.num_tokens
     progress.label_tokens += result.num_label_tokens
     report.step(progress.step, result, time.perf_counter() - began)
-    if progress.step == min(REACH_STEPS, job.total_steps) and (unreached := job.engine.unreached()):
+    if progress.step >= min(REACH_STEPS, job.total_steps) and (unreached := job.engine.unreached()):
         raise RunError(
             f"{len(unreached)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
             f" {', '.join(unreached[:4])}. Leave their layers out with adapter.exclude"
@@ -136,6 +152,11 @@ def evaluate(job: Job, progress: Progress, report: Report, stop: StopRequest) ->
     )
     if loss is None:
         return False
+    if not math.isfinite(loss):
+        raise RunError(
+            f"step {progress.step}: the held-out loss is {loss}; look at the rows of data.eval, or lower"
+            " train.learning_rate. Checkpoints are kept"
+        )
     progress.evaluated_step = progress.step
     progress.last_eval_loss = loss
     if progress.first_eval_loss is None:
@@ -187,9 +208,10 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
 
 def discard(output: Path) -> None:
     """Remove what a run or a patch left in the output folder, the patch first; nothing else is touched."""
-    known = (output / RECORD).exists() or (output / CONFIG_FILE).exists()
+    if not ((output / RECORD).exists() or (output / CONFIG_FILE).exists()):
+        return
     remove_patch(output)
-    for name in ("metrics.jsonl", "loss.png", "README.md") if known else ():
+    for name in ("metrics.jsonl", "loss.png", "README.md"):
         (output / name).unlink(missing_ok=True)
     Checkpoints(output / "checkpoints", 1).remove()
     (output / RECORD).unlink(missing_ok=True)

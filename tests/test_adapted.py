@@ -1,6 +1,8 @@
 """Many adapters on one base: each row gets its own, and the base is never written."""
 
 import hashlib
+import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,40 @@ def test_threads_do_not_mix_their_adapters(model: Any) -> None:
     assert wrong == []
 
 
+def test_unloading_or_replacing_an_adapter_does_not_change_a_call_under_way(model: Any, tmp_path: Path) -> None:
+    expected = model(IDS, adapters="one").logits
+    with model.using("one"):
+        model.unload_adapter("one")
+        model.load_adapter("one", tmp_path / "two")
+        assert torch.equal(model(IDS).logits, expected)
+    assert not torch.allclose(model(IDS, adapters="one").logits, expected, atol=1e-3)
+
+
+def test_adapters_loaded_at_the_same_time_are_all_whole(base: Path, tmp_path: Path) -> None:
+    patches = [make_patch(base, tmp_path / f"p{seed}", seed=seed) for seed in range(4)]
+    one_by_one = lorakit.load(base, {p.name: p for p in patches}, dtype="float32")
+    together = lorakit.load(base, dtype="float32")
+    threads = [threading.Thread(target=together.load_adapter, args=(p.name, p)) for p in patches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for p in patches:
+        assert torch.equal(together(IDS, adapters=p.name).logits, one_by_one(IDS, adapters=p.name).logits)
+
+
+def test_a_bases_own_generation_settings_do_not_leak_in(base: Path, tmp_path: Path) -> None:
+    odd = shutil.copytree(base, tmp_path / "odd")
+    settings = {"num_return_sequences": 2, "repetition_penalty": 9.0, "do_sample": True, "num_beams": 1}
+    (odd / "generation_config.json").write_text(json.dumps(settings))
+    prompts = ["say it", "say"]
+
+    plain = lorakit.load(base, dtype="float32").generate(prompts, max_new_tokens=6)
+    assert lorakit.load(odd, dtype="float32").generate(prompts, max_new_tokens=6) == plain
+    assert len(lorakit.load(odd, dtype="float32").generate(prompts, max_new_tokens=6, temperature=1.0)) == 2
+
+
 def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path: Path, tokenizer: Any) -> None:
     before, plain = hashes(model), model(IDS).logits
     other = make_base(tmp_path / "other", tokenizer, seed=7)
@@ -107,6 +143,12 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
         (lambda: model(IDS, adapters="on"), r"adapter 'on' is not loaded \(loaded: 'one', 'two'\). Nearest: 'one'"),
         (lambda: model(IDS, adapters=["one"] * 3), "3 names for a batch of 4 rows"),
         (lambda: model.generate(["a", "b"], adapters=["one"]), "1 names for 2 prompts"),
+        (lambda: model.generate(["a", "b"], adapters=["one"]), "1 names for 2 prompts"),
+        (lambda: model.generate(["a"], max_new_tokens=0), "max_new_tokens >= 1"),
+        (lambda: model.generate(["a"], temperature=float("nan")), "temperature >= 0"),
+        (lambda: model.generate(["a"], max_new_tokens=1000), "at most 256 fit this base"),
+        (lambda: model.generate([[{"role": "robot", "content": "x"}]]), "cannot be encoded"),
+        (lambda: model.generate([""], raw=True), "at least 1 is needed"),
         (lambda: model.generate("a"), "a list of prompts, got one text"),
         (lambda: model.unload_adapter("three"), "'three' is not loaded"),
         (lambda: model.load_adapter("one", foreign), "'one' is taken"),

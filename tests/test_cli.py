@@ -43,6 +43,16 @@ def test_check_says_what_a_recipe_would_do(run: Any, recipe: Any, rows: Path) ->
     assert "nothing is wrong with this recipe" in out
 
 
+def test_overrides_may_follow_a_flag_and_what_is_neither_is_refused(run: Any, recipe: Any, tmp_path: Path) -> None:
+    code, said, _ = run("train", recipe(), "--fresh", "train.steps=3")
+    assert code == 0
+    assert "step 3 of 3" in said
+    for wrong in ("--stepz=3", "another.yaml"):
+        with pytest.raises(SystemExit) as caught:
+            run("train", recipe(), "--fresh", wrong)
+        assert caught.value.code == 2
+
+
 def test_check_reports_base_targets_and_data_at_once(run: Any, recipe: Any) -> None:
     code, _, err = run("check", recipe(adapter={"targets": ["qproj"]}, data={"train": "absent.jsonl"}))
 
@@ -99,6 +109,9 @@ def test_score_counts_exact_answers_of_base_and_adapter(run: Any, base: Path, tm
         (["show", "absent/thing/x"], 2, "no folder"),
         (["show", "."], 2, "neither a patch, nor a run, nor a model folder"),
         (["generate", "builtin:tinny", "--prompt", "x"], 2, "'builtin:tinny' is not built in. Nearest: 'builtin:tiny'"),
+        (["generate", "builtin:tiny", "--adapter", "none=x"], 2, "'none' means the plain base"),
+        (["show", "README.md"], 2, "README.md is a file; a base is a folder"),
+        (["schema", "--out", "absent/folder/s.json"], 2, "No such file or directory"),
         (["generate", "builtin:tiny", "--adapter", "x"], 2, "--adapter 'x': write it as NAME=PATH"),
         (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "not a patch: it has no adapter_config.json"),
         (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),

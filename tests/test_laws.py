@@ -138,6 +138,17 @@ def test_a_layer_used_in_two_places_gets_one_adapter() -> None:
 def test_a_second_adapter_and_bad_numbers_are_refused() -> None:
     with pytest.raises(TargetError, match="already has an adapter"):
         inject(adapted("lora"), targets=["head"])
+    for settings in (
+        {"rank": 2.5},
+        {"init": "foo"},
+        {"targets": "f("},
+        {"rank_pattern": {"head": 0}},
+        {"alpha_pattern": {"head": -3.0}},
+    ):
+        model = Two()
+        with pytest.raises(TargetError):
+            inject(model, **({"targets": ["head"]} | settings))
+        assert all(parameter.requires_grad for parameter in model.parameters())
     for settings in ({"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"method": "dorra"}):
         with pytest.raises(TargetError):
             inject(Two(), targets=["head"], **settings)

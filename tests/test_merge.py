@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
-from lorakit.errors import LorakitError, MergeError, PatchError
+from lorakit.errors import LorakitError, MergeError, PatchError, TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.model import load_base
 from lorakit.patch import read_patch, save_patch
@@ -19,6 +19,7 @@ from tests.conftest import make_base
 from tests.models import build
 
 CPU = torch.device("cpu")
+Q = "model.layers.0.self_attn.q_proj.weight"
 IDS = torch.arange(4, 40)[None]
 
 
@@ -99,7 +100,9 @@ def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, t
     other = make_base(tmp_path / "other", tokenizer, seed=3)
     wide = make_base(tmp_path / "wide", tokenizer, intermediate_size=64)
     tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
-    head = make_patch(tied, tmp_path / "head", targets=["lm_head"])
+    head = make_patch(base, tmp_path / "head", targets=["lm_head"])
+    with pytest.raises(TargetError, match="lm_head shares its weight with the input embedding"):
+        make_patch(tied, tmp_path / "tied_head", targets=["lm_head"])
 
     with pytest.raises(PatchError, match="trained on another base"):
         lorakit.merge(other, patch, out=out)
@@ -108,7 +111,7 @@ def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, t
     ):
         lorakit.merge(wide, patch, out=out, allow_base_mismatch=True)
     with pytest.raises(MergeError, match="lm_head shares its weight with model.embed_tokens"):
-        lorakit.merge(tied, head, out=out)
+        lorakit.merge(tied, head, out=out, allow_base_mismatch=True)
     with pytest.raises(MergeError, match="no adapter to merge"):
         lorakit.merge(base, out=out)
     overflowing = shutil.copytree(patch, tmp_path / "overflowing")
@@ -124,6 +127,29 @@ def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, t
     assert json.loads((accepted / "merge.json").read_text())["allow_base_mismatch"] is True
     with pytest.raises(MergeError, match="exists already"):
         lorakit.merge(base, patch, out=out)
+
+
+def test_a_merge_that_would_change_nothing_is_refused(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    with pytest.raises(MergeError, match="nothing would change"):
+        lorakit.merge(base, (patch, 0.0), out=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    for name, change, message in (
+        ("config", lambda config, _: config.update(quantization_config={"quant_method": "x"}), "the base is quantised"),
+        ("packed", lambda _, t: t.update({Q: torch.zeros(512, 1, dtype=torch.uint8)}), f"{Q}: stored as"),
+        ("float8", lambda _, t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), "float8_e4m3fn, expected"),
+    ):
+        folder = shutil.copytree(base, tmp_path / name)
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(base / "model.safetensors")
+        change(config, tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(MergeError, match=message):
+            lorakit.merge(folder, patch, out=tmp_path / "merged", allow_base_mismatch=True)
 
 
 def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A patch means the same everywhere, or it is refused; it is whole, or it is not there."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from lorakit.errors import BaseModelError, LorakitError, PatchError
+from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
 from lorakit.lora import adapter_tensors, inject
-from lorakit.model import load_base
-from lorakit.patch import check_fingerprint, fingerprint, open_base_files, read_patch, save_patch
+from lorakit.model import find_base, load_base
+from lorakit.patch import check_base, fingerprint, open_base_files, read_patch, save_patch
 from lorakit.patch.tensor_file import open_tensors, write_tensors
 from tests.conftest import make_base
 
@@ -91,6 +94,13 @@ def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -
         ({"bias": "all"}, "bias: 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_rslora": "false"}, "use_rslora must be bool, got 'false'"),
+        ({"some_future_key": 0}, "some_future_key: 0"),
+        ({"rank_pattern": [1]}, "rank_pattern must be a mapping, got [1]"),
+        ({"rank_pattern": {"q(": 8}}, "'q(' is not a regular expression"),
+        ({"lora_alpha": "16", "alpha_pattern": {"lora_alpha": 1}}, "lora_alpha must be a positive number, got '16'"),
+        ({"lora_dropout": "a"}, "lora_dropout must be int or float, got 'a'"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path must be str, got 5"),
         ({"r": True}, "r must be a positive whole number, got True"),
         ({"lora_alpha": -1}, "lora_alpha must be a positive number, got -1"),
         ({"r": 8}, "the config says rank 8, but A is (4, 48)"),
@@ -102,6 +112,79 @@ def test_a_setting_that_would_mean_something_else_is_refused_by_name(
     with pytest.raises(PatchError) as caught:
         read_patch(edit(patch, **changes))
     assert message in str(caught.value)
+
+
+def test_a_name_that_ends_another_keeps_its_own_rank_and_alpha(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+    model = nn.ModuleDict({"fc": nn.Linear(4, 4), "block": Block(), "other": Block()})
+    inject(
+        model,
+        rank=2,
+        alpha=4,
+        targets=["fc"],
+        alpha_pattern={"block.fc": 16, "other.fc": 16},
+        rank_pattern={"other.fc": 3},
+    )
+
+    read = read_patch(save_patch(model, tmp_path / "patch"))
+
+    assert {name: (layer.rank, layer.alpha) for name, layer in read.layers.items()} == {
+        "fc": (2, 4), "block.fc": (2, 16), "other.fc": (3, 16),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["[", "3", '{"base": "x"}', '{"base": {"scheme": 1}}', '{"data": []}', '{"results": {"a": "x"}}', "[" * 9999],
+)
+def test_damaged_facts_are_refused(patch: Path, facts: str) -> None:
+    tensors = load_file(patch / TENSORS)
+    save_file(tensors, patch / TENSORS, metadata={"format": "pt", "lorakit": facts})
+    (patch / "lorakit.json").unlink()
+
+    with pytest.raises(PatchError, match="facts in the metadata are damaged"):
+        read_patch(patch)
+
+
+def test_a_full_disk_keeps_the_old_patch(base: Path, patch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in patch.iterdir()}
+    fsync, calls = os.fsync, []
+
+    def full(handle: int) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TryAgainLater, match="the disk is full"):
+        save_patch(adapted(base, dropout=0.5), patch, overwrite=True)
+
+    assert {path.name: path.read_bytes() for path in patch.iterdir()} == before
+
+
+def test_a_readme_of_others_is_not_replaced(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(PatchError, match=r"holds a README.md"):
+        save_patch(adapted(base), tmp_path)
+
+
+def test_a_patch_made_on_a_rounded_base_fits_the_base_it_was_rounded_from(base: Path, tmp_path: Path) -> None:
+    model = inject(load_base(base, torch.bfloat16, CPU), rank=2)
+    read = read_patch(save_patch(model, tmp_path / "patch"))
+
+    check_base(read.facts["base"], read.layers, base, tmp_path)
+
+
+def test_a_base_that_holds_an_adapter_is_refused(base: Path, patch: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "both")
+    shutil.copy(patch / "adapter_config.json", folder)
+    with pytest.raises(BaseModelError, match="holds an adapter beside the model"):
+        find_base(str(folder))
 
 
 def test_harmless_settings_of_other_programs_are_accepted(patch: Path) -> None:
@@ -207,7 +290,7 @@ def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokeniz
     told = read.facts["base"]
 
     def judge(folder: Path) -> None:
-        check_fingerprint(told, fingerprint(open_base_files(folder), read.layers), patch, folder)
+        check_base(told, read.layers, folder, patch)
 
     judge(base)
     resharded = tmp_path / "resharded"
@@ -233,7 +316,7 @@ def test_config_and_tokenizer_are_part_of_a_trained_patchs_base(base: Path, patc
         content = json.loads((other / file).read_text())
         (other / file).write_text(json.dumps(content | {change[0]: change[1]}))
         with pytest.raises(PatchError, match=f"another base.*: {file.partition('.')[0]} differ"):
-            check_fingerprint(told, fingerprint(open_base_files(other), names), patch, other)
+            check_base(told, names, other, patch)
 
 
 @pytest.mark.parametrize(

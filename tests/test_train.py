@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit import train as train_function
 from lorakit.durable import digest
+from lorakit.engine.single import SingleEngine
 from lorakit.errors import LorakitError, RunError, TryAgainLater
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
@@ -120,8 +122,6 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
 def test_a_signal_during_evaluation_loses_nothing(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lorakit.engine.single import SingleEngine
-
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
     evaluate, calls = SingleEngine.evaluate, []
 
@@ -236,6 +236,83 @@ def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
     assert "resuming" not in said
 
 
+def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_not_its_own(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign"
+    (foreign / "checkpoints").mkdir(parents=True)
+    for name in ("checkpoints/model.pt", "thesis.md", "adapter_model.safetensors"):
+        (foreign / name).write_text("mine")
+    before = sorted(foreign.rglob("*"))
+    with pytest.raises(RunError, match="holds other files"):
+        train(recipe(output=str(foreign)), fresh=True)
+    assert [path for path in sorted(foreign.rglob("*")) if path.name != ".lock"] == before
+
+    out, _ = train(recipe(train={"log_to": ["tensorboard"], "steps": 3}))
+    (out / "NOTES.txt").write_text("mine")
+    whole = patch_bytes(out)
+    with pytest.raises(LorakitError, match="looked for"):
+        train(recipe(data={"train": "absent.jsonl"}), fresh=True)
+    assert patch_bytes(out) == whole
+    train(recipe(train={"steps": 4}), fresh=True)
+    assert patch_bytes(out) != whole
+    assert (out / "NOTES.txt").read_text() == "mine"
+
+
+def test_a_finished_run_whose_patch_is_gone_or_damaged_is_not_believed(recipe: Recipe) -> None:
+    out, _ = train(recipe())
+    (out / "adapter_model.safetensors").write_bytes((out / "adapter_model.safetensors").read_bytes()[:-1])
+
+    with pytest.raises(RunError, match="its patch is damaged: --fresh trains it again"):
+        train(recipe())
+    train(recipe(), fresh=True)
+    read_patch(out)
+
+
+def test_what_a_killed_process_staged_is_swept_and_blocks_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f".run.json.tmp-{socket.gethostname()}-{dead.pid}-ab12").write_text("{")
+
+    train(recipe())
+
+    assert [path.name for path in out.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, calls = SingleEngine.evaluate, []
+
+    def broken(self: SingleEngine, batches: Any, stop: Any) -> Any:
+        calls.append(1)
+        return float("nan") if len(calls) == 2 else evaluate(self, batches, stop)
+
+    monkeypatch.setattr(SingleEngine, "evaluate", broken)
+    with pytest.raises(RunError, match="step 5: the held-out loss is nan"):
+        train(recipe(train={"select": "best"}))
+
+
+def test_bytes_that_are_no_text_in_the_metrics_do_not_stop_a_resume(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_at(monkeypatch, {4})
+    with pytest.raises(TryAgainLater):
+        train(recipe())
+    with open(tmp_path / "out" / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\xfe{")
+    train(recipe())
+
+
+def test_warm_up_fits_short_runs_and_is_refused_when_it_cannot_end(recipe: Recipe) -> None:
+    with pytest.raises(RunError, match="train.warmup_steps: 12 of 12 steps"):
+        train(recipe(train={"warmup_steps": 12}))
+    out, _ = train(recipe(train={"warmup_steps": None, "steps": 30, "batch_size": 4, "micro_batch_size": None}))
+
+    rates = [line["learning_rate"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+    assert max(rates) == rates[2] == 0.01
+
+
 def test_a_patch_of_another_origin_is_not_overwritten(recipe: Recipe, tmp_path: Path) -> None:
     out, _ = train(recipe())
     before = patch_bytes(out)
@@ -307,10 +384,11 @@ def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: 
         return self.kind.product(x, self.weight, self.bias) if self.in_features == 48 else forward(self, x)
 
     monkeypatch.setattr(LoraLinear, "forward", some)
-    with pytest.raises(
-        RunError, match=r"4 adapter tensors have had no gradient after 12 steps.*down_proj.*adapter.exclude"
-    ):
-        train(recipe())
+    for _ in range(2):  # resuming does not get past it
+        with pytest.raises(
+            RunError, match=r"4 adapter tensors have had no gradient after 12 .*down_proj.*adapter.exclude"
+        ):
+            train(recipe(train={"save_every_steps": 12}))
 
 
 def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
@@ -322,9 +400,9 @@ def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Reci
 
 
 def test_the_python_door_takes_overrides(recipe: Recipe, tmp_path: Path) -> None:
-    out = train_function(recipe(), **{"train.steps": 2, "output": str(tmp_path / "python")})
+    out = train_function(recipe(), **{"train.steps": 3, "output": tmp_path / "python"})
 
-    assert read_patch(out).facts["recipe"]["train"]["steps"] == 2
+    assert read_patch(out).facts["recipe"]["train"]["steps"] == 3
     assert digest(out / "adapter_model.safetensors")
 
 

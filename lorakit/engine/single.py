@@ -101,8 +101,7 @@ class SingleEngine:
         for name, parts in state.items():
             on_device = {part: value.to(self.device) for part, value in parts.items()}
             self._optimizer.state[tensors[name]] = on_device
-        if state:
-            self._unreached.clear()
+        self._unreached -= state.keys()  # the optimizer holds state of what has had a gradient
 
     def observed(self) -> dict[str, Any]:
         tensors = adapter_tensors(self._model)

@@ -1,6 +1,8 @@
 """Put an adapter into any torch model: freeze the base, replace the targets."""
 
 import hashlib
+import math
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from lorakit.errors import TargetError
 from lorakit.lora.layer import LoraLinear
-from lorakit.lora.methods import METHODS
+from lorakit.lora.methods import INITS, METHODS
 from lorakit.lora.targets import AdapterSpec, Patterns, Target, find_targets
 
 
@@ -34,10 +36,20 @@ def inject(
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
     """
-    if method not in METHODS:
-        raise TargetError(f"method {method!r} is unknown; one of {', '.join(METHODS)}")
-    if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
-        raise TargetError(f"rank >= 1, alpha > 0, 0 <= dropout < 1; got {rank}, {alpha}, {dropout}")
+    if method not in METHODS or init not in INITS:
+        raise TargetError(
+            f"method is one of {', '.join(METHODS)}, init of {', '.join(INITS)}; got {method!r}, {init!r}"
+        )
+    ranks, alphas = [rank, *(rank_pattern or {}).values()], [alpha, *(alpha_pattern or {}).values()]
+    if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
+        raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
+    if not 0 <= dropout < 1:
+        raise TargetError(f"0 <= dropout < 1; got {dropout}")
+    for text in [*(p for p in (targets, exclude) if isinstance(p, str)), *(rank_pattern or {}), *(alpha_pattern or {})]:
+        try:
+            re.compile(text)
+        except re.error as problem:
+            raise TargetError(f"{text!r} is not a regular expression: {problem}") from None
     spec = AdapterSpec(
         method, rank, float(alpha), dropout, _frozen(targets), None if exclude is None else _frozen(exclude),
         None if layers is None else tuple(layers), dict(rank_pattern or {}), dict(alpha_pattern or {}), init,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 BLOCK_ELEMENTS: Final = 1 << 20
+INITS: Final = ("gaussian", "kaiming")
 
 
 @dataclass(frozen=True)

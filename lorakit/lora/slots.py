@@ -25,23 +25,26 @@ class Slot:
     tensors: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A loaded adapter: its slots by layer name. Never changed, so a running call keeps what it began with."""
+
+    name: str
+    slots: Mapping[str, Slot]
+
+
 @dataclass(frozen=True)
 class Route:
     """Which adapter each row of a batch uses; None is the plain base. One entry serves a batch of any size."""
 
-    rows: tuple[str | None, ...]
+    rows: tuple[Adapter | None, ...]
 
-    @property
-    def whole_batch(self) -> bool:
-        """Whether all rows use the same adapter."""
-        return len(set(self.rows)) == 1
-
-    def groups(self) -> dict[str, list[int]]:
+    def groups(self) -> dict[Adapter, list[int]]:
         """adapter -> the rows that use it."""
-        found: dict[str, list[int]] = {}
-        for row, name in enumerate(self.rows):
-            if name is not None:
-                found.setdefault(name, []).append(row)
+        found: dict[Adapter, list[int]] = {}
+        for row, adapter in enumerate(self.rows):
+            if adapter is not None:
+                found.setdefault(adapter, []).append(row)
         return found
 
 
@@ -61,26 +64,25 @@ class SlotLinear(nn.Module):
         self.kind, self._name, self._route = kind, name, route
         self.register_parameter("weight", base.weight)  # type: ignore[arg-type]
         self.register_parameter("bias", base.bias)  # type: ignore[arg-type]
-        self.slots: Mapping[str, Slot] = {}  # replaced as a whole, never changed in place
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.kind.product(x, self.weight, self.bias)
-        route, slots = self._route.get(), self.slots
+        route = self._route.get()
         if route is None:
             return y
-        if route.whole_batch:
-            slot = slots.get(route.rows[0]) if route.rows[0] is not None else None
+        if len(set(route.rows)) == 1:
+            slot = route.rows[0].slots.get(self._name) if route.rows[0] is not None else None
             return y if slot is None else _apply(slot, x, y)
         if x.shape[0] != len(route.rows) or ".experts." in self._name:
             raise TargetError(
                 f"{self._name} sees {x.shape[0]} rows of a batch of {len(route.rows)}: this model mixes rows before the"
                 " layer, so adapters cannot be chosen per row; use one adapter for the whole batch"
             )
-        for name, rows in route.groups().items():
-            if name in slots:
+        for adapter, rows in route.groups().items():
+            if self._name in adapter.slots:
                 index = torch.tensor(rows, device=x.device)
-                y = y.index_copy(0, index, _apply(slots[name], x[index], y[index]))
+                y = y.index_copy(0, index, _apply(adapter.slots[self._name], x[index], y[index]))
         return y
 
 

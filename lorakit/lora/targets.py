@@ -81,6 +81,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
     problems += _bad_patterns(spec, matched)
     problems += [_cannot_adapt(name, modules[name]) for name in matched if kind_of(modules[name]) is None]
+    problems += [_tied(name) for name in matched if modules[name] is head and _is_tied(model, head)]
     if not matched and not problems:
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
@@ -125,6 +126,21 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)  # transformers models have it, others need not
     head = get() if callable(get) else None
     return head if isinstance(head, nn.Module) else None
+
+
+def _is_tied(model: nn.Module, head: nn.Module) -> bool:
+    get = getattr(model, "get_input_embeddings", None)
+    embedding = get() if callable(get) else None
+    config = getattr(model, "config", None)
+    same = isinstance(embedding, nn.Module) and embedding.weight is head.weight
+    return same or bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _tied(name: str) -> str:
+    return (
+        f"adapter.targets: {name} shares its weight with the input embedding, so an adapter on it could not be merged;"
+        " leave it out, or save the base with tie_word_embeddings: false"
+    )
 
 
 def _unmatched(

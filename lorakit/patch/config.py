@@ -58,17 +58,35 @@ def read_config(folder: Path) -> PatchConfig:
         raise PatchError(f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}") from None
     except (ValueError, RecursionError, OSError) as problem:
         raise PatchError(f"{path}: cannot be read: {problem}") from None
+    return parse_config(path, config)
+
+
+def parse_config(path: Path, config: Any) -> PatchConfig:
+    """The settings in the content of an adapter_config.json.
+
+    Raises:
+        PatchError: as ``read_config``.
+    """
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA")
     _refuse_unknown(path, config)
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    _check_numbers(path, {"r": rank, **ranks}, whole=True)
-    _check_numbers(path, {"lora_alpha": alpha, **alphas}, whole=False)
-    method = "rslora" if config.get("use_rslora") else "lora"
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    return PatchConfig(method, rank, alpha, config.get("lora_dropout") or 0.0, ranks, alphas, base, revision)
+    rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0
+    ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
+    for key, values, whole in (
+        ("r", [rank], True), ("rank_pattern", ranks.values(), True),
+        ("lora_alpha", [alpha], False), ("alpha_pattern", alphas.values(), False),
+    ):  # fmt: skip
+        for value in values:
+            _check_number(path, key, value, whole=whole)
+    rslora, base, revision = config.get("use_rslora"), config.get("base_model_name_or_path"), config.get("revision")
+    for key, value, kinds in (
+        ("use_rslora", rslora, (bool,)), ("lora_dropout", dropout, (int, float)),
+        ("base_model_name_or_path", base, (str,)), ("revision", revision, (str,)),
+    ):  # fmt: skip
+        if value is not None and type(value) not in kinds:
+            raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    return PatchConfig("rslora" if rslora else "lora", rank, alpha, dropout, ranks, alphas, base, revision)
 
 
 def config_json(
@@ -88,8 +106,8 @@ def config_json(
         "r": rank,
         "lora_alpha": _plain(alpha),
         "lora_dropout": dropout,
-        "rank_pattern": {re.escape(name): r for name, (r, _) in layers.items() if r != rank},
-        "alpha_pattern": {re.escape(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
+        "rank_pattern": {_exactly(name): r for name, (r, _) in layers.items() if r != rank},
+        "alpha_pattern": {_exactly(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
         "target_modules": _target_modules(list(layers), all_modules),
         "use_rslora": method == "rslora",
         "fan_in_fan_out": fan_in_fan_out,
@@ -104,13 +122,17 @@ def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
     return list(suffixes) if same else sorted(names)
 
 
+def _exactly(name: str) -> str:
+    """A pattern key for one module: matched with an optional prefix before it, which the anchor rules out."""
+    return f"^{re.escape(name)}"
+
+
 def _plain(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
-    off: tuple[Any, ...] = (None, False, "none", [], {}, "")
-    unknown = [key for key, value in config.items() if key not in HARMLESS and value not in off]
+    unknown = [key for key, value in config.items() if key not in HARMLESS and not _is_off(value)]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
         unknown.append("init_lora_weights")  # trained on W0 minus something that is not in the patch
     if unknown:
@@ -120,8 +142,24 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_numbers(path: Path, numbers: Mapping[str, Any], *, whole: bool) -> None:
-    for key, value in numbers.items():
-        right = type(value) is int or (not whole and type(value) is float)
-        if not right or not 0 < value < 1e9:
-            raise PatchError(f"{path}: {key} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | dict) and value in ("none", "", [], {}))
+
+
+def _check_number(path: Path, key: str, value: Any, *, whole: bool) -> None:
+    right = type(value) is int or (not whole and type(value) is float)
+    if not right or not 0 < value < 1e9:
+        raise PatchError(f"{path}: {key} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
+
+
+def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as problem:
+            raise PatchError(f"{path}: {key}: {pattern!r} is not a regular expression: {problem}") from None
+    return value

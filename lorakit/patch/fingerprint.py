@@ -15,55 +15,70 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
-from lorakit.patch.base_files import BaseFiles, read_json
+from lorakit.patch.base_files import BaseFiles, open_base_files, read_json
 
 SCHEME: Final = "sampled-1"
 RUNS, RUN_ELEMENTS = 8, 512
+DTYPES: Final = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
 }  # fmt: skip
 
 
-def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
-    """The fingerprint of a base on disk, for the given adapted modules."""
+def fingerprint(files: BaseFiles, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, Any]:
+    """The fingerprint of a base on disk, for the given adapted modules.
+
+    ``rounded_to``: the dtype the values are rounded to first, when the base was seen in that dtype only.
+    """
 
     def one(module: str) -> str:
         name = files.weight_name(module)
         shard = files.holder[name]
-        return _digest(shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop))
+        entry = shard.entries[name]
+        dtype = DTYPES.get(rounded_to or "", entry.dtype)
+        return _digest(entry.shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype))
 
     config = {key: value for key, value in files.config().items() if key not in NOT_IDENTITY}
     return {
         "scheme": SCHEME,
         "config": _hash(config),
         "tokenizer": _tokenizer(files.folder),
+        "rounded_to": rounded_to,
         "weights": {module: one(module) for module in modules},
     }
 
 
 def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]:
-    """The fingerprint of a base in memory: its weights alone."""
-    weights = {}
+    """The fingerprint of a base in memory: its weights alone, in the dtype they are loaded in."""
+    weights, dtypes = {}, set()
     for module in modules:
         weight = model.get_submodule(module).weight
         assert isinstance(weight, Tensor)
         flat = weight.detach().reshape(-1)
         weights[module] = _digest(tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())  # type: ignore[misc]
-    return {"scheme": SCHEME, "config": None, "tokenizer": None, "weights": weights}
+        dtypes.add(str(weight.dtype).removeprefix("torch."))
+    rounded_to = dtypes.pop() if len(dtypes) == 1 else None
+    return {"scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": rounded_to, "weights": weights}
 
 
-def check_fingerprint(told: dict[str, Any] | None, found: dict[str, Any], patch: Path, base: object) -> None:
-    """Passes when the base is the one the patch was trained on, or the patch does not say (a foreign one).
+def check_base(told: dict[str, Any] | None, modules: Iterable[str], base: Path, patch: Path) -> None:
+    """Passes when ``base`` is the one the patch was trained on, or the patch does not say (a foreign one).
 
     Raises:
         PatchError: another base; says what differs.
     """
     if told is None:
         return
-    if told.get("scheme") != found["scheme"]:
-        raise PatchError(f"{patch}: base fingerprint of an unknown scheme {told.get('scheme')!r}; update lorakit")
-    differing = [name for name, value in told["weights"].items() if found["weights"].get(name) != value]
-    parts = [f"{len(differing)} of {len(told['weights'])} adapted weights ({differing[0]} first)"] if differing else []
+    if told["scheme"] != SCHEME:
+        raise PatchError(f"{patch}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
+    found = fingerprint(open_base_files(base), modules, told.get("rounded_to"))
+    differing = [name for name, value in found["weights"].items() if told["weights"].get(name) != value]
+    parts = [f"{len(differing)} of {len(found['weights'])} adapted weights ({differing[0]} first)"] if differing else []
     parts += [part for part in ("config", "tokenizer") if told.get(part) and found[part] and told[part] != found[part]]
     if parts:
         raise PatchError(

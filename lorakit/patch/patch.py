@@ -4,8 +4,9 @@ The folder is a patch when it holds ``adapter_config.json``; that file is writte
 patch is ever visible. lorakit's facts (base fingerprint, recipe, digests, versions) are in the tensor file's metadata.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.durable import digest, sync_folder, write_file, write_json
+from lorakit.durable import digest, json_text, sync_folder, write_files
 from lorakit.errors import PatchError, nearest
 from lorakit.lora.inject import adapted_layers
 from lorakit.lora.kinds import Kind
 from lorakit.lora.layer import LoraLinear
 from lorakit.lora.methods import METHODS
-from lorakit.patch.config import CONFIG_FILE, PatchConfig, config_json, read_config
+from lorakit.patch.config import CONFIG_FILE, PatchConfig, config_json, parse_config, read_config
 from lorakit.patch.tensor_file import open_tensors, write_tensors
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
@@ -106,12 +107,14 @@ def write_patch(
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=all(layer.kind.transposed for layer in layers.values()),
     )  # fmt: skip
+    _check_config(parse_config(folder / CONFIG_FILE, config), layers)
     folder.mkdir(parents=True, exist_ok=True)
-    remove_patch(folder)
-    write_file(folder / TENSOR_FILE, content.getvalue())
-    write_json(folder / SIDECAR, {"format": 1, "files": {TENSOR_FILE: digest(folder / TENSOR_FILE)}})
-    write_file(folder / "README.md", card)
-    write_json(folder / CONFIG_FILE, config)
+    digests = {TENSOR_FILE: hashlib.sha256(content.getvalue()).hexdigest()}
+    files: dict[str, bytes | str] = {
+        TENSOR_FILE: content.getvalue(), SIDECAR: json_text({"format": 1, "files": digests}), "README.md": card,
+        CONFIG_FILE: json_text(config),
+    }  # fmt: skip
+    write_files(folder, files, last=CONFIG_FILE)
     _check_written(folder, tensors)
 
 
@@ -171,9 +174,15 @@ def _layer(path: Path, config: PatchConfig, module: str, tensors: dict[str, Tens
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         facts = json.loads(metadata.get("lorakit", "{}"))
-    except ValueError as problem:
-        raise PatchError(f"{path}: lorakit's metadata is not JSON: {problem}") from None
-    return facts if isinstance(facts, dict) else {}
+        base, data, results = facts.get("base"), facts.get("data", {}), facts.get("results", {})
+        right = base is None or (isinstance(base["scheme"], str) and isinstance(base["weights"], dict))
+        right = right and all(isinstance(part["sources"], list) for part in data.values())
+        right = right and all(isinstance(value, int | float) for value in results.values())
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        right = False
+    if not right:
+        raise PatchError(f"{path}: lorakit's own facts in the metadata are damaged")
+    return dict(facts)
 
 
 def _check_digest(folder: Path, path: Path) -> None:
@@ -182,7 +191,7 @@ def _check_digest(folder: Path, path: Path) -> None:
         return
     try:
         told = json.loads(sidecar.read_text())["files"][TENSOR_FILE]
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
     if digest(path) != told:
         raise PatchError(f"{path}: is not the file that was saved (its SHA-256 differs from {sidecar.name})")
@@ -202,14 +211,17 @@ def _check_complete(layers: Mapping[str, LoraLinear], tensors: Mapping[str, Tens
                 raise PatchError(f"{name}.{key} holds values that are not finite; nothing was saved")
 
 
+def _check_config(config: PatchConfig, layers: Mapping[str, LoraLinear]) -> None:
+    """The settings to be written must give every layer its own method, rank and alpha back."""
+    for name, layer in layers.items():
+        found = (config.method, config.rank_of(name), config.alpha_of(name))
+        if found != (layer.method, layer.rank, layer.alpha):
+            raise PatchError(f"{name}: {(layer.method, layer.rank, layer.alpha)} would be read back as {found}")
+
+
 def _check_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     written = read_patch(folder)
     for module, layer in written.layers.items():
         for key, tensor in layer.tensors.items():
             if not torch.equal(tensor, tensors[f"{module}.{key}"].cpu()):
                 raise PatchError(f"{folder}: {module}.{key} reads back differently from what was written")
-
-
-def layer_names(patches: Iterable[Patch]) -> list[str]:
-    """Every layer named by any of the patches, once."""
-    return list(dict.fromkeys(name for patch in patches for name in patch.layers))

@@ -25,6 +25,8 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
     folder = Path(folder)
     if (folder / CONFIG_FILE).exists() and not overwrite:
         raise PatchError(f"{folder}: holds a patch already; choose another folder or pass overwrite=True")
+    if (folder / "README.md").exists() and not (folder / CONFIG_FILE).exists():
+        raise PatchError(f"{folder}: holds a README.md that would be replaced by the model card; choose another folder")
     names = [name for name, _ in adapted_layers(model)]
     tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter_tensors(model).items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None

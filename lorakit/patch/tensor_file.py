@@ -76,6 +76,8 @@ def open_tensors(path: Path) -> TensorFile:
             header, data_start, size = _read_header(path, file)
     except FileNotFoundError:
         raise PatchError(f"{path}: no such file; looked for {path.absolute()}") from None
+    except OSError as problem:
+        raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PatchError(f"{path}: the header's __metadata__ is not a mapping of texts")

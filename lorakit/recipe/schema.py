@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 
 def _plain_name(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError("write the folder out: ~ is not expanded")
     if not text.strip() or any(ord(letter) < 32 or 0xD800 <= ord(letter) <= 0xDFFF for letter in text):
         raise ValueError("blank, or with characters that no name has")
     return text
@@ -114,14 +116,14 @@ class TrainSection(Section):
     """Optimizer updates, instead of `epochs`."""
     batch_size: Count = 16
     """Rows per optimizer update, over all processes."""
-    micro_batch_size: Count = 8
-    """Rows per forward pass of one process."""
+    micro_batch_size: Count | None = None
+    """Rows per forward pass of one process (8, or `batch_size` if that is less)."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Course of the learning rate after warm-up; cosine and linear end at zero."""
-    warmup_steps: int = Field(10, ge=0)
-    """Updates over which the learning rate rises from zero."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Updates over which the learning rate rises from zero (10, or a tenth of all steps if that is less)."""
     optimizer: Literal["adamw"] = "adamw"
     """The optimizer."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -155,7 +157,7 @@ class TrainSection(Section):
     def _one_length(self) -> "TrainSection":
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give `epochs` or `steps`, not both")
-        if self.micro_batch_size > self.batch_size:
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
         return self
 

@@ -52,22 +52,25 @@ class RunRecord:
         write_json(self._path, self.values)
 
 
-def open_record(folder: Path, recipe: dict[str, Any]) -> RunRecord:
-    """The record in an output folder, or a new one.
+def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:
+    """The record in an output folder, or a new one. ``fresh``: what is there will be discarded. Changes nothing.
 
     Raises:
-        RunError: the folder holds another recipe's run, or a patch of unknown origin.
+        RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin.
     """
     path = folder / RECORD
+    if not path.exists() and not (folder / CONFIG_FILE).exists():
+        others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
+        if others:
+            raise RunError(
+                f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder"
+            )
+    if fresh:
+        return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     if not path.exists():
         if (folder / CONFIG_FILE).exists():
             raise RunError(
                 f"output: {folder} holds a patch that no run here made; choose another output, or --fresh to replace it"
-            )
-        others = sorted(other.name for other in folder.iterdir() if other.name != ".lock")
-        if others:
-            raise RunError(
-                f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder"
             )
         return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     try:
