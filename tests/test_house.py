@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -130,8 +131,14 @@ def test_importing_lorakit_imports_no_torch() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: a build leaves its folders behind, and would pick up stale ones
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
+        shutil.copy(ROOT / name, source)
+    for name in ("lorakit", "recipes", "adapters", "tests", "data"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)],
         check=True, capture_output=True,
     )  # fmt: skip
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
