@@ -102,7 +102,8 @@ def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> Non
     """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
-        done = progress.step >= job.total_steps or no_longer_improves(job, progress)
+        cut_short = evaluation_is_due(job, progress)  # a signal came while it ran: it is made after resuming
+        done = not cut_short and (progress.step >= job.total_steps or no_longer_improves(job, progress))
         due = progress.step % job.recipe.train.save_every_steps == 0
         if progress.step and (due or done or improved or stop.asked()):
             job.checkpoints.save(job.engine, progress)

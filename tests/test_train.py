@@ -119,21 +119,22 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
 
 
+@pytest.mark.parametrize(("evaluation", "step"), [(2, 5), (4, 12)])
 def test_a_signal_during_evaluation_loses_nothing(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluation: int, step: int
 ) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
     evaluate, calls = SingleEngine.evaluate, []
 
     def interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == evaluation:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, batches, stop)
 
     monkeypatch.setattr(SingleEngine, "evaluate", interrupted)
     path = recipe(output=str(tmp_path / "parts"))
-    with pytest.raises(TryAgainLater, match="SIGINT: saved after step 5"):
+    with pytest.raises(TryAgainLater, match=f"SIGINT: saved after step {step};"):
         train(path)
     parts, _ = train(path)
 
