@@ -163,6 +163,10 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
     plain = with_template(tokenizer, NO_END)
 
     assert learnt_text(plain, chat("hi", "yes")) == "yes<|end|>"
+    encoded = Encoder(plain, "answer")(chat("hi", "yes"))
+    assert encoded.learnt[encoded.learnt.index(True) :] == [True] * sum(
+        encoded.learnt
+    )  # nothing unlearnt before the end
 
 
 def test_what_is_learnt_is_what_the_model_must_say_after_its_prompt(tokenizer: Any) -> None:
@@ -322,8 +326,9 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(
-    rows: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    rows: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     built = []
     encode = Encoder.__call__
     monkeypatch.setattr(Encoder, "__call__", lambda self, row: built.append(1) or encode(self, row))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.durable import committed_folder, remove_folder, sweep, verifies, write_file, write_manifest
+from lorakit.durable import committed_folder, remove_folder, sweep, verifies, write_file, write_files, write_manifest
 from lorakit.errors import TryAgainLater
 
-DIES_AT = """
+DIES_AFTER = """
 import os, sys
 from pathlib import Path
-from lorakit.durable import committed_folder, write_manifest
-left = int(sys.argv[2])
+from lorakit.durable import committed_folder, write_files, write_manifest
+target, left = Path(sys.argv[1]), int(sys.argv[2])
 def count(event, arguments=None):
     global left
     if event == "open" or event.startswith(("os.", "shutil.")):
@@ -25,17 +25,43 @@ def count(event, arguments=None):
 fsync = os.fsync
 os.fsync = lambda handle: (count("os.fsync"), fsync(handle))
 sys.addaudithook(count)
-with committed_folder(Path(sys.argv[1])) as staging:
+"""
+COMMIT = """
+with committed_folder(target) as staging:
     (staging / "a").write_text("a" * 1000)
     (staging / "b").write_text("b")
     write_manifest(staging)
 """
+REPLACE = """
+write_files(target, {"last": "new", "one": "new", "two": "new"}, last="last")
+"""
+
+
+def die(code: str, target: Path, calls: int) -> int:
+    """Run the code in a process that dies after so many calls to the file system."""
+    return subprocess.run([sys.executable, "-c", DIES_AFTER + code, str(target), str(calls)], check=False).returncode
+
+
+def test_files_replaced_together_are_all_old_all_new_or_not_there(tmp_path: Path) -> None:
+    outcomes = []
+    for calls in range(100):
+        target = tmp_path / str(calls)
+        target.mkdir()
+        write_files(target, {"last": "old", "one": "old", "two": "old"}, last="last")
+        code = die(REPLACE, target, calls)
+        found = {(target / name).read_text() for name in ("one", "two")} if (target / "last").exists() else set()
+        outcomes.append("".join(found | ({(target / "last").read_text()} if found else set())) or "none")
+        if code == 0:
+            break
+
+    assert set(outcomes) == {"old", "none", "new"}
+    assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
 def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_after_the_next(tmp_path: Path) -> None:
     target, outcomes = tmp_path / "target", []
     for calls in range(100):
-        code = subprocess.run([sys.executable, "-c", DIES_AT, str(target), str(calls)], check=False).returncode
+        code = die(COMMIT, target, calls)
         outcomes.append(target.exists())
         if target.exists():
             assert verifies(target)

@@ -218,6 +218,15 @@ def test_missing_extra_misshaped_and_non_finite_tensors_are_named(patch: Path, t
             read_patch(copy)
 
 
+def test_every_cut_of_a_patch_without_digest_is_noticed(patch: Path) -> None:
+    (patch / "lorakit.json").unlink()
+    whole = (patch / TENSORS).read_bytes()
+    for changed in (*(whole[:length] for length in range(0, len(whole), len(whole) // 60)), whole[:-1], whole + b"x"):
+        (patch / TENSORS).write_bytes(changed)
+        with pytest.raises(PatchError):
+            read_patch(patch)
+
+
 def test_every_flipped_byte_and_every_cut_is_noticed(patch: Path) -> None:
     whole = (patch / TENSORS).read_bytes()
     for position in range(0, len(whole), len(whole) // 60):

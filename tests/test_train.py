@@ -192,6 +192,18 @@ def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
+def test_a_signal_before_the_first_step_stops_at_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("loading went on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lorakit.job.load_base", slow)
+        with pytest.raises(TryAgainLater, match="stopped at once by SIGTERM"):
+            train(recipe())
+    train(recipe())
+
+
 def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
     path = recipe(output=str(tmp_path / "parts"))
@@ -389,7 +401,7 @@ def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: 
         with pytest.raises(
             RunError, match=r"4 adapter tensors have had no gradient after 12 .*down_proj.*adapter.exclude"
         ):
-            train(recipe(train={"save_every_steps": 12}))
+            train(recipe(train={"save_every_steps": 5}))
 
 
 def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
