@@ -80,7 +80,7 @@ class AdaptedModel:
             linear = self._linear_layers()
             check_fits(patch, {key: (kind, sizes) for key, (_, kind, sizes) in linear.items()}, self._folder)
             if not allow_base_mismatch:
-                check_base(patch.facts.get("base"), patch.layers, self._folder, patch.folder)
+                check_base(patch, self._folder)
             slots = {}
             for key, layer in patch.layers.items():
                 module, kind, _ = linear[key]

@@ -59,7 +59,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     trainable = sum(target.num_parameters for target in targets)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     held = sum(target.out_features * target.in_features for target in targets)
-    say(f"adapted    layers that hold {held / total:.0%} of the base's parameters")
+    say(f"targets    {len(targets)} layers, with {held / total:.0%} of the base's parameters")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
     for kind, adapted, count in coverage(model, targets):
@@ -81,6 +81,8 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
         )
         if name == "train":
             first = rows
+    if data.eval is None:
+        say("eval     none (data.eval): no held-out loss will be measured")
     steps = count_steps(recipe, len(first))
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")

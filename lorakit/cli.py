@@ -13,6 +13,9 @@ from lorakit.version import VERSION
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user can fix it, 75 try again later."""
     parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
     options, rest = parser.parse_known_args(arguments)
     more = [item for item in rest if "=" in item and not item.startswith("-") and "overrides" in options]
     if len(more) < len(rest):
@@ -103,20 +106,25 @@ def _generate(options: argparse.Namespace) -> int:
         temperature=options.temperature, seed=options.seed, raw=options.raw,
     )  # fmt: skip
     width = max(len(use or "base") for use in uses)
-    for answer, use in zip(answers, uses * len(prompts), strict=True):
+    for number, (answer, use) in enumerate(zip(answers, uses * len(prompts), strict=True)):
+        if len(prompts) > 1 and options.each and number % len(uses) == 0:
+            print(f"{'' if number == 0 else chr(10)}{prompts[number // len(uses)]}")
         print(f"{use or 'base':<{width}}  {answer}" if options.each else answer)
     return 0
 
 
 def _score(options: argparse.Namespace) -> int:
     from lorakit.adapted import load
+    from lorakit.data import find_sources
     from lorakit.score import score
 
+    data = _named(options.data, "--data")
+    for path in data.values():
+        find_sources(path, "test")  # a missing file is said before the base is loaded
     model = load(
         options.base, _named(options.adapter, "--adapter"), dtype=options.dtype, revision=options.revision,
         allow_base_mismatch=options.allow_base_mismatch,
     )  # fmt: skip
-    data = _named(options.data, "--data")
     score(model, data, max_new_tokens=options.max_new_tokens, limit=options.limit, say=print)
     return 0
 

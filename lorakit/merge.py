@@ -66,7 +66,7 @@ def merge(
     """
     out, folder = Path(out), find_base(str(base), revision)
     if out.exists():
-        raise MergeError(f"--out: {out} exists already; choose another folder, or remove it")
+        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
     pairs = [adapter if isinstance(adapter, tuple) else (adapter, 1.0) for adapter in adapters]
@@ -75,7 +75,7 @@ def merge(
     plan = plan_merge(files, weighted, base)
     if not allow_base_mismatch:
         for one in weighted:
-            check_base(one.patch.facts.get("base"), one.patch.layers, folder, one.patch.folder)
+            check_base(one.patch, folder)
     _check_space(files, out)
     with committed_folder(out) as staging:
         for shard in files.shards:

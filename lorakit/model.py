@@ -39,8 +39,9 @@ def find_base(name: str, revision: str | None = None) -> Path:
         return folder
     if folder.is_file():
         raise BaseModelError(f"base.model: {name} is a file; a base is a folder, a hub id or builtin:tiny")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise BaseModelError(f"base.model: no folder {folder.absolute()}, and {name!r} is no hub id")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        close = nearest(name, BUILTIN)
+        raise BaseModelError(f"base.model: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
     return _download(name, revision)
 
 

@@ -29,7 +29,10 @@ def score(
     """
     for name in data:
         if name not in model.adapters:
-            raise LorakitError(f"--data {name}: no adapter of that name.{nearest(name, model.adapters)}")
+            loaded = ", ".join(model.adapters) or "none"
+            raise LorakitError(
+                f"--data {name}: no adapter of that name (loaded: {loaded}).{nearest(name, model.adapters)}"
+            )
     width = max(map(len, data))
     say(f"{'held-out exact match':<{width}}  {'rows':>5}  {'base':>6}  {'adapter':>7}")
     for name, path in data.items():

@@ -12,7 +12,8 @@ from lorakit.patch import check_base, check_fits, open_base_files, read_patch
 from lorakit.patch.base_files import read_json
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.run.record import RECORD
+from lorakit.run.checkpoint import Checkpoints
+from lorakit.run.record import RECORD, flatten
 
 
 def show(path: str, base: str | None = None, say: Callable[[str], None] = print) -> None:
@@ -27,6 +28,7 @@ def show(path: str, base: str | None = None, say: Callable[[str], None] = print)
         _show_run(folder, say)
         known = True
     if (folder / CONFIG_FILE).is_file():
+        say("") if known else None
         _show_patch(folder, base, say)
         known = True
     if not known:
@@ -60,7 +62,7 @@ def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> N
         if is_linear_like(m) and (kind := kind_of(m))
     }
     check_fits(patch, linear, base)
-    check_base(facts.get("base"), patch.layers, base_folder, folder)
+    check_base(patch, base_folder)
     say(
         f"{'fits':<12} {base}"
         + ("" if "base" in facts else " by its shapes; the patch does not say which base it is for")
@@ -70,14 +72,17 @@ def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> N
 def _show_run(folder: Path, say: Callable[[str], None]) -> None:
     run = read_json(folder / RECORD)
     done, total = run.get("steps"), run.get("total_steps")
+    newest = Checkpoints(folder / "checkpoints", 1).newest()
+    kept = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
+    status = "finished" if done is not None else f"not finished, {kept}; lorakit train goes on"
     _table(
         say,
-        run=folder, status=run.get("status"), steps=f"{done} of {total}" if done is not None else f"{total} planned",
-        dtype=f"{run.get('dtype')} ({run.get('dtype_why')})", engine=run.get("engine", {}).get("engine"),
-        starts=len(run.get("starts", [])), label_tokens=run.get("label_tokens"),
-        peak_memory=f"{run['peak_memory_bytes'] / 1e9:.2f} GB" if "peak_memory_bytes" in run else None,
+        run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
+        dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
+        backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
+        starts=len(run.get("starts") or []), label_tokens=run.get("label_tokens"),
+        peak_memory_bytes=run.get("peak_memory_bytes"),
     )  # fmt: skip
-    say("")
 
 
 def _show_base(name: str, say: Callable[[str], None]) -> None:

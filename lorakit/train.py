@@ -57,6 +57,7 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
         record = open_record(output, settings, fresh=fresh)
         if record.finished:
             return already_finished(recipe, output, say)
+        say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
         job = assemble(recipe, record.values)
         if fresh:  # only now: a recipe that cannot run discards nothing
             discard(output)
@@ -197,7 +198,10 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
     }
     write_patch(
         job.output, job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision,
-        card=model_card(job.output.name, recipe.base.model, facts),
+        card=model_card(
+            job.output.name, recipe.base.model, facts,
+            recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}),
+        ),
     )  # fmt: skip
     draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
     record.finish(

@@ -283,7 +283,7 @@ def test_long_rows_are_cut_or_dropped_by_choice_and_counted(tmp_path: Path, toke
     assert (cut.rows, cut.truncated, cut.dropped_long) == (2, 1, 1)  # the long prompt leaves nothing to learn
     dropped = prepared("drop").counts
     assert (dropped.rows, dropped.truncated, dropped.dropped_long) == (1, 0, 2)
-    with pytest.raises(DataError, match=r"long.jsonl:2: \d+ tokens, data.max_tokens is 20"):
+    with pytest.raises(DataError, match=r"2 of 3 rows are longer than data.max_tokens 20; the longest has \d+ tokens"):
         prepared("stop")
 
 

@@ -136,7 +136,7 @@ def test_a_layer_used_in_two_places_gets_one_adapter() -> None:
 
 
 def test_a_second_adapter_and_bad_numbers_are_refused() -> None:
-    with pytest.raises(TargetError, match="already has an adapter"):
+    with pytest.raises(TargetError, match="has an adapter already"):
         inject(adapted("lora"), targets=["head"])
     for settings in (
         {"rank": 2.5},

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_a_patch_made_on_a_rounded_base_fits_the_base_it_was_rounded_from(base: 
     model = inject(load_base(base, torch.bfloat16, CPU), rank=2)
     read = read_patch(save_patch(model, tmp_path / "patch"))
 
-    check_base(read.facts["base"], read.layers, base, tmp_path)
+    check_base(read, base)
 
 
 def test_a_base_that_holds_an_adapter_is_refused(base: Path, patch: Path, tmp_path: Path) -> None:
@@ -296,10 +297,9 @@ def test_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
 
 def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokenizer: Any) -> None:
     read = read_patch(patch)
-    told = read.facts["base"]
 
     def judge(folder: Path) -> None:
-        check_base(told, read.layers, folder, patch)
+        check_base(read, folder)
 
     judge(base)
     resharded = tmp_path / "resharded"
@@ -325,7 +325,7 @@ def test_config_and_tokenizer_are_part_of_a_trained_patchs_base(base: Path, patc
         content = json.loads((other / file).read_text())
         (other / file).write_text(json.dumps(content | {change[0]: change[1]}))
         with pytest.raises(PatchError, match=f"another base.*: {file.partition('.')[0]} differ"):
-            check_base(told, names, other, patch)
+            check_base(replace(read_patch(patch), facts={"base": told}), other)
 
 
 @pytest.mark.parametrize(

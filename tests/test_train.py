@@ -151,7 +151,8 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
     for _ in range(4):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
-            process.stdout.readline()  # the summary: training begins
+            while not process.stdout.readline().startswith("base "):  # the summary: training begins
+                pass
             time.sleep(moments.uniform(0, 1))
             process.kill()
         killed += not (tmp_path / "killed" / "adapter_config.json").exists()

@@ -49,6 +49,8 @@ class RowCounts:
     tokens: int = 0
     label_tokens: int = 0
     largest_id: int = 0
+    long: int = 0
+    longest: int = 0
 
 
 class TokenRows:
@@ -117,7 +119,7 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
                 counts.bad += 1
                 bad += [f"{sources[index].name}:{line}: {encoded}"] if len(bad) < SHOWN_BAD_ROWS else []
                 continue
-            kept = _fit(encoded, settings, counts, f"{sources[index].name}:{line}")
+            kept = _fit(encoded, settings, counts)
             if kept is None:
                 continue
             block.append({"input_ids": kept.ids, "learnt": kept.learnt, "source": index, "line": line})
@@ -146,16 +148,13 @@ def _encode(sources: list[Source], encoder: Encoder) -> Iterator[tuple[int, int,
                 yield index, line, problem
 
 
-def _fit(row: Encoded, settings: RowSettings, counts: RowCounts, where: str) -> Encoded | None:
+def _fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> Encoded | None:
     """The row within ``max_tokens``, or None when it is dropped; either is counted."""
     limit = settings.max_tokens
+    counts.longest = max(counts.longest, len(row.ids))
     if len(row.ids) <= limit:
         return row
-    if settings.on_long_rows == "stop":
-        raise DataError(
-            f"{where}: {len(row.ids)} tokens, data.max_tokens is {limit};"
-            " raise it, or set data.on_long_rows to truncate or drop"
-        )
+    counts.long += 1
     if settings.on_long_rows == "drop" or not any(row.learnt[1:limit]):
         counts.dropped_long += 1
         return None
@@ -170,6 +169,12 @@ def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: li
         raise DataError(
             f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}{more}\n"
             "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
+        )
+    if counts.long and settings.on_long_rows == "stop":
+        raise DataError(
+            f"data: {counts.long} of {counts.rows + counts.dropped_long} rows are longer than data.max_tokens"
+            f" {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose data.on_long_rows:"
+            " truncate (which loses their ends and end tokens) or drop"
         )
     if not counts.rows:
         names = ", ".join(source.name for source in sources)

@@ -126,7 +126,7 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]
             blank = []
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
-            yield line, parse_row(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
+            yield line, parse_row((raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).rstrip())
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
 

@@ -36,6 +36,8 @@ def inject(
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
     """
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     if method not in METHODS or init not in INITS:
         raise TargetError(
             f"method is one of {', '.join(METHODS)}, init of {', '.join(INITS)}; got {method!r}, {init!r}"
@@ -63,8 +65,6 @@ def attach(model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int
     Each A is drawn on the CPU from its own stream, a function of the seed and the layer's name, so that the start
     does not depend on device, order or number of processes.
     """
-    if any(isinstance(module, LoraLinear) for module in model.modules()):
-        raise TargetError("the model already has an adapter; load the base again to start another")
     model.requires_grad_(False)
     for target in targets:
         layer = model.get_submodule(target.name)

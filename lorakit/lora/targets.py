@@ -152,7 +152,7 @@ def _unmatched(
         f"{key}: {pattern if isinstance(pattern, str) else pattern[0]!r} matches none of the"
         f" {len(candidates)} linear layers of this base."
         + nearest(pattern if isinstance(pattern, str) else pattern[0], names)
-        + " `lorakit show BASE` lists them all."
+        + f" Their names end in: {', '.join(list(dict.fromkeys(name.rpartition('.')[2] for name in candidates))[:12])}."
         for pattern in each
         if not any(matches(pattern, name) for name in modules)
     ]

@@ -5,31 +5,47 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def model_card(name: str, base_model: str | None, facts: Mapping[str, Any]) -> str:
-    """README.md of a patch folder, with the front matter the hub reads."""
-    adapter, recipe = facts.get("adapter", {}), facts.get("recipe")
-    lines = [
+def model_card(
+    name: str, base_model: str | None, facts: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
+) -> str:
+    """README.md of a patch folder, with the front matter the hub reads. ``recipe``: its keys beyond the defaults."""
+    front = [
         "---",
-        f"base_model: {base_model}",
+        *([f"base_model: {base_model}"] if base_model else []),
         "library_name: peft",
         "tags: [lora, lorakit]",
         "---",
-        "",
-        f"# {name}",
-        "",
     ]
-    lines += [f"A LoRA patch for `{base_model}`, trained with lorakit {facts.get('lorakit')}.", ""]
-    lines += [f"- {key}: {value}" for key, value in adapter.items()]
-    results = facts.get("results") or {}
-    if results:
-        lines += ["", "| measure | value |", "|---|---|"]
-        lines += [f"| {key} | {value:.4f} |" for key, value in results.items()]
-    lines += [
-        "", "## Use", "", "```python", "import lorakit", "",
-        f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}})',
-        f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
-        f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
-    ]  # fmt: skip
+    made_for = f"for `{base_model}`" if base_model else "for a model that has no name"
+    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, made with lorakit {facts.get('lorakit')}.", ""]
+    lines += [f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}" for key, value in _made(facts)]
+    if results := facts.get("results"):
+        lines += [
+            "",
+            "| held out | value |",
+            "|---|---|",
+            *(f"| {key} | {value:.4f} |" for key, value in results.items()),
+        ]
+    lines += ["", "## Use", ""]
+    if base_model:
+        lines += [
+            "```python", "import lorakit", "",
+            f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}})',
+            f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
+            f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
+        ]  # fmt: skip
+    else:
+        lines += ["`PeftModel.from_pretrained(model, path)` puts it onto the model it was made on."]
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _made(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    rows = facts.get("data", {}).get("train", {})
+    known = [
+        ("step", facts.get("step")),
+        ("rows", rows.get("rows")),
+        ("label tokens per epoch", rows.get("label_tokens")),
+    ]
+    return [*facts.get("adapter", {}).items(), *(pair for pair in known if pair[1] is not None)]

@@ -55,7 +55,10 @@ def read_config(folder: Path) -> PatchConfig:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PatchError(f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}") from None
+        unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
+        raise PatchError(
+            f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}{unfinished}"
+        ) from None
     except (ValueError, RecursionError, OSError) as problem:
         raise PatchError(f"{path}: cannot be read: {problem}") from None
     return parse_config(path, config)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.patch.base_files import BaseFiles, open_base_files, read_json
+from lorakit.patch.patch import Patch
 
 SCHEME: Final = "sampled-1"
 RUNS, RUN_ELEMENTS = 8, 512
@@ -66,24 +67,26 @@ def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]
     return {"scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": rounded_to, "weights": weights}
 
 
-def check_base(told: dict[str, Any] | None, modules: Iterable[str], base: Path, patch: Path) -> None:
+def check_base(patch: Patch, base: Path) -> None:
     """Passes when ``base`` is the one the patch was trained on, or the patch does not say (a foreign one).
 
     Raises:
         PatchError: another base; says what differs.
     """
+    told = patch.facts.get("base")
     if told is None:
         return
     if told["scheme"] != SCHEME:
-        raise PatchError(f"{patch}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
-    found = fingerprint(open_base_files(base), modules, told.get("rounded_to"))
+        raise PatchError(f"{patch.folder}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
+    found = fingerprint(open_base_files(base), patch.layers, told.get("rounded_to"))
     differing = [name for name, value in found["weights"].items() if told["weights"].get(name) != value]
     parts = [f"{len(differing)} of {len(found['weights'])} adapted weights ({differing[0]} first)"] if differing else []
     parts += [part for part in ("config", "tokenizer") if told.get(part) and found[part] and told[part] != found[part]]
     if parts:
         raise PatchError(
-            f"{patch}: trained on another base than {base}: {' and '.join(parts)} differ."
-            " Use the base named in its adapter_config.json, or say --allow-base-mismatch"
+            f"{patch.folder}: trained on another base than {base}: {' and '.join(parts)} differ."
+            f" It was made for {patch.made_for}; to use it here all the same, say --allow-base-mismatch"
+            " (in Python allow_base_mismatch=True)"
         )
 
 

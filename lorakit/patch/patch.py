@@ -56,6 +56,10 @@ class Patch:
     def num_parameters(self) -> int:
         return sum(tensor.numel() for layer in self.layers.values() for tensor in layer.tensors.values())
 
+    @property
+    def made_for(self) -> str:
+        return self.config.base_model or "a base without a name"
+
 
 def read_patch(folder: str | Path) -> Patch:
     """A patch folder written by lorakit or PEFT; all of it or nothing.
@@ -141,7 +145,10 @@ def check_fits(patch: Patch, targets: Mapping[str, tuple[Kind, tuple[int, int]]]
         elif targets[name][1] != sizes:
             problems.append(f"{name} is {targets[name][1]} (out, in) in the base, {sizes} in the patch")
     if problems:
-        shown = "\n  ".join(problems[:10])
+        more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
+        shown = "\n  ".join(
+            [*problems[:3], *more, f"it was made for {patch.config.base_model or 'a base without a name'}"]
+        )
         raise PatchError(
             f"{patch.folder}: does not fit {base}: {len(problems)} of {len(patch.layers)} layers\n  {shown}"
         )

@@ -30,9 +30,25 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
     names = [name for name, _ in adapted_layers(model)]
     tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter_tensors(model).items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-    facts = {"lorakit": VERSION, "base": fingerprint_live(model, names), "adapter": {"layers": len(names)}}
+    facts = {
+        "lorakit": VERSION,
+        "base": fingerprint_live(model, names),
+        "adapter": {"layers": len(names), **_settings(model)},
+    }
     write_patch(
         folder, model, tensors, facts=facts, base_model=base_model, revision=None,
         card=model_card(folder.name, base_model, facts),
     )  # fmt: skip
     return folder
+
+
+def _settings(model: nn.Module) -> dict[str, str]:
+    """Method, rank and alpha; several where layers differ."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    return {
+        key: ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
+        for key, values in (
+            ("method", [layer.method for layer in layers]), ("rank", [layer.rank for layer in layers]),
+            ("alpha", [layer.alpha for layer in layers]),
+        )
+    }  # fmt: skip

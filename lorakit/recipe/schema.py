@@ -95,8 +95,8 @@ class DataSection(Section):
     """Held-out rows, in the same forms."""
     max_tokens: int = Field(512, ge=2)
     """Longest row in tokens."""
-    on_long_rows: Literal["truncate", "drop", "stop"] = "truncate"
-    """What happens to rows longer than `max_tokens`; cut and dropped rows are counted and reported."""
+    on_long_rows: Literal["stop", "truncate", "drop"] = "stop"
+    """What happens to rows longer than `max_tokens`: an error, or they are cut or dropped, counted and reported."""
     on_bad_rows: Literal["stop", "skip"] = "stop"
     """What happens to rows that cannot be read; skipped rows are counted and reported."""
     loss_on: Literal["answer", "all"] = "answer"

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON line per step or evaluation; and the loss picture drawn from it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
 
 
 def _running_mean(values: list[float], weight: float = 0.9) -> list[float]:
+    """Of the logarithms, as the axis is: a mean of the values would lag behind a falling loss."""
     means, total, norm = [], 0.0, 0.0
     for value in values:
-        total, norm = weight * total + value, weight * norm + 1
-        means.append(total / norm)
+        total, norm = weight * total + math.log(max(value, 1e-12)), weight * norm + 1
+        means.append(math.exp(total / norm))
     return means

@@ -70,7 +70,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     if not path.exists():
         if (folder / CONFIG_FILE).exists():
             raise RunError(
-                f"output: {folder} holds a patch that no run here made; choose another output, or --fresh to replace it"
+                f"output: {folder} holds a patch that no run here made; choose another output,"
+                " or --fresh (in Python fresh=True) to replace it"
             )
         return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     try:
@@ -84,7 +85,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
             f"output: {folder} holds the run of another recipe:\n{lines}\n"
-            "Choose another output, or --fresh to discard that run and start over"
+            "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
         )
     return RunRecord(folder, {**values, "recipe": recipe})
 

@@ -27,6 +27,10 @@ def start_summary(job: Job, progress: Progress) -> str:
         ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
         ("rows", _rows(job)),
         (
+            "held out",
+            f"{len(job.held_out.rows):,} rows" if job.held_out else "none (data.eval): no held-out loss is measured",
+        ),
+        (
             "steps",
             f"{job.total_steps} of {settings.batch_size} rows,"
             f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
@@ -45,7 +49,7 @@ def end_summary(job: Job, progress: Progress) -> str:
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
         rows = [("base alone", progress.first_eval_loss), ("last step", progress.last_eval_loss)]
-        if progress.best_eval_loss is not None:
+        if progress.best_eval_loss is not None and progress.best_step != progress.step:
             rows.append((f"best step ({progress.best_step})", progress.best_eval_loss))
         lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
         lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
@@ -62,9 +66,7 @@ def _rows(job: Job) -> str:
     counts = job.batches.rows.counts
     text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them learnt"
     left = [("truncated", counts.truncated), ("dropped as too long", counts.dropped_long), ("bad, skipped", counts.bad)]
-    text += "".join(f"; {number:,} {what}" for what, number in left if number)
-    held = job.held_out.rows.counts if job.held_out else None
-    return text + (f"; held out {held.rows:,}" if held else "")
+    return text + "".join(f"; {number:,} {what}" for what, number in left if number)
 
 
 def _count(number: int) -> str:
