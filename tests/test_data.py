@@ -143,6 +143,16 @@ def test_an_end_token_that_takes_the_line_break_with_it_is_still_learnt(tokenize
     assert learnt_text(wide, {"messages": TURNS}).replace("\n", "") == "yes<|done|>no<|done|>"
 
 
+def test_a_header_token_that_takes_the_spaces_after_it_belongs_to_the_prompt(tokenizer: Any) -> None:
+    wide = with_template(tokenizer, CHATML)
+    wide.add_special_tokens({"additional_special_tokens": [AddedToken("<|sep|>", special=True, rstrip=True)]})
+    wide.chat_template = CHATML.replace("'\n' + m.content", "'<|sep|>' + m.content").replace(
+        "assistant\n", "assistant<|sep|>"
+    )
+
+    assert learnt_text(wide, chat("hi", "  yes")) == "yes<|end|>"
+
+
 @pytest.mark.parametrize("scheme", ["always", "first"])
 def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> None:
     words = {word: i for i, word in enumerate(["<unk>", "</s>", *"▁yesnoAQ:h\n", "▁yes", "yes", "▁no"])}

@@ -169,7 +169,9 @@ class Encoder:
             text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
         )
         places = _tiled(coded["offset_mapping"])
-        if any(first < start < last for start, _ in spans for first, last in places):
+        markers = self._tokenizer.added_tokens_decoder  # may take the white space after them; they belong to the prompt
+        plain = [place for place, token in zip(places, coded["input_ids"], strict=True) if token not in markers]
+        if any(first < start < last for start, _ in spans for first, last in plain):
             return self._in_pieces(text, spans, special=special)
         learnt = [
             not added and (_inside(first, last, spans) or any(first <= end < last for end in ends))
