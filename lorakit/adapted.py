@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lorakit.data import end_marker
 from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.inject import replace_module
-from lorakit.lora.kinds import Kind, is_linear_like, kind_of
+from lorakit.lora.kinds import adaptable_layers
 from lorakit.lora.slots import Adapter, Route, Slot, SlotLinear
 from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
 from lorakit.patch import check_base, check_fits, read_patch
@@ -57,6 +57,7 @@ class AdaptedModel:
         self.model, self.tokenizer, self._folder = model.requires_grad_(False), tokenizer, folder
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._adapters: dict[str, Adapter] = {}
+        self._layers = adaptable_layers(model)
         self._loading, self._sampling = threading.Lock(), threading.Lock()
         self._ends = self._end_ids()
         # transformers fills what generate is not told from here, such as penalties or several answers per prompt
@@ -77,15 +78,14 @@ class AdaptedModel:
         with self._loading:
             if name in self._adapters or not name:
                 raise PatchError(f"adapter name {name!r} is taken or empty; unload_adapter first, or choose another")
-            linear = self._linear_layers()
-            check_fits(patch, {key: (kind, sizes) for key, (_, kind, sizes) in linear.items()}, self._folder)
+            check_fits(patch, self._layers, self._folder)
             if not allow_base_mismatch:
                 check_base(patch, self._folder)
             slots = {}
             for key, layer in patch.layers.items():
-                module, kind, _ = linear[key]
+                module = self.model.get_submodule(key)
                 if not isinstance(module, SlotLinear):
-                    replace_module(self.model, module, SlotLinear(key, module, kind, self._route))
+                    replace_module(self.model, module, SlotLinear(key, module, self._layers[key][0], self._route))
                 weight = module.weight
                 assert isinstance(weight, Tensor)
                 tensors = {part: tensor.to(weight.device, weight.dtype) for part, tensor in layer.tensors.items()}
@@ -142,17 +142,18 @@ class AdaptedModel:
             return []
         ids, mask = self._encode(prompts, raw, max_new_tokens)
         settings = self._settings(max_new_tokens, temperature, top_p)
-        with self._routed(route):
-            if temperature:
-                with self._sampling, torch.random.fork_rng():  # sampling draws from the one global generator
-                    torch.manual_seed(seed)
-                    output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
-            else:
-                output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
+        with self._routed(route), self._drawing(seed) if temperature else nullcontext():
+            output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         answers = output[:, ids.shape[1] :].tolist()
         return [
             self.tokenizer.decode(_until(answer, settings.eos_token_id), skip_special_tokens=True) for answer in answers
         ]
+
+    @contextmanager
+    def _drawing(self, seed: int) -> Iterator[None]:
+        with self._sampling, torch.random.fork_rng():  # sampling draws from the one global generator
+            torch.manual_seed(seed)
+            yield
 
     def _settings(self, max_new_tokens: int, temperature: float, top_p: float) -> Any:
         """What generate is asked for."""
@@ -199,15 +200,6 @@ class AdaptedModel:
     def _pad_id(self) -> int:
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return int(pad if pad is not None else end or 0)
-
-    def _linear_layers(self) -> dict[str, tuple[nn.Module, Kind, tuple[int, int]]]:
-        found: dict[str, tuple[nn.Module, Kind, tuple[int, int]]] = {}
-        for name, module in self.model.named_modules():
-            if isinstance(module, SlotLinear):
-                found[name] = (module, module.kind, (module.out_features, module.in_features))
-            elif is_linear_like(module) and (kind := kind_of(module)):
-                found[name] = (module, kind, kind.sizes(module))
-        return found
 
     def _resolve(self, adapters: Adapters) -> Route:
         names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)

@@ -12,17 +12,11 @@ from torch import Tensor
 
 from lorakit.durable import committed_folder, write_json
 from lorakit.errors import MergeError, TryAgainLater
-from lorakit.lora.kinds import Kind, is_linear_like, kind_of
+from lorakit.lora.kinds import Kind, adaptable_layers
 from lorakit.lora.methods import METHODS
+from lorakit.lora.targets import tied_head
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import (
-    BaseFiles,
-    Patch,
-    check_base,
-    check_fits,
-    open_base_files,
-    read_patch,
-)  # fmt: skip
+from lorakit.patch import BaseFiles, Patch, check_base, check_fits, open_base_files, read_patch
 from lorakit.patch.tensor_file import TensorFile, header_bytes, tensor_bytes
 from lorakit.version import VERSION
 
@@ -106,23 +100,21 @@ def plan_merge(files: BaseFiles, weighted: list[Weighted], base: object) -> Merg
     if files.config().get("quantization_config"):
         raise MergeError(f"{files.folder}: the base is quantised; merge into its original, unquantised weights")
     skeleton = load_skeleton(files.folder)
-    linear = {name: kind for name, m in skeleton.named_modules() if is_linear_like(m) and (kind := kind_of(m))}
-    sizes = {name: (kind, kind.sizes(skeleton.get_submodule(name))) for name, kind in linear.items()}
-    shared = _tied_modules(skeleton)
+    layers, tied = adaptable_layers(skeleton), tied_head(skeleton)
     updates: dict[str, list[tuple[Weighted, str]]] = {}
     kinds = {}
     for one in weighted:
-        check_fits(one.patch, sizes, base)
+        check_fits(one.patch, layers, base)
         for module in one.patch.layers:
-            if module in shared:
+            if tied is not None and module == tied[0]:
                 raise MergeError(
-                    f"{one.patch.folder}: {module} shares its weight with {shared[module]}; merging would change both."
+                    f"{one.patch.folder}: {module} shares its weight with {tied[1]}; merging would change both."
                     " Keep this patch as an adapter (lorakit.load), or save the base untied first"
                 )
             name = files.weight_name(module)
-            _check_storage(files, name, linear[module], sizes[module][1])
+            _check_storage(files, name, *layers[module])
             updates.setdefault(name, []).append((one, module))
-            kinds[name] = linear[module]
+            kinds[name] = layers[module][0]
     return MergePlan(updates, kinds)
 
 
@@ -181,15 +173,6 @@ def _copy_rest(folder: Path, staging: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
             shutil.copyfile(path, staging / path.name)
-
-
-def _tied_modules(skeleton: Any) -> dict[str, str]:
-    """Output heads that share the input embedding's weight: module -> the embedding it shares."""
-    head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
-    if head is None or not getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False):
-        return {}
-    names = {id(module): name for name, module in skeleton.named_modules()}
-    return {names[id(head)]: names[id(embedding)]}
 
 
 def _check_space(files: BaseFiles, out: Path) -> None:

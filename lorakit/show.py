@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import LorakitError
-from lorakit.lora.kinds import is_linear_like, kind_of
+from lorakit.lora.kinds import adaptable_layers, is_linear_like
 from lorakit.lora.targets import coverage
 from lorakit.model import find_base, load_skeleton
 from lorakit.patch import check_base, check_fits, open_base_files, read_patch
@@ -55,13 +55,7 @@ def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> N
     if base is None:
         return
     base_folder = find_base(base)
-    skeleton = load_skeleton(base_folder)
-    linear = {
-        name: (kind, kind.sizes(m))
-        for name, m in skeleton.named_modules()
-        if is_linear_like(m) and (kind := kind_of(m))
-    }
-    check_fits(patch, linear, base)
+    check_fits(patch, adaptable_layers(load_skeleton(base_folder)), base)
     check_base(patch, base_folder)
     say(
         f"{'fits':<12} {base}"

@@ -114,7 +114,9 @@ class SingleEngine:
             "world_size": 1,
             "base_bytes": sum(p.nbytes for p in self._model.parameters() if id(p) not in trainable),
             "adapter_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-            "optimizer_bytes": sum(value.nbytes for value in self.gather_optimizer().values()),
+            "optimizer_bytes": sum(
+                value.nbytes for state in self._optimizer.state.values() for value in state.values()
+            ),
         }
 
 

@@ -56,6 +56,15 @@ def kind_of(module: nn.Module) -> Kind | None:
     return CONV1D if _is_conv1d(module) else None
 
 
+def adaptable_layers(model: nn.Module) -> dict[str, tuple[Kind, tuple[int, int]]]:
+    """Every layer an adapter can sit on: module name -> (kind, (out, in)). Works on the meta device."""
+    return {
+        name: (kind, kind.sizes(module))
+        for name, module in model.named_modules()
+        if is_linear_like(module) and (kind := kind_of(module))
+    }
+
+
 def _is_conv1d(module: nn.Module) -> bool:
     # GPT-2's layer, recognised by name: this package does not import transformers.
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

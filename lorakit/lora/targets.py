@@ -81,7 +81,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
     problems += _bad_patterns(spec, matched)
     problems += [_cannot_adapt(name, modules[name]) for name in matched if kind_of(modules[name]) is None]
-    problems += [_tied(name) for name in matched if modules[name] is head and _is_tied(model, head)]
+    tied = tied_head(model)
+    problems += [_tied(name) for name in matched if tied is not None and name == tied[0]]
     if not matched and not problems:
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
@@ -107,6 +108,20 @@ def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
+def tied_head(model: nn.Module) -> tuple[str, str] | None:
+    """Names of the output head and of the input embedding whose weight it shares, or None when it has its own."""
+    head, embedding = _output_head(model), _part(model, "get_input_embeddings")
+    if head is None or embedding is None:
+        return None
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    told = bool(getattr(text() if callable(text) else config, "tie_word_embeddings", False))
+    if not told and embedding.weight is not head.weight:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    return names[head], names[embedding]
+
+
 def coverage(model: nn.Module, targets: Iterable[Target]) -> list[tuple[str, int, int]]:
     """(last part of the name, adapted layers, all layers) for every linear layer of a model."""
     adapted = Counter(target.name.rpartition(".")[2] for target in targets)
@@ -123,17 +138,13 @@ def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)  # transformers models have it, others need not
-    head = get() if callable(get) else None
-    return head if isinstance(head, nn.Module) else None
+    return _part(model, "get_output_embeddings")
 
 
-def _is_tied(model: nn.Module, head: nn.Module) -> bool:
-    get = getattr(model, "get_input_embeddings", None)
-    embedding = get() if callable(get) else None
-    config = getattr(model, "config", None)
-    same = isinstance(embedding, nn.Module) and embedding.weight is head.weight
-    return same or bool(getattr(config, "tie_word_embeddings", False))
+def _part(model: nn.Module, getter: str) -> nn.Module | None:
+    get = getattr(model, getter, None)  # transformers models have it, others need not
+    part = get() if callable(get) else None
+    return part if isinstance(part, nn.Module) else None
 
 
 def _tied(name: str) -> str:

@@ -58,22 +58,22 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     Raises:
         RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin.
     """
-    path = folder / RECORD
-    if not path.exists() and not (folder / CONFIG_FILE).exists():
+    path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
+    has_patch = (folder / CONFIG_FILE).exists()
+    if not path.exists() and not has_patch:
         others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
         if others:
             raise RunError(
                 f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder"
             )
+        return new
     if fresh:
-        return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
+        return new
     if not path.exists():
-        if (folder / CONFIG_FILE).exists():
-            raise RunError(
-                f"output: {folder} holds a patch that no run here made; choose another output,"
-                " or --fresh (in Python fresh=True) to replace it"
-            )
-        return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
+        raise RunError(
+            f"output: {folder} holds a patch that no run here made; choose another output,"
+            " or --fresh (in Python fresh=True) to replace it"
+        )
     try:
         values = json.loads(path.read_text())
         before = flatten(values["recipe"])
