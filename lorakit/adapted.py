@@ -1,26 +1,24 @@
-"""Many adapters on one base in Python: load, unload, use, and choose per row."""
+"""Many adapters on one base in Python: load, unload, replace, use, and choose per row."""
 
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lorakit.data import end_marker
+from lorakit.binding import bind, merged_copy
 from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
-from lorakit.lora.inject import replace_module
-from lorakit.lora.kinds import adaptable_layers
-from lorakit.lora.slots import Adapter, Route, Slot, SlotLinear
+from lorakit.lora.slots import Adapter, Route, SlotHook
 from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
-from lorakit.patch import check_base, check_fits, read_patch
+from lorakit.patch import BaseIdentity, Patch, Shapes, check_base, check_fits, open_base_files, read_patch
+from lorakit.prompts import Prompt, Prompts
 
-Prompt = str | list[dict[str, Any]]
 Adapters = str | None | Sequence[str | None]
 
 
@@ -40,10 +38,18 @@ def load(
     folder = find_base(str(base), revision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_base(folder, choose_dtype(dtype, device).dtype, device)
-    adapted = AdaptedModel(model, load_tokenizer(folder), folder)
+    adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
     return adapted
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a loaded adapter came from, and which bytes it was."""
+
+    folder: Path
+    digest: str | None
 
 
 class AdaptedModel:
@@ -53,56 +59,80 @@ class AdaptedModel:
     it. Loading, unloading and replacing an adapter never change a call that is under way.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
-        self.model, self.tokenizer, self._folder = model.requires_grad_(False), tokenizer, folder
-        self._route: ContextVar[Route | None] = ContextVar("route", default=None)
-        self._adapters: dict[str, Adapter] = {}
-        self._layers = adaptable_layers(model)
-        self._loading, self._sampling = threading.Lock(), threading.Lock()
-        self._ends = self._end_ids()
+    def __init__(self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None) -> None:
+        self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
+        self._prompts = Prompts(model, tokenizer)
         # transformers fills what generate is not told from here, such as penalties or several answers per prompt
         self.model.generation_config = generation_settings()
+        self._shapes = Shapes.of(model)
+        self._route: ContextVar[Route | None] = ContextVar("route", default=None)
+        self._adapters: dict[str, Adapter] = {}
+        self._sources: dict[str, Source] = {}
+        self._hooked: set[str] = set()
+        self._last = Route((None,))
+        self._loading, self._sampling = threading.Lock(), threading.Lock()
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
         return tuple(self._adapters)
 
-    def load_adapter(self, name: str, path: str | Path, *, allow_base_mismatch: bool = False) -> None:
-        """Load a patch under a name. Either all of it is loaded or, on an error, nothing has changed.
+    def load_adapter(
+        self, name: str, path: str | Path, *, replace: bool = False, allow_base_mismatch: bool = False
+    ) -> None:
+        """Load a patch under a name; with ``replace`` it takes the place of the one that has the name.
+
+        It is validated in full and then visible at once. On an error nothing has changed. Calls under way keep what
+        they began with.
 
         Raises:
             PatchError: damaged, not fitting, of another base, or the name is taken.
         """
         patch = read_patch(path)
         with self._loading:
-            if name in self._adapters or not name:
-                raise PatchError(f"adapter name {name!r} is taken or empty; unload_adapter first, or choose another")
-            check_fits(patch, self._layers, self._folder)
-            if not allow_base_mismatch:
-                check_base(patch, self._folder)
-            slots = {}
-            for key, layer in patch.layers.items():
-                module = self.model.get_submodule(key)
-                if not isinstance(module, SlotLinear):
-                    replace_module(self.model, module, SlotLinear(key, module, self._layers[key][0], self._route))
-                weight = module.weight
-                assert isinstance(weight, Tensor)
-                tensors = {part: tensor.to(weight.device, weight.dtype) for part, tensor in layer.tensors.items()}
-                slots[key] = Slot(layer.method, layer.scale, tensors)
-            self._adapters[name] = Adapter(name, slots)
+            if not name or (name in self._adapters and not replace):
+                raise PatchError(
+                    f"adapter name {name!r} is taken or empty; choose another, or say replace=True to swap it"
+                )
+            self._check(patch, allow_base_mismatch)
+            slots = bind(patch, self.model)
+            for layer in slots.keys() - self._hooked:
+                kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
+                hook = SlotHook(layer, kind, self._route)
+                self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
+                self._hooked.add(layer)
+            self._last = Route((None,))
+            self._adapters[name], self._sources[name] = Adapter(name, slots), Source(Path(path), patch.digest)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; the base, the others and calls that use it now are untouched."""
         with self._loading:
             self._resolve(name)
-            del self._adapters[name]
+            self._last = Route((None,))
+            del self._adapters[name], self._sources[name]
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
         """Every call in the block uses this adapter, or these, one per row of the batch; None is the plain base."""
         with self._routed(self._resolve(adapters)):
             yield self
+
+    @contextmanager
+    def merged(self, name: str) -> Iterator["AdaptedModel"]:
+        """The base with an adapter merged in, as a model of its own for the block: each weight is the exact sum,
+        rounded once, of the base's and what the patch's folder holds.
+
+        The base itself is shared and not touched, so calls in other threads go on as they were.
+
+        Raises:
+            LorakitError: no such adapter. PatchError: its folder no longer holds what was loaded.
+        """
+        self._resolve(name)
+        source = self._sources[name]
+        patch = read_patch(source.folder)
+        if patch.digest != source.digest:
+            raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
+        yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None)
 
     def __call__(self, *args: Any, adapters: Adapters = None, **inputs: Any) -> Any:
         """The model's own forward; ``adapters`` as in ``using``, or what the surrounding block says."""
@@ -134,20 +164,21 @@ class AdaptedModel:
         if isinstance(prompts, str):
             raise LorakitError("prompts: a list of prompts, got one text; write generate([text])")
         route = self._route_for(adapters, len(prompts), "{} prompts")
-        if max_new_tokens < 1 or not (0 <= temperature < math.inf) or not 0 < top_p <= 1:
-            raise LorakitError(
-                f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"
-            )
+        settings = self._prompts.settings(max_new_tokens, temperature, top_p)
         if not prompts:
             return []
-        ids, mask = self._encode(prompts, raw, max_new_tokens)
-        settings = self._settings(max_new_tokens, temperature, top_p)
+        device = next(self.model.parameters()).device
+        ids, mask = (part.to(device) for part in self._prompts.encode(prompts, raw, max_new_tokens))
         with self._routed(route), self._drawing(seed) if temperature else nullcontext():
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
-        answers = output[:, ids.shape[1] :].tolist()
-        return [
-            self.tokenizer.decode(_until(answer, settings.eos_token_id), skip_special_tokens=True) for answer in answers
-        ]
+        return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
+
+    def _check(self, patch: Patch, allow_base_mismatch: bool) -> None:
+        if self._identity is None:
+            raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
+        check_fits(patch, self._shapes, self._identity.files.folder)
+        if not allow_base_mismatch:
+            check_base(patch, self._identity)
 
     @contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
@@ -155,61 +186,19 @@ class AdaptedModel:
             torch.manual_seed(seed)
             yield
 
-    def _settings(self, max_new_tokens: int, temperature: float, top_p: float) -> Any:
-        """What generate is asked for."""
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-        return generation_settings(
-            max_new_tokens=max_new_tokens, eos_token_id=self._ends, pad_token_id=self._pad_id(), **sampling
-        )
-
-    def _encode(self, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int) -> tuple[Tensor, Tensor]:
-        """Prompts, padded on the left: ids and mask, both (rows, longest)."""
-        rows = [self._prompt_ids(prompt, raw) for prompt in prompts]
-        longest = max(map(len, rows))
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf  # type: ignore[union-attr, operator]
-        if min(map(len, rows)) == 0 or longest + max_new_tokens > limit:
-            raise LorakitError(
-                f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
-                f" {max_new_tokens} at most {limit} fit this base"
-            )
-        ids = [[self._pad_id()] * (longest - len(row)) + row for row in rows]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-        device = next(self.model.parameters()).device
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-    def _prompt_ids(self, prompt: Prompt, raw: bool) -> list[int]:
-        import jinja2
-
-        try:
-            if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
-                return list(self.tokenizer(prompt)["input_ids"])
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
-            raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
-
-    def _end_ids(self) -> list[int]:
-        """Every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
-        told = self.model.generation_config.eos_token_id  # type: ignore[union-attr]
-        ends = {self.tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])}
-        if self.tokenizer.chat_template and (marker := end_marker(self.tokenizer)):
-            ends.add(self.tokenizer.convert_tokens_to_ids(marker))
-        return sorted(end for end in ends if end is not None)
-
-    def _pad_id(self) -> int:
-        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        return int(pad if pad is not None else end or 0)
-
     def _resolve(self, adapters: Adapters) -> Route:
         names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
         if not names:
             raise LorakitError("adapters: an empty list; give one name (or None) per row")
+        known = dict(self._adapters)
         for name in names:
-            if name is not None and name not in self._adapters:
-                loaded = ", ".join(map(repr, self._adapters)) or "none"
-                raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, self._adapters)}")
-        return Route(tuple(None if name is None else self._adapters[name] for name in names))
+            if name is not None and name not in known:
+                loaded = ", ".join(map(repr, known)) or "none"
+                raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, known)}")
+        rows = tuple(None if name is None else known[name] for name in names)
+        if (last := self._last).rows != rows:  # the same rows again use what was laid side by side for them
+            self._last = last = Route(rows)
+        return last
 
     def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:
         """The route of one call: what it asks for, else what the surrounding block says."""
@@ -226,7 +215,3 @@ class AdaptedModel:
             yield
         finally:
             self._route.reset(token)
-
-
-def _until(ids: list[int], ends: list[int]) -> list[int]:
-    return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]

@@ -10,9 +10,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lorakit.errors import TryAgainLater
 
@@ -32,10 +32,15 @@ def write_file(path: Path, content: bytes | str) -> None:
         sync_folder(path.parent)
 
 
-def write_files(folder: Path, files: Mapping[str, bytes | str], last: str) -> None:
+Content = bytes | str | Callable[[BinaryIO], None]
+"""What a file holds, or what writes it into an open file."""
+
+
+def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     """Replace several files durably. ``last`` says that the others are whole: it is removed first and written last.
 
-    Everything is on the disk under other names before anything old goes, so a full disk loses nothing.
+    They are written in the given order, ``last`` after all. Everything is on the disk under other names before
+    anything old goes, so a full disk loses nothing.
 
     Raises:
         TryAgainLater: the disk is full; the old files are kept.
@@ -81,10 +86,21 @@ def committed_folder(target: Path) -> Iterator[Path]:
     with disk_full_is_temporary(target), _removed_on_error(staging):
         staging.mkdir()
         yield staging
-        for path in [*staging.rglob("*"), staging]:
-            sync_folder(path) if path.is_dir() else _sync_file(path)
-        os.rename(staging, target)
-        sync_folder(target.parent)
+        commit_folder(staging, target)
+
+
+def commit_folder(staging: Path, target: Path) -> None:
+    """Make a finished folder durable and give it its name.
+
+    Raises:
+        FileExistsError: something has that name.
+    """
+    for path in [*staging.rglob("*"), staging]:
+        sync_folder(path) if path.is_dir() else sync_file(path)
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "exists already", str(target))
+    os.rename(staging, target)
+    sync_folder(target.parent)
 
 
 def write_manifest(folder: Path) -> None:
@@ -164,14 +180,18 @@ def disk_full_is_temporary(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _write_new(path: Path, content: bytes | str) -> None:
+def _write_new(path: Path, content: Content) -> None:
     with open(path, "xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

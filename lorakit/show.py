@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import LorakitError
-from lorakit.lora.kinds import adaptable_layers, is_linear_like
+from lorakit.lora.kinds import is_linear_like
 from lorakit.lora.targets import coverage
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import check_base, check_fits, open_base_files, read_patch
+from lorakit.patch import Shapes, check_base, check_fits, open_base_files, read_patch
 from lorakit.patch.base_files import read_json
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
@@ -55,7 +55,7 @@ def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> N
     if base is None:
         return
     base_folder = find_base(base)
-    check_fits(patch, adaptable_layers(load_skeleton(base_folder)), base)
+    check_fits(patch, Shapes.of(load_skeleton(base_folder)), base)
     check_base(patch, base_folder)
     say(
         f"{'fits':<12} {base}"

@@ -11,7 +11,7 @@ from lorakit.durable import disk_full_is_temporary, sweep_folder
 from lorakit.engine import NonFiniteStep
 from lorakit.errors import PatchError, RunError, TryAgainLater
 from lorakit.job import Job, assemble
-from lorakit.patch import read_patch, remove_patch, write_patch
+from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.recipe import Recipe, load_recipe
@@ -196,8 +196,9 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
         "results": {key: value for key, value in losses.items() if value is not None},
         "step": progress.best_step if best else progress.step,
     }
+    patch = adapter_patch(job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision)
     write_patch(
-        job.output, job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision,
+        job.output, patch, overwrite=True,
         card=model_card(
             job.output.name, recipe.base.model, facts,
             recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}),

@@ -26,6 +26,7 @@ LAYERS: list[list[str]] = [
     ["run.lock", "run.stop", "run.metrics", "run.record", "run.display", "run.checkpoint"],
     ["run.report", "job"],
     ["run.summary"],
+    ["binding", "prompts"],
     ["train", "merge", "adapted"],
     ["check", "show", "score", "doctor"],
     ["cli"],

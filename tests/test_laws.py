@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.merging import Update, merged_weight
 
 
 class Two(nn.Module):
@@ -61,25 +62,30 @@ def test_merging_gives_the_adapted_output(method: str, kind: Kind) -> None:
     x = torch.randn(9, layer.in_features)
     W = layer.weight.T if kind.transposed else layer.weight
 
-    merged = METHODS[method].merge(W.detach(), layer.adapter_tensors(), layer.scale)
+    merged = METHODS[method].merge(W.detach(), layer.adapter_tensors(), layer.scale).float()
 
     product = kind.product(x, merged.T if kind.transposed else merged, layer.bias)
     torch.testing.assert_close(product, layer(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [LINEAR, CONV1D], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: torch.dtype) -> None:
+def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: torch.dtype, kind: Kind) -> None:
     torch.manual_seed(0)
     W = torch.randn(1500, 800).to(dtype)  # more than one block of rows
-    tensors = {"lora_A": torch.randn(8, 800), "lora_B": torch.randn(1500, 8)}
-    s = METHODS[method].scale(3.0, 8)
+    updates, exact = [], W.double()
+    for rank in (8, 3):
+        tensors = {"lora_A": torch.randn(rank, 800), "lora_B": torch.randn(1500, rank)}
+        s = METHODS[method].scale(3.0, rank)
+        updates.append(Update(method, s, tensors))
+        exact = exact + s * (tensors["lora_B"].double() @ tensors["lora_A"].double())
 
-    merged = METHODS[method].merge(W, tensors, s)
+    stored = W.T.contiguous() if kind.transposed else W
+    merged = merged_weight(stored, kind, updates, dtype)
 
-    exact = W.double() + s * (tensors["lora_B"].double() @ tensors["lora_A"].double())
     assert merged.dtype == dtype
-    assert (merged != exact.to(dtype)).float().mean() < 1e-5
+    assert ((merged.T if kind.transposed else merged) != exact.to(dtype)).float().mean() < 1e-5
 
 
 @pytest.mark.parametrize("method", METHODS)

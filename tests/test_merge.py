@@ -107,10 +107,10 @@ def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, t
     with pytest.raises(PatchError, match="trained on another base"):
         lorakit.merge(other, patch, out=out)
     with pytest.raises(
-        PatchError, match=r"does not fit .*: 6 of 14 layers\n.*down_proj is \(32, 64\) \(out, in\) in the base"
+        PatchError, match=r"does not fit .*: 6 of 14 places\n.*down_proj is \(32, 64\) \(out, in\) in the base"
     ):
         lorakit.merge(wide, patch, out=out, allow_base_mismatch=True)
-    with pytest.raises(MergeError, match="lm_head shares its weight with model.embed_tokens"):
+    with pytest.raises(MergeError, match="changes lm_head, which shares its weight with model.embed_tokens"):
         lorakit.merge(tied, head, out=out, allow_base_mismatch=True)
     with pytest.raises(MergeError, match="no adapter to merge"):
         lorakit.merge(base, out=out)
@@ -162,7 +162,7 @@ def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
-def test_a_merge_that_dies_leaves_no_folder_and_can_be_run_again(
+def test_a_full_disk_keeps_what_is_finished_and_the_same_call_goes_on(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -178,6 +178,7 @@ def test_a_merge_that_dies_leaves_no_folder_and_can_be_run_again(
     with pytest.raises(LorakitError, match="the disk is full") as caught:
         lorakit.merge(base, patch, out=tmp_path / "merged")
     assert caught.value.exit_code == 75
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["patch"]
+    assert not (tmp_path / "merged").exists()
     monkeypatch.setattr(os, "fsync", fsync)
     lorakit.merge(base, patch, out=tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "patch"]

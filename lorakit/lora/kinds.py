@@ -1,4 +1,7 @@
-"""The kinds of layer an adapter can sit on: how to recognise one, its sizes, and its product."""
+"""The kinds of layer an adapter can sit on: how to recognise one, its sizes, and its product.
+
+Training knows Linear and Conv1D; a patch from elsewhere may also change an Embedding.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +21,11 @@ class Kind:
     sizes: Callable[[nn.Module], tuple[int, int]]
     """layer -> (out, in), from its attributes: sharded and quantised weights lie about their shape"""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """(x, stored weight, bias) -> y, bit for bit as the layer itself computes it"""
+    """(x, stored weight, bias) -> y, bit for bit as a plain layer of this kind computes it"""
     transposed: bool
     """whether the weight is stored as (in, out)"""
+    shrink: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    """(layer, x, A) -> x A^T: what the first half of a low-rank update is for this kind of layer"""
 
 
 def _linear_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -38,8 +43,30 @@ def _conv1d_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[-1])
 
 
-LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, transposed=False)
-CONV1D: Final = Kind("Conv1D", _conv1d_sizes, _conv1d_product, transposed=True)
+def _embedding_sizes(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, nn.Embedding)
+    return layer.embedding_dim, layer.num_embeddings
+
+
+def _embedding_product(ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is None
+    return F.embedding(ids, weight)
+
+
+def _shrink_linear(layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
+    return F.linear(x, A.to(x.dtype))
+
+
+def _shrink_embedding(layer: nn.Module, ids: Tensor, A: Tensor) -> Tensor:
+    """Rows of A^T: an embedding is a linear layer on one-hot vectors. Gemma scales what it looks up."""
+    rows = F.embedding(ids, A.T)
+    scale = getattr(layer, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+
+
+LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, False, _shrink_linear)
+CONV1D: Final = Kind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear)
+EMBEDDING: Final = Kind("Embedding", _embedding_sizes, _embedding_product, True, _shrink_embedding)
 
 
 def is_linear_like(module: nn.Module) -> bool:
@@ -57,12 +84,14 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[Kind, tuple[int, int]]]:
-    """Every layer an adapter can sit on: module name -> (kind, (out, in)). Works on the meta device."""
-    return {
-        name: (kind, kind.sizes(module))
-        for name, module in model.named_modules()
-        if is_linear_like(module) and (kind := kind_of(module))
-    }
+    """Every layer a patch can change: module name -> (kind, (out, in)). Works on the meta device."""
+    found = {name: kind_of(module) or embedding_of(module) for name, module in model.named_modules()}
+    return {name: (kind, kind.sizes(model.get_submodule(name))) for name, kind in found.items() if kind}
+
+
+def embedding_of(module: nn.Module) -> Kind | None:
+    """EMBEDDING for an embedding, None for anything else."""
+    return EMBEDDING if isinstance(module, nn.Embedding) else None
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-BLOCK_ELEMENTS: Final = 1 << 20
 INITS: Final = ("gaussian", "kaiming")
 
 
@@ -32,7 +31,7 @@ class Method:
     apply: Callable[[Tensor, Tensor, Tensors, float], Tensor]
     """(x, y = x W^T + b, tensors, s) -> adapted y"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
-    """(W, tensors, s) -> adapted W, in W's dtype"""
+    """(W or some of its rows, tensors, s) -> the same of the adapted W, in float64"""
 
 
 def random_a_zero_b(out_features: int, in_features: int, rank: int, how: str, g: torch.Generator) -> dict[str, Tensor]:
@@ -60,17 +59,11 @@ def add_low_rank(x: Tensor, y: Tensor, tensors: Tensors, s: float) -> Tensor:
 
 
 def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
-    """W + s B A, computed in float64 and rounded once to W's dtype, some rows at a time.
+    """W + s B A in float64; rounding it to the stored dtype is left to who stores it.
 
     In bfloat16 every entry with |s B A| < 2**-9 |W| is lost in that rounding. Source: Hu et al. 2021, section 4.1.
     """
-    A, B = tensors["lora_A"].double(), tensors["lora_B"].double()
-    merged = torch.empty_like(W)
-    num_rows = max(1, BLOCK_ELEMENTS // max(1, W.shape[1]))
-    for start in range(0, W.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
-        merged[rows] = torch.addmm(W[rows].double(), B[rows], A, alpha=s).to(W.dtype)
-    return merged
+    return torch.addmm(W.double(), tensors["lora_B"].double(), tensors["lora_A"].double(), alpha=s)
 
 
 LORA = Method(lambda alpha, r: alpha / r, random_a_zero_b, add_low_rank, merge_low_rank)

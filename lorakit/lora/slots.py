@@ -1,28 +1,40 @@
-"""The inference layer: a frozen linear layer and any number of adapters, chosen per row of the batch.
+"""Many adapters on one model, chosen per row of the batch; the model's own weights are read and never written.
 
-Nothing is merged: the base's weight is read and never written, so a row without an adapter gets the plain base.
+Every adapted layer gets a hook on its output. The layer computes what it always computes, so a row without an adapter
+gets the plain base, and the hook adds what the row's adapter adds. Which row uses what is the caller's route.
 """
 
+import copy
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.kinds import Kind
-from lorakit.lora.methods import METHODS
+from lorakit.lora.kinds import EMBEDDING, Kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
-    """One adapter's tensors in one layer, ready to use."""
+    """One adapter in one layer: y + s (x A^T) B^T, on the layer or on the one that stands in for it."""
 
-    method: str
-    scale: float
-    tensors: Mapping[str, Tensor]
+    scale: float = 0.0
+    A: Tensor | None = None
+    """(r, in)"""
+    B: Tensor | None = None
+    """(out, r)"""
+    stand_in: nn.Module | None = None
+    """the layer with tensors of the adapter's own in place of the base's"""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a low-rank update and nothing else."""
+        return self.A is not None and self.stand_in is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,57 +46,117 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """The adapters of one layer side by side, so that a few rows each with its own cost two products.
+
+    S = (x A^T) masked to each row's own columns; y += S B^T.
+    """
+
+    A: Tensor
+    """(all ranks, in)"""
+    B: Tensor
+    """(all ranks, out)"""
+    scales: Tensor
+    """(all ranks,): s of each column's adapter"""
+    others: Tensor
+    """(rows, all ranks): True where a column is another adapter's"""
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
     """Which adapter each row of a batch uses; None is the plain base. One entry serves a batch of any size."""
 
     rows: tuple[Adapter | None, ...]
+    stacks: dict[str, Stack | None] = field(default_factory=dict, repr=False)
 
-    def groups(self) -> dict[Adapter, list[int]]:
-        """adapter -> the rows that use it."""
+    @cached_property
+    def one(self) -> bool:
+        """Whether every row uses the same."""
+        return all(adapter is self.rows[0] for adapter in self.rows)
+
+    @cached_property
+    def groups(self) -> list[tuple[Adapter, slice | Tensor]]:
+        """(adapter, its rows): a slice when they are neighbours, else their indices."""
         found: dict[Adapter, list[int]] = {}
         for row, adapter in enumerate(self.rows):
             if adapter is not None:
                 found.setdefault(adapter, []).append(row)
-        return found
+        return [
+            (a, slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows))
+            for a, rows in found.items()
+        ]
+
+    def stack(self, layer: str, x: Tensor) -> Stack | None:
+        """The adapters of a layer side by side; None when one of them is more than a low-rank update."""
+        if layer not in self.stacks:
+            slots = [(adapter, adapter.slots[layer]) for adapter, _ in self.groups if layer in adapter.slots]
+            self.stacks[layer] = _stack(self.rows, slots, x) if all(slot.plain for _, slot in slots) else None
+        return self.stacks[layer]
+
+
+def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> Stack | None:
+    factors = [(adapter, slot.A, slot.B, slot.scale) for adapter, slot in slots]
+    if not factors:
+        return None
+    A = torch.cat([A for _, A, _, _ in factors if A is not None]).to(x.dtype)
+    B = torch.cat([B.T for _, _, B, _ in factors if B is not None]).to(x.dtype)
+    columns = [(adapter, scale) for adapter, A, _, scale in factors if A is not None for _ in range(A.shape[0])]
+    own = torch.tensor([[adapter is row for adapter, _ in columns] for row in rows], device=x.device)
+    scales = torch.tensor([scale for _, scale in columns], dtype=x.dtype, device=x.device)
+    return Stack(A, B, scales, ~own)
 
 
 @final
-class SlotLinear(nn.Module):
-    """y = x W^T + b, and for row i the update of its adapter: y_i += s (x_i A^T) B^T.
+class SlotHook:
+    """The hook of one layer. ``route`` belongs to the calling thread, so concurrent calls do not mix."""
 
-    ``route`` says who uses what; it belongs to the calling thread, so concurrent calls do not mix.
-    """
+    def __init__(self, name: str, kind: Kind | None, route: ContextVar[Route | None]) -> None:
+        self.name, self._kind, self._route = name, kind, route
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
+        return self
 
-    def __init__(self, name: str, base: nn.Module, kind: Kind, route: ContextVar[Route | None]) -> None:
-        super().__init__()
-        self.out_features, self.in_features = kind.sizes(base)
-        self.kind, self._name, self._route = kind, name, route
-        self.register_parameter("weight", base.weight)  # type: ignore[arg-type]
-        self.register_parameter("bias", base.bias)  # type: ignore[arg-type]
-        self.train(base.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.kind.product(x, self.weight, self.bias)
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], y: Tensor) -> Tensor:
         route = self._route.get()
         if route is None:
             return y
-        if len(set(route.rows)) == 1:
-            slot = route.rows[0].slots.get(self._name) if route.rows[0] is not None else None
-            return y if slot is None else _apply(slot, x, y)
-        if x.shape[0] != len(route.rows) or ".experts." in self._name:
+        x = inputs[0] if inputs else next(iter(named.values()))
+        if route.one:
+            slot = None if route.rows[0] is None else route.rows[0].slots.get(self.name)
+            return y if slot is None else self._changed(slot, layer, x, y)
+        num_rows = len(route.rows)
+        if x.shape[0] != num_rows or ".experts." in self.name:
             raise TargetError(
-                f"{self._name} sees {x.shape[0]} rows of a batch of {len(route.rows)}: this model mixes rows before the"
+                f"{self.name} sees {x.shape[0]} rows of a batch of {num_rows}: this model mixes rows before the"
                 " layer, so adapters cannot be chosen per row; use one adapter for the whole batch"
             )
-        for adapter, rows in route.groups().items():
-            if self._name in adapter.slots:
-                index = torch.tensor(rows, device=x.device)
-                y = y.index_copy(0, index, _apply(adapter.slots[self._name], x[index], y[index]))
+        one_token = self._kind is not EMBEDDING and x[0].numel() == x.shape[-1]
+        if one_token and (stack := route.stack(self.name, x)) is not None:
+            S = F.linear(x, stack.A).view(num_rows, -1).mul_(stack.scales).masked_fill_(stack.others, 0.0)
+            y.view(num_rows, -1).addmm_(S, stack.B)
+            return y
+        for adapter, rows in route.groups:
+            if (slot := adapter.slots.get(self.name)) is not None:
+                y[rows] = self._changed(slot, layer, x[rows], y[rows])
+        return y
+
+    def _changed(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """y with the slot's change, in place: y is the layer's own fresh output, or rows of it."""
+        if slot.stand_in is not None:
+            layer, y = slot.stand_in, slot.stand_in(x)
+        if slot.A is None or slot.B is None:
+            return y
+        assert self._kind is not None
+        S = self._kind.shrink(layer, x, slot.A)
+        y.view(-1, y.shape[-1]).addmm_(S.view(-1, S.shape[-1]), slot.B.to(S.dtype).T, alpha=slot.scale)
         return y
 
 
-def _apply(slot: Slot, x: Tensor, y: Tensor) -> Tensor:
-    return METHODS[slot.method].apply(x, y, slot.tensors, slot.scale)
+def standing_in(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a layer with some tensors of its own; the others are the layer's. It has none of the layer's hooks."""
+    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
+    stand_in = copy.deepcopy(layer, shared)
+    stand_in._forward_hooks.clear()
+    for name, tensor in tensors.items():
+        stand_in.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return stand_in

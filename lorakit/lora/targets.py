@@ -122,6 +122,13 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
     return names[head], names[embedding]
 
 
+def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
+    """Names of the input embedding and the output head; None for what the model has not."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = _part(model, "get_input_embeddings"), _output_head(model)
+    return None if embedding is None else names[embedding], None if head is None else names[head]
+
+
 def coverage(model: nn.Module, targets: Iterable[Target]) -> list[tuple[str, int, int]]:
     """(last part of the name, adapted layers, all layers) for every linear layer of a model."""
     adapted = Counter(target.name.rpartition(".")[2] for target in targets)

@@ -25,12 +25,16 @@ class BaseFiles:
         return self.holder[name].entries[name]
 
     def weight_name(self, module: str) -> str:
-        """The stored name of a module's weight: the same name, or one that differs by a leading prefix only.
+        """The stored name of a module's weight; errors as ``tensor_name``."""
+        return self.tensor_name(module, "weight")
+
+    def tensor_name(self, module: str, key: str) -> str:
+        """The stored name of a module's tensor: the same name, or one that differs by a leading prefix only.
 
         Raises:
             BaseModelError: no such tensor, or several.
         """
-        name = f"{module}.weight"
+        name = f"{module}.{key}"
         if name in self.holder:
             return name
         found = [held for held in self.holder if name.endswith(f".{held}") or held.endswith(f".{name}")]

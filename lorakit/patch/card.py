@@ -17,7 +17,8 @@ def model_card(
         "---",
     ]
     made_for = f"for `{base_model}`" if base_model else "for a model that has no name"
-    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, made with lorakit {facts.get('lorakit')}.", ""]
+    made_with = f"made with lorakit {facts['lorakit']}" if "lorakit" in facts else "written by another program"
+    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {made_with}.", ""]
     lines += [f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}" for key, value in _made(facts)]
     if results := facts.get("results"):
         lines += [

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision", "target_modules", "task_type", "use_rslora", "fan_in_fan_out",
-    "ensure_weight_tying", "runtime_config", "init_lora_weights",
+    "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save",
 }  # fmt: skip
+BIASES: Final = ("none", "all", "lora_only")
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
@@ -37,6 +38,9 @@ class PatchConfig:
     alpha_pattern: Mapping[str, float]
     base_model: str | None
     revision: str | None
+    modules_to_save: tuple[str, ...]
+    raw: Mapping[str, Any] = field(repr=False)
+    """every key as it was read, also those that lorakit does not know"""
 
     def rank_of(self, module: str) -> int:
         return lookup(self.rank_pattern, module, self.rank)
@@ -45,7 +49,7 @@ class PatchConfig:
         return lookup(self.alpha_pattern, module, self.alpha)
 
 
-def read_config(folder: Path) -> PatchConfig:
+def read_config(folder: Path, max_bytes: int) -> PatchConfig:
     """The settings in a patch folder.
 
     Raises:
@@ -53,11 +57,15 @@ def read_config(folder: Path) -> PatchConfig:
     """
     path = folder / CONFIG_FILE
     try:
+        if path.stat().st_size > max_bytes:
+            raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {max_bytes:,} are allowed")
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
+        named = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
+        inside = f"; there are patches inside: {', '.join(str(folder / name) for name in named[:5])}" if named else ""
         raise PatchError(
-            f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}{unfinished}"
+            f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}{unfinished}{inside}"
         ) from None
     except (ValueError, RecursionError, OSError) as problem:
         raise PatchError(f"{path}: cannot be read: {problem}") from None
@@ -82,22 +90,35 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     ):  # fmt: skip
         for value in values:
             _check_number(path, key, value, whole=whole)
-    rslora, base, revision = config.get("use_rslora"), config.get("base_model_name_or_path"), config.get("revision")
-    for key, value, kinds in (
-        ("use_rslora", rslora, (bool,)), ("lora_dropout", dropout, (int, float)),
-        ("base_model_name_or_path", base, (str,)), ("revision", revision, (str,)),
+    texts = (str,)
+    for key, kinds in (
+        ("use_rslora", (bool,)), ("lora_dropout", (int, float)), ("base_model_name_or_path", texts),
+        ("revision", texts), ("ensure_weight_tying", (bool,)), ("bias", texts),
     ):  # fmt: skip
-        if value is not None and type(value) not in kinds:
+        if (value := config.get(key)) is not None and type(value) not in kinds:
             raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
-    return PatchConfig("rslora" if rslora else "lora", rank, alpha, dropout, ranks, alphas, base, revision)
+    if config.get("bias", "none") not in BIASES:
+        raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
+        raise PatchError(f"{path}: modules_to_save must be a list of names, got {saved!r}")
+    return PatchConfig(
+        "rslora" if config.get("use_rslora") else "lora", rank, alpha, dropout, ranks, alphas,
+        config.get("base_model_name_or_path"), config.get("revision"), tuple(saved),
+        config,
+    )  # fmt: skip
 
 
 def config_json(
-    layers: Mapping[str, tuple[int, float]], all_modules: Iterable[str], *,
-    method: str, dropout: float, base_model: str | None, revision: str | None, task_type: str | None,
-    fan_in_fan_out: bool,
+    layers: Mapping[str, tuple[int, float]], *, all_modules: Iterable[str] | None = None, method: str,
+    dropout: float = 0.0, base_model: str | None, revision: str | None = None, task_type: str | None = "CAUSAL_LM",
+    fan_in_fan_out: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """adapter_config.json for layers given as module -> (rank, alpha)."""
+    """adapter_config.json for layers given as module -> (rank, alpha).
+
+    ``all_modules``: every module name of the model, so that targets can be written as suffixes; without it they are
+    written as whole names.
+    """
     rank = Counter(rank for rank, _ in layers.values()).most_common(1)[0][0]
     alpha = Counter(alpha for _, alpha in layers.values()).most_common(1)[0][0]
     return {
@@ -111,7 +132,7 @@ def config_json(
         "lora_dropout": dropout,
         "rank_pattern": {_exactly(name): r for name, (r, _) in layers.items() if r != rank},
         "alpha_pattern": {_exactly(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
-        "target_modules": _target_modules(list(layers), all_modules),
+        "target_modules": sorted(layers) if all_modules is None else _target_modules(list(layers), all_modules),
         "use_rslora": method == "rslora",
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",

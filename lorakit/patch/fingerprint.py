@@ -1,25 +1,31 @@
 """Which base a patch belongs to: digests of the tensors it adapts, of the config and of the tokenizer.
 
-Scheme ``sampled-1``: of every adapted weight, its shape and 8 evenly spaced runs of 512 values, as float32. So the
-answer does not depend on sharding, file names or storage dtype where values are equal, and takes milliseconds.
+Two forms of every adapted weight, both over its shape and its values as float32, so that neither sharding, file names
+nor the storage dtype matter where values are equal. ``sampled-1``: 8 evenly spaced runs of 512 values, in
+milliseconds for any base. ``full-1``: every value.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from os import cpu_count
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.patch.base_files import BaseFiles, open_base_files, read_json
 from lorakit.patch.patch import Patch
 
-SCHEME: Final = "sampled-1"
+SCHEME, FULL_SCHEME = "sampled-1", "full-1"
 RUNS, RUN_ELEMENTS = 8, 512
+BLOCK_ELEMENTS: Final = 1 << 20
 DTYPES: Final = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -29,68 +35,130 @@ DTYPES: Final = {
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
 }  # fmt: skip
+Read = Callable[[int, int], Tensor]
+"""(start, stop) -> these elements of a flattened tensor"""
 
 
-def fingerprint(files: BaseFiles, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, Any]:
-    """The fingerprint of a base on disk, for the given adapted modules.
+class BaseIdentity:
+    """What a base on disk is. Every part is computed when it is first asked for."""
 
-    ``rounded_to``: the dtype the values are rounded to first, when the base was seen in that dtype only.
-    """
+    def __init__(self, files: BaseFiles) -> None:
+        self.files = files
+        self._sampled: dict[tuple[str, str | None], str] = {}
 
-    def one(module: str) -> str:
-        name = files.weight_name(module)
-        shard = files.holder[name]
-        entry = shard.entries[name]
-        dtype = DTYPES.get(rounded_to or "", entry.dtype)
-        return _digest(entry.shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype))
+    @cached_property
+    def config(self) -> str:
+        config = {key: value for key, value in self.files.config().items() if key not in NOT_IDENTITY}
+        return _hash(config)
 
-    config = {key: value for key, value in files.config().items() if key not in NOT_IDENTITY}
+    @cached_property
+    def tokenizer(self) -> str | None:
+        path = self.files.folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        return _hash({key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")})
+
+    def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
+        """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first."""
+        for module in modules:
+            if (module, rounded_to) not in self._sampled:
+                self._sampled[module, rounded_to] = _sampled(*self._reader(module, rounded_to))
+        return {module: self._sampled[module, rounded_to] for module in modules}
+
+    def full(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
+        """module -> digest of every value of its weight."""
+        return _in_parallel({module: self._reader(module, rounded_to) for module in modules})
+
+    def _reader(self, module: str, rounded_to: str | None) -> tuple[tuple[int, ...], Read]:
+        name = self.files.weight_name(module)
+        shard = self.files.holder[name]
+        dtype = DTYPES.get(rounded_to or "", shard.entries[name].dtype)
+        return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
+
+
+class WeightDigest:
+    """``full-1`` of one weight, given piece by piece in stored order."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._state = xxhash.xxh3_128(json.dumps(shape).encode())
+
+    def update(self, values: Tensor) -> None:
+        self._state.update(values.to(torch.float32).contiguous().numpy().data)
+
+    def hexdigest(self) -> str:
+        return str(self._state.hexdigest())
+
+
+def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
+    """The fingerprint of a base on disk, for the given adapted modules, in both forms."""
+    identity, modules = BaseIdentity(files), list(modules)
     return {
-        "scheme": SCHEME,
-        "config": _hash(config),
-        "tokenizer": _tokenizer(files.folder),
-        "rounded_to": rounded_to,
-        "weights": {module: one(module) for module in modules},
-    }
+        "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
+        "weights": identity.sampled(modules), "full": {"scheme": FULL_SCHEME, "weights": identity.full(modules)},
+    }  # fmt: skip
 
 
 def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]:
     """The fingerprint of a base in memory: its weights alone, in the dtype they are loaded in."""
-    weights, dtypes = {}, set()
+    readers, dtypes = {}, set()
     for module in modules:
         weight = model.get_submodule(module).weight
         assert isinstance(weight, Tensor)
         flat = weight.detach().reshape(-1)
-        weights[module] = _digest(tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())  # type: ignore[misc]
+        readers[module] = (tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())
         dtypes.add(str(weight.dtype).removeprefix("torch."))
-    rounded_to = dtypes.pop() if len(dtypes) == 1 else None
-    return {"scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": rounded_to, "weights": weights}
+    return {
+        "scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": dtypes.pop() if len(dtypes) == 1 else None,
+        "weights": {module: _sampled(*reader) for module, reader in readers.items()},
+        "full": {"scheme": FULL_SCHEME, "weights": _in_parallel(readers)},
+    }  # fmt: skip
 
 
-def check_base(patch: Patch, base: Path) -> None:
+def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -> None:
     """Passes when ``base`` is the one the patch was trained on, or the patch does not say (a foreign one).
 
+    ``full``: compare every value of the adapted weights, not samples of them.
+
     Raises:
-        PatchError: another base; says what differs.
+        PatchError: another base; says what differs. Or ``full`` was asked of a patch that holds samples only.
     """
     told = patch.facts.get("base")
     if told is None:
         return
     if told["scheme"] != SCHEME:
         raise PatchError(f"{patch.folder}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
-    found = fingerprint(open_base_files(base), patch.layers, told.get("rounded_to"))
-    differing = [name for name, value in found["weights"].items() if told["weights"].get(name) != value]
-    parts = [f"{len(differing)} of {len(found['weights'])} adapted weights ({differing[0]} first)"] if differing else []
-    parts += [part for part in ("config", "tokenizer") if told.get(part) and found[part] and told[part] != found[part]]
+    identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
+    rounded_to, names = told.get("rounded_to"), list(patch.layers)
+    expected, found = told["weights"], identity.sampled(names, rounded_to)
+    if full and all(found[name] == expected.get(name) for name in names):
+        expected, found = told_in_full(patch), identity.full(names, rounded_to)
+        if expected is None:
+            raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
+    differing = [name for name in names if expected.get(name) != found[name]]
+    parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
+    for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
+        if told.get(part) and value and told[part] != value:
+            parts.append(part)
     if parts:
-        raise PatchError(
-            f"{patch.folder}: trained on another base than {base}: {' and '.join(parts)} differ."
-            f" It was made for {patch.made_for}; to use it here all the same, say --allow-base-mismatch"
-            " (in Python allow_base_mismatch=True)"
-        )
+        raise PatchError(other_base(patch, identity.files.folder, " and ".join(parts)))
 
 
-def _digest(shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> str:
+def told_in_full(patch: Patch) -> Mapping[str, str] | None:
+    """module -> ``full-1`` digest of its base's weight, when the patch holds them."""
+    full = (patch.facts.get("base") or {}).get("full") or {}
+    return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
+
+
+def other_base(patch: Patch, base: Path, what: str) -> str:
+    """The message for a patch on a base that is not its own."""
+    return (
+        f"{patch.folder}: trained on another base than {base}: {what} differ."
+        f" It was made for {patch.made_for}; to use it here all the same, say --allow-base-mismatch"
+        " (in Python allow_base_mismatch=True)"
+    )
+
+
+def _sampled(shape: tuple[int, ...], read: Read) -> str:
     size = math.prod(shape)
     last = max(0, size - RUN_ELEMENTS)
     starts = sorted({last * run // (RUNS - 1) for run in range(RUNS)})
@@ -101,12 +169,16 @@ def _digest(shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> str:
     return state.hexdigest()[:16]
 
 
-def _tokenizer(folder: Path) -> str | None:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    content = read_json(path)
-    return _hash({key: value for key, value in content.items() if key not in ("truncation", "padding")})
+def _full(shape: tuple[int, ...], read: Read) -> str:
+    state, size = WeightDigest(shape), math.prod(shape)
+    for start in range(0, size, BLOCK_ELEMENTS):
+        state.update(read(start, min(start + BLOCK_ELEMENTS, size)))
+    return state.hexdigest()
+
+
+def _in_parallel(readers: Mapping[str, tuple[tuple[int, ...], Read]]) -> dict[str, str]:
+    with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:
+        return dict(zip(readers, pool.map(lambda reader: _full(*reader), readers.values()), strict=True))
 
 
 def _hash(value: Any) -> str:

@@ -6,37 +6,50 @@ patch is ever visible. lorakit's facts (base fingerprint, recipe, digests, versi
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from io import BytesIO
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lorakit.durable import digest, json_text, sync_folder, write_files
+from lorakit.durable import digest
 from lorakit.errors import PatchError, nearest
-from lorakit.lora.inject import adapted_layers
-from lorakit.lora.kinds import Kind
-from lorakit.lora.layer import LoraLinear
 from lorakit.lora.methods import METHODS
-from lorakit.patch.config import CONFIG_FILE, PatchConfig, config_json, parse_config, read_config
-from lorakit.patch.tensor_file import open_tensors, write_tensors
+from lorakit.patch.config import PatchConfig, read_config
+from lorakit.patch.names import EMBEDDING_PARTS, LINEAR_PARTS, UpdateName, WholeName, parse_key, whole_key
+from lorakit.patch.tensor_file import TensorFile, load_tensors, open_tensors
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
 SIDECAR: Final = "lorakit.json"
-PREFIX: Final = "base_model.model."
+FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How much a patch may ask for; looked at before anything is allocated."""
+
+    header_bytes: int = 32 << 20
+    """of the tensor file's header, and of adapter_config.json"""
+    file_bytes: int = 64 << 30
+    rank: int = 8192
 
 
 @dataclass(frozen=True)
 class PatchLayer:
-    """One layer's update: A (r, in), B (out, r) and the numbers that give s."""
+    """One layer's update: A (r, in), B (out, r) and the numbers that give s.
+
+    An embedding is a linear layer on one-hot vectors: A (r, vocabulary), B (width, r).
+    """
 
     method: str
     rank: int
     alpha: float
+    sizes: tuple[int, int]
+    """(out, in)"""
     tensors: Mapping[str, Tensor]
+    embedding: bool = False
 
     @property
     def scale(self) -> float:
@@ -45,137 +58,163 @@ class PatchLayer:
 
 @dataclass(frozen=True)
 class Patch:
-    """A whole adapter in memory, on the CPU."""
+    """A whole adapter on the CPU: updates by module name, and whole tensors that take the place of the base's."""
 
     folder: Path
     config: PatchConfig
     layers: Mapping[str, PatchLayer]
+    whole: Mapping[str, Tensor]
+    """by parameter name, such as ``lm_head.weight``"""
+    whole_shapes: Mapping[str, tuple[int, ...]]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+    """SHA-256 of the tensor file"""
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for layer in self.layers.values() for tensor in layer.tensors.values())
+        updates = sum(layer.rank * sum(layer.sizes) for layer in self.layers.values())
+        return updates + sum(torch.Size(shape).numel() for shape in self.whole_shapes.values())
 
     @property
     def made_for(self) -> str:
         return self.config.base_model or "a base without a name"
 
 
-def read_patch(folder: str | Path) -> Patch:
-    """A patch folder written by lorakit or PEFT; all of it or nothing.
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors that are read from their file when they are asked for."""
+
+    def __init__(self, file: TensorFile, keys: Mapping[str, str]) -> None:
+        self._file, self._keys = file, keys
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._file.read(self._keys[name])
+        if not torch.isfinite(tensor).all():
+            raise PatchError(f"{self._file.path}: {self._keys[name]} holds values that are not finite")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def open_patch(folder: str | Path, caps: Caps = Caps()) -> Patch:
+    """A patch folder whose tensors are read when they are asked for: a layer at a time fits in any memory.
 
     Raises:
-        PatchError: cut, altered, foreign, or with a missing, extra, mis-shaped or non-finite tensor.
+        PatchError: as ``read_patch``; a tensor that is not finite is noticed when it is read.
     """
-    folder = Path(folder)
-    config = read_config(folder)
+    path, config = _located(Path(folder), caps)
+    file = open_tensors(path, caps.header_bytes)
+    if path.stat().st_size > caps.file_bytes:
+        raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {caps.file_bytes:,} are allowed (Caps.file_bytes)")
+    found = digest(path)
+    _check_digest(Path(folder), path, found)
+    return replace(_assemble(Path(folder), config, file, caps), digest=found)
+
+
+def read_patch(folder: str | Path, caps: Caps = Caps()) -> Patch:
+    """A patch folder written by lorakit or PEFT, read into memory; all of it or nothing.
+
+    The file is read once, so that what was checked is what is used.
+
+    Raises:
+        PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
+        tensor.
+    """
+    path, config = _located(Path(folder), caps)
+    file = load_tensors(path, caps.header_bytes, caps.file_bytes)
+    assert file.content is not None
+    found = hashlib.sha256(file.content).hexdigest()
+    _check_digest(Path(folder), path, found)
+    patch = _assemble(Path(folder), config, file, caps)
+    layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
+    return replace(patch, layers=layers, whole=dict(patch.whole), digest=found)
+
+
+def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
+    config = read_config(folder, caps.header_bytes)
     path = folder / TENSOR_FILE
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise PatchError(
-            f"{folder}: holds adapter_model.bin, a pickle, which can run code when it is opened. Load it with PEFT"
-            " where you trust it and call save_pretrained(), which writes safetensors"
+            f"{folder}: holds adapter_model.bin, a pickle, which can run code when it is opened. Where you trust it:\n"
+            '  python -c "import torch; from safetensors.torch import save_file;'
+            " t = torch.load('adapter_model.bin', weights_only=True, map_location='cpu');"
+            " save_file({k: v.contiguous().clone() for k, v in t.items()}, 'adapter_model.safetensors')\""
         )
-    _check_digest(folder, path)
-    file = open_tensors(path)
-    found: dict[str, dict[str, Tensor]] = {}
-    for key in file.entries:
-        module, name = _parse_key(path, key)
-        found.setdefault(module, {})[name] = file.read(key)
-    if not found:
-        raise PatchError(f"{path}: holds no tensors; the adapter was lost when it was saved")
-    layers = {module: _layer(path, config, module, tensors) for module, tensors in found.items()}
-    return Patch(folder, config, layers, _facts(path, file.metadata))
+    return path, config
 
 
-def write_patch(
-    folder: Path, model: nn.Module, tensors: Mapping[str, Tensor], *,
-    facts: Mapping[str, Any], base_model: str | None, revision: str | None, card: str,
-) -> None:  # fmt: skip
-    """Write the adapter of ``model`` as a patch, durably; ``tensors`` are its whole tensors, in float32.
+def _assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -> Patch:
+    """The patch that a checked header describes; no tensor is read."""
+    updates: dict[tuple[str, bool], dict[str, str]] = {}
+    whole: dict[str, str] = {}
+    for key, entry in file.entries.items():
+        name = parse_key(key)
+        if entry.dtype not in FLOATS:
+            raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
+        if isinstance(name, UpdateName):
+            updates.setdefault((name.module, name.embedding), {})[name.part] = key
+        elif isinstance(name, WholeName):
+            whole[name.parameter] = key
+        else:
+            raise PatchError(_unknown(file.path, key))
+    if not updates and not whole:
+        raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
+    if len({module for module, _ in updates}) < len(updates):
+        raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
+    layers = {
+        module: _layer(file, config, module, keys, embedding, caps) for (module, embedding), keys in updates.items()
+    }
+    _check_whole(file.path, config, whole, layers)
+    shapes = {parameter: file.entries[key].shape for parameter, key in whole.items()}
+    return Patch(folder, config, layers, StoredTensors(file, whole), shapes, _facts(file.path, file.metadata))
 
-    The same adapter and facts give the same bytes. What is written is read back and compared.
-    """
-    layers = dict(adapted_layers(model))
-    _check_complete(layers, tensors)
-    first = next(iter(layers.values()))
-    content = BytesIO()
-    write_tensors(
-        content,
-        {f"{PREFIX}{name}.weight": tensors[name] for name in sorted(tensors)},
-        {"format": "pt", "lorakit": json.dumps(facts, sort_keys=True)},
+
+def _unknown(path: Path, key: str) -> str:
+    suffixes = [*LINEAR_PARTS, *EMBEDDING_PARTS]
+    end = ".".join(key.rsplit(".", 2)[-2:])
+    return (
+        f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
+        f" and whole tensors base_model.model.<parameter>.{nearest(end, suffixes)}"
     )
-    config = config_json(
-        {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
-        [name for name, _ in model.named_modules()],
-        method=first.method, dropout=first.dropout.p, base_model=base_model, revision=revision,
-        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
-        fan_in_fan_out=all(layer.kind.transposed for layer in layers.values()),
-    )  # fmt: skip
-    _check_config(parse_config(folder / CONFIG_FILE, config), layers)
-    folder.mkdir(parents=True, exist_ok=True)
-    digests = {TENSOR_FILE: hashlib.sha256(content.getvalue()).hexdigest()}
-    files: dict[str, bytes | str] = {
-        TENSOR_FILE: content.getvalue(), SIDECAR: json_text({"format": 1, "files": digests}), "README.md": card,
-        CONFIG_FILE: json_text(config),
-    }  # fmt: skip
-    write_files(folder, files, last=CONFIG_FILE)
-    _check_written(folder, tensors)
 
 
-def remove_patch(folder: Path) -> None:
-    """Take back a patch; the commit point goes first."""
-    for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
-        (folder / name).unlink(missing_ok=True)
-        sync_folder(folder)
-
-
-def check_fits(patch: Patch, targets: Mapping[str, tuple[Kind, tuple[int, int]]], base: object) -> None:
-    """Passes when every layer of the patch is a layer of the base, of the same sizes.
-
-    ``targets``: module -> (kind, (out, in)) for every layer of the base that can be adapted.
-
-    Raises:
-        PatchError: names every layer that is missing or differs.
-    """
-    problems = []
-    for name, layer in patch.layers.items():
-        sizes = (layer.tensors["lora_B"].shape[0], layer.tensors["lora_A"].shape[1])
-        if name not in targets:
-            problems.append(f"{name} is not a linear layer of this base.{nearest(name, targets)}")
-        elif targets[name][1] != sizes:
-            problems.append(f"{name} is {targets[name][1]} (out, in) in the base, {sizes} in the patch")
-    if problems:
-        more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
-        shown = "\n  ".join(
-            [*problems[:3], *more, f"it was made for {patch.config.base_model or 'a base without a name'}"]
-        )
-        raise PatchError(
-            f"{patch.folder}: does not fit {base}: {len(problems)} of {len(patch.layers)} layers\n  {shown}"
-        )
-
-
-def _parse_key(path: Path, key: str) -> tuple[str, str]:
-    module, _, name = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-    if not key.startswith(PREFIX) or not key.endswith(".weight") or name not in ("lora_A", "lora_B") or not module:
-        raise PatchError(f"{path}: {key}: a tensor lorakit does not know; it reads <module>.lora_A and .lora_B weights")
-    return module, name
-
-
-def _layer(path: Path, config: PatchConfig, module: str, tensors: dict[str, Tensor]) -> PatchLayer:
-    for name in ("lora_A", "lora_B"):
-        if name not in tensors:
-            raise PatchError(f"{path}: {module}.{name} is missing")
-        if tensors[name].ndim != 2 or not tensors[name].is_floating_point():
-            raise PatchError(
-                f"{path}: {module}.{name}: {tuple(tensors[name].shape)} {tensors[name].dtype}, not a matrix"
-            )
-        if not torch.isfinite(tensors[name]).all():
-            raise PatchError(f"{path}: {module}.{name} holds values that are not finite")
-    rank = config.rank_of(module)
-    a, b = tensors["lora_A"].shape, tensors["lora_B"].shape
+def _layer(
+    file: TensorFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps
+) -> PatchLayer:
+    path, entries = file.path, {part: file.entries[key] for part, key in keys.items()}
+    for part in ("lora_A", "lora_B"):
+        if part not in entries:
+            raise PatchError(f"{path}: {module}.{part} is missing")
+        if len(entries[part].shape) != 2:
+            raise PatchError(f"{path}: {module}.{part}: {entries[part].shape}, not a matrix")
+    rank, alpha = config.rank_of(module), config.alpha_of(module)
+    a, b = entries["lora_A"].shape, entries["lora_B"].shape
     if a[0] != rank or b[1] != rank:
-        raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {tuple(a)} and B is {tuple(b)}")
-    return PatchLayer(config.method, rank, config.alpha_of(module), tensors)
+        raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
+    if rank > caps.rank:
+        raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
+    return PatchLayer(config.method, rank, alpha, (b[0], a[1]), StoredTensors(file, keys), embedding)
+
+
+def _check_whole(path: Path, config: PatchConfig, whole: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+    """Every whole tensor stands where PEFT looks for it, and every one the config speaks of is there."""
+    for parameter, key in whole.items():
+        if key != (expected := whole_key(parameter, layers)):
+            raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
+    for name in config.modules_to_save:
+        if not any(part.endswith(name) for parameter in whole for part in _parents(parameter)):
+            raise PatchError(
+                f"{path}: modules_to_save names {name!r}, and the file has no tensor of it."
+                + nearest(name, {parameter.rpartition(".")[0] for parameter in whole})
+            )
+
+
+def _parents(parameter: str) -> list[str]:
+    pieces = parameter.split(".")[:-1]
+    return [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
 
 
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -192,43 +231,13 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return dict(facts)
 
 
-def _check_digest(folder: Path, path: Path) -> None:
+def _check_digest(folder: Path, path: Path, found: str) -> None:
     sidecar = folder / SIDECAR
-    if not sidecar.is_file() or not path.is_file():
+    if not sidecar.is_file():
         return
     try:
         told = json.loads(sidecar.read_text())["files"][TENSOR_FILE]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
-    if digest(path) != told:
+    if found != told:
         raise PatchError(f"{path}: is not the file that was saved (its SHA-256 differs from {sidecar.name})")
-
-
-def _check_complete(layers: Mapping[str, LoraLinear], tensors: Mapping[str, Tensor]) -> None:
-    if not layers:
-        raise PatchError("the model has no adapter: call lorakit.inject first")
-    for name, layer in layers.items():
-        shapes = {"lora_A": (layer.rank, layer.in_features), "lora_B": (layer.out_features, layer.rank)}
-        for key, shape in shapes.items():
-            tensor = tensors.get(f"{name}.{key}")
-            if tensor is None or tuple(tensor.shape) != shape:
-                got = "nothing" if tensor is None else tuple(tensor.shape)
-                raise PatchError(f"{name}.{key}: {shape} was trained, {got} arrived to be saved")
-            if not torch.isfinite(tensor).all():
-                raise PatchError(f"{name}.{key} holds values that are not finite; nothing was saved")
-
-
-def _check_config(config: PatchConfig, layers: Mapping[str, LoraLinear]) -> None:
-    """The settings to be written must give every layer its own method, rank and alpha back."""
-    for name, layer in layers.items():
-        found = (config.method, config.rank_of(name), config.alpha_of(name))
-        if found != (layer.method, layer.rank, layer.alpha):
-            raise PatchError(f"{name}: {(layer.method, layer.rank, layer.alpha)} would be read back as {found}")
-
-
-def _check_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    written = read_patch(folder)
-    for module, layer in written.layers.items():
-        for key, tensor in layer.tensors.items():
-            if not torch.equal(tensor, tensors[f"{module}.{key}"].cpu()):
-                raise PatchError(f"{folder}: {module}.{key} reads back differently from what was written")

@@ -5,14 +5,17 @@ is allocated. Written here rather than by the safetensors library, which orders 
 umask and accepts duplicate names.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +48,10 @@ class TensorFile:
     path: Path
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
+    header: bytes
+    """the JSON text as it stands in the file"""
+    content: memoryview | None = None
+    """the whole file, when it was read at once"""
 
     def read(self, name: str) -> Tensor:
         """One whole tensor, as stored."""
@@ -57,6 +64,9 @@ class TensorFile:
         size = entry.dtype.itemsize
         if start == stop:
             return torch.empty(0, dtype=entry.dtype)
+        if self.content is not None:
+            part = self.content[entry.start + start * size : entry.start + stop * size]
+            return torch.frombuffer(part, dtype=entry.dtype)
         buffer = bytearray((stop - start) * size)
         with open(self.path, "rb") as file:
             file.seek(entry.start + start * size)
@@ -65,19 +75,56 @@ class TensorFile:
         return torch.frombuffer(buffer, dtype=entry.dtype)
 
 
-def open_tensors(path: Path) -> TensorFile:
+def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> TensorFile:
     """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
+
+    Tensors are read from the file when they are asked for.
 
     Raises:
         PatchError: the file is missing, cut, or not what its header says; names file and tensor.
     """
+    with _opened(path) as file:
+        return _parse(path, file, os.fstat(file.fileno()).st_size, max_header_bytes)
+
+
+def load_tensors(path: Path, max_header_bytes: int, max_bytes: int) -> TensorFile:
+    """The same, with the whole file in memory: its tensors are views of it, and nothing is read again.
+
+    Raises:
+        PatchError: as ``open_tensors``; or more than ``max_bytes``, before any of them is read.
+    """
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise PatchError(f"{path}: {size:,} bytes, and {max_bytes:,} are allowed (Caps.file_bytes)")
+        checked = _parse(path, file, size, max_header_bytes)
+        content = np.empty(size, np.uint8).data  # not a bytearray, which would be zeroed first
+        file.seek(0)
+        if file.readinto(content) != size or bytes(content[8 : 8 + len(checked.header)]) != checked.header:
+            raise PatchError(f"{path}: the file changed while it was read")
+    return replace(checked, content=content)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         with open(path, "rb") as file:
-            header, data_start, size = _read_header(path, file)
+            yield file
     except FileNotFoundError:
         raise PatchError(f"{path}: no such file; looked for {path.absolute()}") from None
     except OSError as problem:
         raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
+
+
+def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> TensorFile:
+    text = _header_text(path, file, size, max_header_bytes)
+    try:
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as problem:
+        raise PatchError(f"{path}: the header is not valid: {problem}") from None
+    if not isinstance(header, dict):
+        raise PatchError(f"{path}: the header is not a mapping")
+    data_start = 8 + len(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PatchError(f"{path}: the header's __metadata__ is not a mapping of texts")
@@ -89,7 +136,7 @@ def open_tensors(path: Path) -> TensorFile:
         position = entry.end
     if position != size:
         raise PatchError(f"{path}: {size} bytes, but its header describes {position}; the file is cut or padded")
-    return TensorFile(path, entries, metadata)
+    return TensorFile(path, entries, metadata, text)
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -109,8 +156,12 @@ def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return framed(text + b" " * (-len(text) % 8))
+
+
+def framed(header: bytes) -> bytes:
+    """A JSON header with its length before it, as a file begins."""
+    return len(header).to_bytes(8, "little") + header
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -119,18 +170,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int, int]:
-    size = os.fstat(file.fileno()).st_size
+def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> bytes:
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+    if size < 8 or length > size - 8:
         raise PatchError(f"{path}: not a whole safetensors file ({size} bytes, header of {length})")
-    try:
-        header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as problem:
-        raise PatchError(f"{path}: the header is not valid: {problem}") from None
-    if not isinstance(header, dict):
-        raise PatchError(f"{path}: the header is not a mapping")
-    return header, 8 + length, size
+    if length > max_header_bytes:
+        raise PatchError(f"{path}: a header of {length:,} bytes, and {max_header_bytes:,} are allowed")
+    return file.read(length)
 
 
 def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:

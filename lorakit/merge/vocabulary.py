@@ -1,0 +1,74 @@
+"""Patches that bring an embedding with more (or fewer) rows than the base's: new tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lorakit.errors import MergeError
+from lorakit.lora.kinds import EMBEDDING
+from lorakit.patch import Patch, Shapes
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A new number of tokens, the tensors with a row for each, and the folder with their tokenizer."""
+
+    num_tokens: int
+    parameters: tuple[str, ...]
+    tokenizer: Path
+
+    def resized(self, base: Shapes) -> Shapes:
+        """The shapes of the base after its embedding and head have as many rows."""
+        layers, parameters = dict(base.layers), dict(base.parameters)
+        for name in self.parameters:
+            parameters[name] = (self.num_tokens, *parameters[name][1:])
+            module = name.rpartition(".")[0]
+            if module in layers:
+                kind, (out, width) = layers[module]
+                layers[module] = (kind, (out, self.num_tokens) if kind is EMBEDDING else (self.num_tokens, width))
+        return replace(base, layers=layers, parameters=parameters)
+
+
+def plan_vocabulary(base: Shapes, patches: Sequence[Patch]) -> Vocabulary | None:
+    """The new vocabulary that a patch brings, or None when every embedding keeps its rows.
+
+    Raises:
+        MergeError: only some of the tensors with a row per token come with new rows, or no tokenizer comes with them.
+    """
+    names = _rows_per_token(base)
+    for patch in patches:
+        sizes = {name: patch.whole_shapes[name][0] for name in names if name in patch.whole_shapes}
+        resized = {name: size for name, size in sizes.items() if size != base.parameters[name][0]}
+        if not resized:
+            continue
+        num_tokens = next(iter(resized.values()))
+        shared = {f"{module}.weight" for module in base.tied} if base.tied else set()
+        covered = shared if any(sizes.get(name) == num_tokens for name in shared) else set()
+        missing = [name for name in names if sizes.get(name) != num_tokens and name not in covered]
+        if missing:
+            raise MergeError(
+                f"{patch.folder}: {next(iter(resized))} comes with {num_tokens} rows, and {missing[0]} does not;"
+                " save both with the patch (modules_to_save)"
+            )
+        if len(patches) > 1:
+            raise MergeError(f"{patch.folder}: changes the vocabulary to {num_tokens} tokens; merge it alone")
+        if not (patch.folder / "tokenizer_config.json").is_file():
+            raise MergeError(
+                f"{patch.folder}: {next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]},"
+                " and the folder holds no tokenizer that knows the new tokens; save it there"
+                " (tokenizer.save_pretrained)"
+            )
+        return Vocabulary(num_tokens, tuple(names), patch.folder)
+    return None
+
+
+def _rows_per_token(base: Shapes) -> list[str]:
+    """The parameters with a row per token: those of the input embedding and of the output head."""
+    names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
+    return [name for name in names if name in base.parameters]

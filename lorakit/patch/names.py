@@ -1,0 +1,59 @@
+"""The names of tensors in a patch file: PEFT's keys, both ways.
+
+``base_model.model.<module>.lora_A.weight`` belongs to an update; a plain ``base_model.model.<parameter>`` is a whole
+tensor that takes the place of the base's. PEFT puts ``base_layer`` into the name of a tensor whose layer has an update.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+PREFIX: Final = "base_model.model."
+WRAPPED: Final = "base_layer"
+LINEAR_PARTS: Final = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
+EMBEDDING_PARTS: Final = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
+FOREIGN: Final = ("lora_", "token_adapter", "modules_to_save")
+"""Parts of PEFT's names that say: more than a plain tensor, and not one of ours."""
+
+
+@dataclass(frozen=True)
+class UpdateName:
+    """A factor of a low-rank update: ``part`` is ``lora_A`` or ``lora_B``."""
+
+    module: str
+    part: str
+    embedding: bool
+
+
+@dataclass(frozen=True)
+class WholeName:
+    """A parameter of the base that the patch replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``."""
+
+    parameter: str
+
+
+def parse_key(key: str) -> UpdateName | WholeName | None:
+    """What a key of a patch file names, or None when it is nothing lorakit knows."""
+    if not key.startswith(PREFIX):
+        return None
+    name = key.removeprefix(PREFIX)
+    for parts, embedding in ((LINEAR_PARTS, False), (EMBEDDING_PARTS, True)):
+        for suffix, part in parts.items():
+            if name.endswith(f".{suffix}"):
+                return UpdateName(name.removesuffix(f".{suffix}"), part, embedding)
+    module, _, tensor = name.rpartition(".")
+    if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
+        return None
+    return WholeName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")
+
+
+def update_key(module: str, part: str, *, embedding: bool) -> str:
+    """The key of a factor."""
+    parts = EMBEDDING_PARTS if embedding else LINEAR_PARTS
+    return f"{PREFIX}{module}.{next(suffix for suffix, name in parts.items() if name == part)}"
+
+
+def whole_key(parameter: str, updated: Collection[str]) -> str:
+    """The key of a whole tensor; ``updated``: the modules that have an update."""
+    module, _, tensor = parameter.rpartition(".")
+    return f"{PREFIX}{module}.{WRAPPED}.{tensor}" if module in updated else f"{PREFIX}{parameter}"

@@ -1,0 +1,82 @@
+"""Prompts into tokens and tokens into answers, for one base and its tokenizer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.data import end_marker
+from lorakit.errors import LorakitError
+from lorakit.model import generation_settings
+
+Prompt = str | list[dict[str, Any]]
+
+
+class Prompts:
+    """What a base needs to be asked and understood: chat template, padding, limits and end tokens."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        config: Any = model.config
+        self._limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self._pad = int(pad if pad is not None else end or 0)
+
+    def encode(self, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int) -> tuple[Tensor, Tensor]:
+        """Prompts, padded on the left: ids and mask, both (rows, longest).
+
+        Raises:
+            LorakitError: a prompt that cannot be encoded, or is too long.
+        """
+        rows = [self._ids(prompt, raw) for prompt in prompts]
+        longest = max(map(len, rows))
+        if min(map(len, rows)) == 0 or longest + max_new_tokens > self._limit:
+            raise LorakitError(
+                f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
+                f" {max_new_tokens} at most {self._limit} fit this base"
+            )
+        ids = [[self._pad] * (longest - len(row)) + row for row in rows]
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def settings(self, max_new_tokens: int, temperature: float, top_p: float) -> Any:
+        """What generate is asked for: greedy at temperature 0, else sampled.
+
+        Raises:
+            LorakitError: numbers out of range.
+        """
+        if max_new_tokens < 1 or not (0 <= temperature < math.inf) or not 0 < top_p <= 1:
+            raise LorakitError(
+                f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"
+            )
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+        return generation_settings(
+            max_new_tokens=max_new_tokens, eos_token_id=self._ends, pad_token_id=self._pad, **sampling
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of an answer, up to its first end token."""
+        end = next((index for index, token in enumerate(ids) if token in self._ends), len(ids))
+        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
+
+    def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
+        import jinja2
+
+        try:
+            if isinstance(prompt, str) and (raw or not self._tokenizer.chat_template):
+                return list(self._tokenizer(prompt)["input_ids"])
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
+            raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
+
+    def _end_ids(self, told: int | list[int] | None) -> list[int]:
+        """Every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
+        ends = {self._tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])}
+        if self._tokenizer.chat_template and (marker := end_marker(self._tokenizer)):
+            ends.add(self._tokenizer.convert_tokens_to_ids(marker))
+        return sorted(end for end in ends if end is not None)
