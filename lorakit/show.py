@@ -4,20 +4,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, PatchError
 from lorakit.lora.kinds import is_linear_like
 from lorakit.lora.targets import coverage
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import Shapes, check_base, check_fits, open_base_files, read_patch
+from lorakit.patch import Patch, Shapes, check_base, open_base_files, read_patch
 from lorakit.patch.base_files import read_json
 from lorakit.patch.config import CONFIG_FILE
+from lorakit.patch.fingerprint import told_in_full
+from lorakit.patch.fits import problems
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.readers import readers
 from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.record import RECORD, flatten
 
+Say = Callable[[str], None]
 
-def show(path: str, base: str | None = None, say: Callable[[str], None] = print) -> None:
-    """Print what lies at ``path``; with ``base``, also whether a patch belongs to it.
+
+def show(path: str, base: str | None = None, say: Say = print, *, full: bool = False) -> None:
+    """Print what lies at ``path``; with ``base``, also whether a patch belongs to it, tensor by tensor.
+
+    ``full``: compare every value of the base's adapted weights, not samples of them.
 
     Raises:
         LorakitError: nothing known lies there, it is damaged, or the patch does not belong to ``base``.
@@ -29,41 +36,66 @@ def show(path: str, base: str | None = None, say: Callable[[str], None] = print)
         known = True
     if (folder / CONFIG_FILE).is_file():
         say("") if known else None
-        _show_patch(folder, base, say)
+        patch = read_patch(folder)
+        _show_patch(patch, say)
+        if base is not None:
+            _show_fit(patch, base, say, full=full)
         known = True
     if not known:
+        if base is not None:
+            raise LorakitError(f"{folder.absolute()}: --for asks whether a patch fits a base; this is no patch")
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise LorakitError(f"{folder.absolute()}: neither a patch, nor a run, nor a model folder")
         _show_base(path, say)
 
 
-def _show_patch(folder: Path, base: str | None, say: Callable[[str], None]) -> None:
-    patch = read_patch(folder)
-    config, facts = patch.config, patch.facts
+def _show_patch(patch: Patch, say: Say) -> None:
+    folder, config, facts = patch.folder, patch.config, patch.facts
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patch.layers))
     _table(
         say,
         patch=folder, base=config.base_model, method=config.method, rank=", ".join(map(str, ranks)),
-        alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})", parameters=f"{patch.num_parameters:,}",
-        file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
+        alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
+        whole=f"{len(patch.whole)} ({', '.join(list(patch.whole)[:3])}{', ...' if len(patch.whole) > 3 else ''})"
+        if patch.whole else None,
+        parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
         trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
         step=facts.get("step"),
         results=", ".join(f"{key} {value:.4f}" for key, value in facts.get("results", {}).items()) or None,
     )  # fmt: skip
-    if base is None:
+    for number, reader in enumerate(readers(patch)):
+        text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
+        say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
+
+
+def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
+    folder = find_base(base)
+    shapes = Shapes.of(load_skeleton(folder))
+    wrong = dict(problems(patch, shapes))
+    width = max(map(len, [*patch.layers, *patch.whole_shapes, "tensor"]))
+    say(f"\n{'tensor':<{width}} {'in the base':<22} in the patch")
+    for name, layer in patch.layers.items():
+        place = shapes.layers.get(name)
+        there = f"{place[0].name} {_by(place[1])}" if place else "-"
+        update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
+        say(f"{name:<{width}} {there:<22} {update:<28} {'does not fit' if name in wrong else 'fits'}")
+    for name, shape in patch.whole_shapes.items():
+        there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
+        say(f"{name:<{width}} {there:<22} {'whole ' + _by(shape):<28} {'does not fit' if name in wrong else 'fits'}")
+    if wrong:
+        raise PatchError(f"{patch.folder}: does not fit {base}:\n  " + "\n  ".join(wrong.values()))
+    if "base" not in patch.facts:
+        say(f"\nfits {base} by its shapes; the patch does not say which base it is for")
         return
-    base_folder = find_base(base)
-    check_fits(patch, Shapes.of(load_skeleton(base_folder)), base)
-    check_base(patch, base_folder)
-    say(
-        f"{'fits':<12} {base}"
-        + ("" if "base" in facts else " by its shapes; the patch does not say which base it is for")
-    )
+    check_base(patch, folder, full=full)
+    compared = "every value" if full else "samples"
+    more = "" if full or told_in_full(patch) is None else " (--full compares every value)"
+    say(f"\nfits {base}: the base it was trained on, by {compared} of {len(patch.layers)} weights{more}")
 
 
-def _show_run(folder: Path, say: Callable[[str], None]) -> None:
+def _show_run(folder: Path, say: Say) -> None:
     run = read_json(folder / RECORD)
     done, total = run.get("steps"), run.get("total_steps")
     newest = Checkpoints(folder / "checkpoints", 1).newest()
@@ -79,7 +111,7 @@ def _show_run(folder: Path, say: Callable[[str], None]) -> None:
     )  # fmt: skip
 
 
-def _show_base(name: str, say: Callable[[str], None]) -> None:
+def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_skeleton(folder)
     dtypes = sorted(
@@ -98,7 +130,11 @@ def _show_base(name: str, say: Callable[[str], None]) -> None:
         say(f"{kind:<20} {count:>6}  {example}")
 
 
-def _table(say: Callable[[str], None], **rows: Any) -> None:
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _table(say: Say, **rows: Any) -> None:
     for name, value in rows.items():
         if value is not None:
             say(f"{name.replace('_', ' '):<12} {value}")

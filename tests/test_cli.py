@@ -74,7 +74,8 @@ def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: A
         "rank         4",
         "layers       14",
         "made by      lorakit",
-        f"fits         {base}",
+        f"fits {base}: the base it was trained on",
+        "vLLM       yes: --enable-lora --max-lora-rank 8",
     ):
         assert part in said, said
     code, said, _ = run("show", base)

@@ -29,6 +29,7 @@ LAYERS: list[list[str]] = [
     ["binding", "prompts"],
     ["train", "merge", "adapted"],
     ["check", "show", "score", "doctor"],
+    ["commands"],
     ["cli"],
 ]
 ONLY = {  # the only importers of a package

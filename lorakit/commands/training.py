@@ -1,0 +1,48 @@
+"""train, check, schema: from a recipe to a patch."""
+
+import argparse
+from pathlib import Path
+
+from lorakit.commands.options import Add, recipe_arguments
+
+
+def add_to(command: Add) -> None:
+    """The commands and their options."""
+    train = command("train", _train, "train an adapter from a recipe; goes on by itself after an interruption")
+    recipe_arguments(train)
+    train.add_argument("--fresh", action="store_true", help="discard what the output folder holds and start over")
+    recipe_arguments(command("check", _check, "say everything about a recipe that needs no weights"))
+    schema = command("schema", _schema, "write the JSON schema of recipes, for editors")
+    schema.add_argument("--out", help="file to write (default: standard output)")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from lorakit.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, tuple(options.overrides))
+    from lorakit.train import run
+
+    run(recipe, fresh=options.fresh)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from lorakit.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, tuple(options.overrides))
+    from lorakit.check import check
+
+    check(recipe)
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from lorakit.recipe.schema import schema_text
+
+    if options.out is None:
+        print(schema_text(), end="")
+        return 0
+    from lorakit.durable import write_file
+
+    write_file(Path(options.out), schema_text())
+    return 0

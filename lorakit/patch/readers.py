@@ -1,0 +1,66 @@
+"""Which other programs read a patch and compute the same with it, and why another does not.
+
+From the programs' own sources: vLLM (lora/peft_helper.py, lora/utils.py, config/lora.py) takes one rank and one alpha
+for the whole adapter; llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) takes each rank from its tensor, one alpha
+from the config, and always divides by the rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from lorakit.patch.patch import Patch
+
+VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program, what stands in its way with this patch, and otherwise how to call it."""
+
+    name: str
+    problems: tuple[str, ...]
+    call: str
+
+
+def readers(patch: Patch) -> list[Reader]:
+    """PEFT, vLLM and llama.cpp, with what each would stumble over."""
+    largest = max((layer.rank for layer in patch.layers.values()), default=0)
+    setting = next((rank for rank in VLLM_RANKS if rank >= largest), None)
+    return [
+        Reader("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
+        Reader("vLLM", tuple(_vllm(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
+        Reader("llama.cpp", tuple(_llama_cpp(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
+    ]
+
+
+def _vllm(patch: Patch, largest: int) -> Iterator[str]:
+    config = patch.config
+    yield from (
+        f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
+    )
+    if largest > VLLM_RANKS[-1]:
+        yield f"rank {largest}; the largest it takes is {VLLM_RANKS[-1]}"
+    if config.modules_to_save:
+        yield "modules_to_save"
+    elif foreign := [n for n in patch.whole_shapes if not n.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+        yield f"whole tensors such as {foreign[0]}"
+    elif plain := [n for n in patch.whole_shapes if n.rpartition(".")[0] not in patch.layers]:
+        yield f"whole tensors such as {plain[0]}"
+    if any((layer.rank, layer.alpha) != (config.rank, config.alpha) for layer in patch.layers.values()):
+        yield "it knows one rank and alpha, and would scale the layers of rank_pattern or alpha_pattern wrongly"
+
+
+def _llama_cpp(patch: Patch) -> Iterator[str]:
+    if not patch.layers:
+        yield "no low-rank update"
+    if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
+        yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
+    foreign = [name for name in patch.whole_shapes if not _skipped(name, patch) and "norm" not in name]
+    if foreign:
+        yield f"whole tensors such as {foreign[0]}"
+
+
+def _skipped(name: str, patch: Patch) -> bool:
+    module, _, key = name.rpartition(".")
+    return key == "weight" and module in patch.layers
