@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from lorakit.patch import BaseIdentity, Patch, Shapes, check_base, check_fits, o
 from lorakit.prompts import Prompt, Prompts
 
 Adapters = str | None | Sequence[str | None]
+KEPT_ROUTES: Final = 2
+"""routes of several adapters whose tensors stay laid side by side between calls"""
 
 
 def load(
@@ -69,7 +71,7 @@ class AdaptedModel:
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, Source] = {}
         self._hooked: set[str] = set()
-        self._last = Route((None,))
+        self._mixed: tuple[Route, ...] = ()
         self._loading, self._sampling = threading.Lock(), threading.Lock()
 
     @property
@@ -101,14 +103,14 @@ class AdaptedModel:
                 hook = SlotHook(layer, kind, self._route)
                 self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
                 self._hooked.add(layer)
-            self._last = Route((None,))
+            self._mixed = ()
             self._adapters[name], self._sources[name] = Adapter(name, slots), Source(Path(path), patch.digest)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; the base, the others and calls that use it now are untouched."""
         with self._loading:
             self._resolve(name)
-            self._last = Route((None,))
+            self._mixed = ()
             del self._adapters[name], self._sources[name]
 
     @contextmanager
@@ -195,10 +197,13 @@ class AdaptedModel:
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
                 raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, known)}")
-        rows = tuple(None if name is None else known[name] for name in names)
-        if (last := self._last).rows != rows:  # the same rows again use what was laid side by side for them
-            self._last = last = Route(rows)
-        return last
+        route = Route(tuple(None if name is None else known[name] for name in names))
+        if route.one:
+            return route
+        # the same rows again use what was laid side by side for them
+        route = next((kept for kept in self._mixed if kept.rows == route.rows), route)
+        self._mixed = (route, *(kept for kept in self._mixed if kept is not route))[:KEPT_ROUTES]
+        return route
 
     def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:
         """The route of one call: what it asks for, else what the surrounding block says."""

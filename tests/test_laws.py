@@ -62,7 +62,7 @@ def test_merging_gives_the_adapted_output(method: str, kind: Kind) -> None:
     x = torch.randn(9, layer.in_features)
     W = layer.weight.T if kind.transposed else layer.weight
 
-    merged = METHODS[method].merge(W.detach(), layer.adapter_tensors(), layer.scale).float()
+    merged = METHODS[method].merge(W.detach().double(), layer.adapter_tensors(), layer.scale).float()
 
     product = kind.product(x, merged.T if kind.transposed else merged, layer.bias)
     torch.testing.assert_close(product, layer(x), rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """W = W0 + s B A for a stored weight: summed in float64 some rows at a time, and rounded once."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,29 +24,20 @@ class Update:
     """A (r, in), B (out, r)"""
 
 
-@dataclass(frozen=True)
-class Block:
-    """Some stored rows of a weight, merged."""
-
-    rows: slice
-    before: Tensor
-    exact: Tensor
-    """float64, before it is rounded"""
+def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
+    """The rows of a matrix, cut into blocks of about BLOCK_ELEMENTS."""
+    num_rows = max(1, BLOCK_ELEMENTS // max(1, shape[1]))
+    return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows))
 
 
-def merged_blocks(
-    read: Callable[[slice], Tensor], shape: tuple[int, int], kind: Kind, updates: Sequence[Update]
-) -> Iterator[Block]:
-    """The weight in blocks of stored rows, from the first to the last. Memory is one block and the factors.
+def row_merger(kind: Kind, updates: Sequence[Update]) -> Callable[[Tensor, slice], Tensor]:
+    """(stored rows in float64, which rows they are) -> the same rows merged, in the same memory.
 
-    ``read``: rows of the stored weight; ``shape``: as stored, (out, in) or for a transposed kind (in, out).
+    For a transposed kind the stored rows are columns of W.
     """
     wide = [(u, {name: tensor.double() for name, tensor in u.tensors.items()}) for u in updates]
-    num_rows = max(1, BLOCK_ELEMENTS // max(1, shape[1]))
-    for start in range(0, shape[0], num_rows):
-        rows = slice(start, min(start + num_rows, shape[0]))
-        before = read(rows)
-        total = before.double()
+
+    def merge(total: Tensor, rows: slice) -> Tensor:
         for update, tensors in wide:
             A, B = tensors["lora_A"], tensors["lora_B"]
             if kind.transposed:
@@ -53,13 +45,24 @@ def merged_blocks(
                 total = METHODS[update.method].merge(total.T, part, update.scale).T
             else:
                 total = METHODS[update.method].merge(total, {**tensors, "lora_B": B[rows]}, update.scale)
-        yield Block(rows, before, total)
+        return total
+
+    return merge
 
 
 def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
     """A whole stored weight with its updates, on W's device: the float64 sum rounded once to ``dtype``."""
     merged = torch.empty_like(W, dtype=dtype)
-    on = [Update(u.method, u.scale, {name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
-    for block in merged_blocks(lambda rows: W[rows], (W.shape[0], W.shape[1]), kind, on):
-        merged[block.rows] = block.exact.to(dtype)
+    merge = row_merger(
+        kind, [Update(u.method, u.scale, {name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
+    )
+    for rows in row_blocks((W.shape[0], W.shape[1])):
+        merged[rows] = merge(W[rows].to(torch.float64, copy=True), rows).to(dtype)
     return merged
+
+
+def norm_of_sum(updates: Sequence[Update]) -> float:
+    """The Frobenius norm of sum s B A, through the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
+    A = torch.cat([u.tensors["lora_A"].double() for u in updates])
+    B = torch.cat([u.scale * u.tensors["lora_B"].double() for u in updates], dim=1)
+    return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))

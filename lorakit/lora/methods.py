@@ -31,7 +31,7 @@ class Method:
     apply: Callable[[Tensor, Tensor, Tensors, float], Tensor]
     """(x, y = x W^T + b, tensors, s) -> adapted y"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
-    """(W or some of its rows, tensors, s) -> the same of the adapted W, in float64"""
+    """(W or some of its rows in float64, tensors, s) -> the same of the adapted W; may use W's memory"""
 
 
 def random_a_zero_b(out_features: int, in_features: int, rank: int, how: str, g: torch.Generator) -> dict[str, Tensor]:
@@ -59,11 +59,11 @@ def add_low_rank(x: Tensor, y: Tensor, tensors: Tensors, s: float) -> Tensor:
 
 
 def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
-    """W + s B A in float64; rounding it to the stored dtype is left to who stores it.
+    """W + s B A for a float64 W, in its memory; rounding to the stored dtype is left to who stores it.
 
     In bfloat16 every entry with |s B A| < 2**-9 |W| is lost in that rounding. Source: Hu et al. 2021, section 4.1.
     """
-    return torch.addmm(W.double(), tensors["lora_B"].double(), tensors["lora_A"].double(), alpha=s)
+    return W.addmm_(tensors["lora_B"].double(), tensors["lora_A"].double(), alpha=s)
 
 
 LORA = Method(lambda alpha, r: alpha / r, random_a_zero_b, add_low_rank, merge_low_rank)

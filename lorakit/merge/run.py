@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import json_text, write_json
+from lorakit.durable import digest, json_text, write_json
 from lorakit.errors import MergeError, TryAgainLater
 from lorakit.merge.plan import Plan, Weighted, plan_merge, shared_places
 from lorakit.merge.shard import write_shard
@@ -18,6 +19,7 @@ from lorakit.merge.vocabulary import TOKENIZER_FILES
 from lorakit.model import find_base, load_skeleton
 from lorakit.patch import BaseFiles, Shapes, check_base, open_base_files, open_patch
 from lorakit.patch.base_files import INDEX, read_json
+from lorakit.patch.patch import TENSOR_FILE
 from lorakit.version import VERSION
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -72,7 +74,8 @@ def merge(
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "merged": lines,
             "adapters": [
-                {"path": str(one.folder), "weight": one.weight, "sha256": one.patch.digest} for one in weighted
+                {"path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE)}
+                for one in weighted
             ],
         }  # fmt: skip
         if verify:
@@ -83,21 +86,24 @@ def merge(
 
 
 def _write_shards(plan: Plan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
+    """Every file of the model. One is made durable while the next is computed."""
     lines: Lines = []
     _check_space(plan, staging, out)
-    for number, (name, pieces) in enumerate(plan.shards.items(), 1):
-        done = staging.finished(name)
-        if done is None:
-            part = staging.folder / f"{name}.part"
-            try:
+    with ThreadPoolExecutor(1) as disk:
+        finishing: Future[None] | None = None
+        for number, (name, pieces) in enumerate(plan.shards.items(), 1):
+            done = staging.finished(name)
+            before = "" if done is None else "finished before, "
+            if done is None:
+                part = staging.folder / f"{name}.part"
                 done = write_shard(part, pieces, check_base=check_base)
-                staging.finish(part, name, done)
-            finally:
-                part.unlink(missing_ok=True)
-            say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
-        else:
-            say(f"{number}/{len(plan.shards)}  {name}  finished before")
-        lines += done
+                if finishing is not None:
+                    finishing.result()
+                finishing = disk.submit(staging.finish, part, name, done)
+            say(f"{number}/{len(plan.shards)}  {name}  {before}{len(done)} updates merged")
+            lines += done
+        if finishing is not None:
+            finishing.result()
     return lines
 
 

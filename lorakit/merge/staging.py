@@ -1,7 +1,7 @@
 """The folder a merged model grows in, beside its target: what is finished in it survives a kill and is used again.
 
 ``.NAME.merging/`` holds ``model/``, which becomes the target in one rename, and ``progress.json``: the digest of all
-inputs, and of every finished file its digest and its lines of the ledger.
+inputs, and of every finished file its size, its time and its lines of the ledger.
 """
 
 import contextlib
@@ -12,8 +12,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from lorakit.durable import commit_folder, disk_full_is_temporary, sync_file, write_json
 from lorakit.errors import LorakitError, MergeError, TryAgainLater
@@ -44,8 +42,8 @@ class Staging:
 
     def finished(self, name: str) -> Lines | None:
         """The ledger's lines of a file that is whole already, else None."""
-        told, path = self._finished.get(name), self.model / name
-        if told is None or not path.is_file() or _digest(path) != told["xxh3"]:
+        told = self._finished.get(name)
+        if told is None or told["stamp"] != _stamp(self.model / name):
             return None
         lines: Lines = told["lines"]
         return lines
@@ -54,7 +52,7 @@ class Staging:
         """A file was written beside its place: make it durable, and remember that it is whole."""
         sync_file(part)
         os.replace(part, self.model / name)
-        self._finished[name] = {"xxh3": _digest(self.model / name), "lines": lines}
+        self._finished[name] = {"stamp": _stamp(self.model / name), "lines": lines}
         write_json(self._progress, {"inputs": self._inputs, "finished": self._finished})
 
     def commit(self) -> None:
@@ -91,9 +89,10 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
             raise
 
 
-def _digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            state.update(block)
-    return str(state.hexdigest())
+def _stamp(path: Path) -> list[int] | None:
+    """Size and time of the last change: the file was synced before this was noted."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return None
+    return [facts.st_size, facts.st_mtime_ns]

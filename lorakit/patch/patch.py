@@ -6,15 +6,15 @@ patch is ever visible. lorakit's facts (base fingerprint, recipe, digests, versi
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import xxhash
 from torch import Tensor
 
-from lorakit.durable import digest
 from lorakit.errors import PatchError, nearest
 from lorakit.lora.methods import METHODS
 from lorakit.patch.config import PatchConfig, read_config
@@ -68,7 +68,7 @@ class Patch:
     whole_shapes: Mapping[str, tuple[int, ...]]
     facts: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
-    """SHA-256 of the tensor file"""
+    """XXH3-128 of the tensor file: which bytes it was, found in milliseconds"""
 
     @property
     def num_parameters(self) -> int:
@@ -88,7 +88,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._file.read(self._keys[name])
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise PatchError(f"{self._file.path}: {self._keys[name]} holds values that are not finite")
         return tensor
 
@@ -109,8 +109,8 @@ def open_patch(folder: str | Path, caps: Caps = Caps()) -> Patch:
     file = open_tensors(path, caps.header_bytes)
     if path.stat().st_size > caps.file_bytes:
         raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {caps.file_bytes:,} are allowed (Caps.file_bytes)")
-    found = digest(path)
-    _check_digest(Path(folder), path, found)
+    with open(path, "rb") as content:
+        found = _check_digest(path, iter(lambda: content.read(1 << 24), b""))
     return replace(_assemble(Path(folder), config, file, caps), digest=found)
 
 
@@ -126,8 +126,7 @@ def read_patch(folder: str | Path, caps: Caps = Caps()) -> Patch:
     path, config = _located(Path(folder), caps)
     file = load_tensors(path, caps.header_bytes, caps.file_bytes)
     assert file.content is not None
-    found = hashlib.sha256(file.content).hexdigest()
-    _check_digest(Path(folder), path, found)
+    found = _check_digest(path, [file.content])
     patch = _assemble(Path(folder), config, file, caps)
     layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
     return replace(patch, layers=layers, whole=dict(patch.whole), digest=found)
@@ -231,13 +230,26 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return dict(facts)
 
 
-def _check_digest(folder: Path, path: Path, found: str) -> None:
-    sidecar = folder / SIDECAR
-    if not sidecar.is_file():
-        return
-    try:
-        told = json.loads(sidecar.read_text())["files"][TENSOR_FILE]
-    except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
-    if found != told:
-        raise PatchError(f"{path}: is not the file that was saved (its SHA-256 differs from {sidecar.name})")
+def _check_digest(path: Path, content: Iterable[bytes | memoryview]) -> str:
+    """The XXH3-128 of a tensor file, once it is seen to be what the sidecar tells; others write no sidecar."""
+    sidecar, told = path.parent / SIDECAR, {}
+    if sidecar.is_file():
+        try:
+            known = json.loads(sidecar.read_text())
+            fast = known.get("xxh3_128", {}).get(TENSOR_FILE)
+            told = {"xxh3_128": fast} if fast else {"sha256": known["files"][TENSOR_FILE]}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
+    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in told else {})
+    for block in content:
+        for state in states.values():
+            state.update(block)
+    for name, value in told.items():
+        if states[name].hexdigest() != value:
+            raise PatchError(f"{path}: is not the file that was saved (its {name} differs from {sidecar.name})")
+    return str(states["xxh3_128"].hexdigest())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is an infinity or not a number. The extremes tell, ten times faster than asking each value."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
+import xxhash
 from torch import Tensor, nn
 
 from lorakit.durable import json_text, sync_folder, write_files
@@ -16,7 +16,7 @@ from lorakit.lora.layer import LoraLinear
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.names import update_key, whole_key
-from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, read_patch
+from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, is_finite, read_patch
 from lorakit.patch.tensor_file import write_tensors
 
 
@@ -39,11 +39,12 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
 
     def tensor_file(file: BinaryIO) -> None:
         hashing = _Hashing(file)
-        write_tensors(hashing, keys, metadata)  # type: ignore[arg-type]
-        written[TENSOR_FILE] = hashing.state.hexdigest()
+        write_tensors(hashing, keys, metadata)
+        written.update(hashing.digests())
 
     def sidecar(file: BinaryIO) -> None:
-        file.write(json_text({"format": 1, "files": written}).encode())
+        told = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
+        file.write(json_text({"format": 1, **told}).encode())
 
     folder.mkdir(parents=True, exist_ok=True)
     write_files(
@@ -55,7 +56,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if read_patch(folder).digest != written[TENSOR_FILE]:
+    if read_patch(folder).digest != written["xxh3_128"]:
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
 
@@ -89,7 +90,7 @@ def new_patch(
         raise PatchError("a patch without updates: there is nothing to save")
     for name, tensor in [*((f"{m}.{p}", t) for m, layer in layers.items() for p, t in layer.tensors.items()),
                          *whole.items()]:  # fmt: skip
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise PatchError(f"{name} holds values that are not finite; nothing was saved")
     method = next(iter(layers.values())).method
     raw = config_json(
@@ -133,14 +134,18 @@ def remove_patch(folder: Path) -> None:
 
 
 class _Hashing:
-    """A file that knows the SHA-256 of what was written into it."""
+    """A file that knows the digests of what was written into it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.state = file, hashlib.sha256()
+        self._file, self._sha256, self._xxh3 = file, hashlib.sha256(), xxhash.xxh3_128()
 
     def write(self, content: bytes | memoryview) -> int:
-        self.state.update(content)
+        self._sha256.update(content)
+        self._xxh3.update(content)
         return self._file.write(content)
+
+    def digests(self) -> dict[str, str]:
+        return {"sha256": self._sha256.hexdigest(), "xxh3_128": self._xxh3.hexdigest()}
 
 
 def _layer(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:

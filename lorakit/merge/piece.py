@@ -1,0 +1,127 @@
+"""One tensor of a merged model: its values some rows at a time, and its lines of the ledger."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakit.errors import MergeError, PatchError
+from lorakit.lora.merging import norm_of_sum, row_blocks, row_merger
+from lorakit.merge.plan import Part, Piece
+from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
+from lorakit.patch.tensor_file import RangeReader, tensor_bytes
+
+Write = Callable[[memoryview, int], None]
+"""(bytes, where in the tensor they belong)"""
+
+
+def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
+    """Compute a tensor and write it; returns one line of the ledger for every part that went in.
+
+    Raises:
+        MergeError: a value does not fit the dtype. PatchError: the base is not the one a patch was trained on.
+    """
+    shape = (piece.shape[0] if piece.shape else 1, math.prod(piece.shape[1:]))
+    wholes = _Wholes(piece, shape)
+    updates = [part.update() for part in piece.updates]
+    merge = row_merger(piece.kind, updates) if piece.kind and updates else None
+    checks = _BaseChecks(piece if check_base else None)
+    change = lost = 0.0
+    with RangeReader(piece.file) as reader:
+        for rows in row_blocks(shape):
+            start, stop = rows.start * shape[1], rows.stop * shape[1]
+            before = None if wholes.resized else reader.elements(piece.stored, start, stop).view(-1, shape[1])
+            if before is not None:
+                checks.add(before)
+            exact = wholes.rows(before, rows)
+            if merge is not None:
+                exact = merge(exact, rows)
+            if wholes.parts and before is not None:  # without them it is known from the factors
+                change += _square(exact - before)
+            rounded = exact.to(piece.dtype)
+            write(tensor_bytes(rounded), start * piece.dtype.itemsize)
+            lost += _square(exact.sub_(rounded))
+    if not math.isfinite(lost):
+        raise MergeError(f"{piece.name}: the merged values do not fit {piece.dtype}; nothing was written")
+    checks.compare()
+    if updates and not wholes.parts:
+        change = norm_of_sum(updates) ** 2
+    rounding = {
+        "norm_of_rounding": math.sqrt(lost),
+        "lost_to_rounding": min(1.0, math.sqrt(lost / change)) if change else 0.0,
+    }
+    parts = [("parameter", part) for part in piece.wholes] + [("layer", part) for part in piece.updates]
+    norms = [*wholes.norms(), *(norm_of_sum([update]) for update in updates)]
+    return [
+        {"patch": part.of.number, what: part.place, "tensor": piece.name, "norm_of_change": norm, **rounding}
+        for (what, part), norm in zip(parts, norms, strict=True)
+    ]
+
+
+def _square(values: Tensor) -> float:
+    flat = values.reshape(-1)
+    return float(torch.dot(flat, flat))
+
+
+@dataclass
+class _Wholes:
+    """The rows a tensor starts from: the base's, with the whole tensors of patches in their place."""
+
+    piece: Piece
+    shape: tuple[int, int]
+    squares: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parts = [(part, part.of.patch.whole[part.place].view(self.shape)) for part in self.piece.wholes]
+        self.squares = [0.0] * len(self.parts)
+        self.resized = self.piece.file.entries[self.piece.stored].shape != self.piece.shape
+
+    def rows(self, before: Tensor | None, rows: slice) -> Tensor:
+        """Some rows in float64, in memory of their own."""
+        if not self.parts:
+            assert before is not None
+            return before.to(torch.float64, copy=True)
+        first, tensor = self.parts[0]
+        if before is None:
+            return tensor[rows].to(torch.float64, copy=True)
+        total = before.to(torch.float64, copy=True)
+        for number, (part, tensor) in enumerate(self.parts):
+            difference = tensor[rows].double() - before.double()
+            self.squares[number] += _square(difference)
+            total += part.of.weight * difference
+        # one whole tensor with weight 1 is itself: W0 + (W - W0) could round
+        return tensor[rows].to(torch.float64, copy=True) if len(self.parts) == 1 and first.of.weight == 1.0 else total
+
+    def norms(self) -> list[float]:
+        """How far each whole tensor is from the base's, times its weight."""
+        return [
+            abs(part.of.weight) * math.sqrt(square) for (part, _), square in zip(self.parts, self.squares, strict=True)
+        ]
+
+
+class _BaseChecks:
+    """Is the touched tensor, value for value, what the patches were trained on?"""
+
+    def __init__(self, piece: Piece | None) -> None:
+        self._piece = piece
+        self._digests: dict[str | None, WeightDigest] = {}
+        self._told: list[tuple[Part, str, str | None]] = []
+        for part in piece.updates if piece else ():
+            told = told_in_full(part.of.patch)
+            if piece is not None and told and part.place in told:
+                rounded_to = part.of.patch.facts["base"].get("rounded_to")
+                self._told.append((part, told[part.place], rounded_to))
+                self._digests.setdefault(rounded_to, WeightDigest(piece.file.entries[piece.stored].shape))
+
+    def add(self, before: Tensor) -> None:
+        for rounded_to, digest in self._digests.items():
+            digest.update(before.to(DTYPES.get(rounded_to or "", before.dtype)))
+
+    def compare(self) -> None:
+        found = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
+        for part, told, rounded_to in self._told:
+            if found[rounded_to] != told and self._piece is not None:
+                raise PatchError(other_base(part.of.patch, self._piece.file.path.parent, f"values of {part.place}"))
