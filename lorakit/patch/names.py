@@ -12,7 +12,8 @@ PREFIX: Final = "base_model.model."
 WRAPPED: Final = "base_layer"
 LINEAR_PARTS: Final = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
 EMBEDDING_PARTS: Final = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
-FOREIGN: Final = ("lora_", "token_adapter", "modules_to_save")
+COPIES: Final = ("modules_to_save", "original_module")
+FOREIGN: Final = ("lora_", "token_adapter")
 """Parts of PEFT's names that say: more than a plain tensor, and not one of ours."""
 
 
@@ -32,7 +33,18 @@ class WholeName:
     parameter: str
 
 
-def parse_key(key: str) -> UpdateName | WholeName | None:
+@dataclass(frozen=True)
+class CopyName:
+    """A second copy of a whole tensor (``modules_to_save``), or what it took the place of (``original_module``).
+
+    PEFT writes them when it saves an embedding that was also resized, and does not use them.
+    """
+
+    parameter: str
+    original: bool
+
+
+def parse_key(key: str) -> UpdateName | WholeName | CopyName | None:
     """What a key of a patch file names, or None when it is nothing lorakit knows."""
     if not key.startswith(PREFIX):
         return None
@@ -42,6 +54,9 @@ def parse_key(key: str) -> UpdateName | WholeName | None:
             if name.endswith(f".{suffix}"):
                 return UpdateName(name.removesuffix(f".{suffix}"), part, embedding)
     module, _, tensor = name.rpartition(".")
+    for copy in COPIES:
+        if module.endswith(f".{copy}"):
+            return CopyName(f"{module.removesuffix(f'.{copy}')}.{tensor}", copy == "original_module")
     if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
         return None
     return WholeName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")

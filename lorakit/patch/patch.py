@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.errors import PatchError, nearest
 from lorakit.lora.methods import METHODS
 from lorakit.patch.config import PatchConfig, read_config
-from lorakit.patch.names import EMBEDDING_PARTS, LINEAR_PARTS, UpdateName, WholeName, parse_key, whole_key
+from lorakit.patch.names import EMBEDDING_PARTS, LINEAR_PARTS, CopyName, UpdateName, WholeName, parse_key, whole_key
 from lorakit.patch.tensor_file import TensorFile, load_tensors, open_tensors
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
@@ -66,6 +66,8 @@ class Patch:
     whole: Mapping[str, Tensor]
     """by parameter name, such as ``lm_head.weight``"""
     whole_shapes: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+    """by key: what PEFT writes beside whole tensors and does not use; kept so that nothing is lost in a round trip"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     """XXH3-128 of the tensor file: which bytes it was, found in milliseconds"""
@@ -129,7 +131,7 @@ def read_patch(folder: str | Path, caps: Caps = Caps()) -> Patch:
     found = _check_digest(path, [file.content])
     patch = _assemble(Path(folder), config, file, caps)
     layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
-    return replace(patch, layers=layers, whole=dict(patch.whole), digest=found)
+    return replace(patch, layers=layers, whole=dict(patch.whole), copies=dict(patch.copies), digest=found)
 
 
 def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
@@ -149,6 +151,7 @@ def _assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -
     """The patch that a checked header describes; no tensor is read."""
     updates: dict[tuple[str, bool], dict[str, str]] = {}
     whole: dict[str, str] = {}
+    copies: dict[str, CopyName] = {}
     for key, entry in file.entries.items():
         name = parse_key(key)
         if entry.dtype not in FLOATS:
@@ -157,6 +160,8 @@ def _assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -
             updates.setdefault((name.module, name.embedding), {})[name.part] = key
         elif isinstance(name, WholeName):
             whole[name.parameter] = key
+        elif isinstance(name, CopyName):
+            copies[key] = name
         else:
             raise PatchError(_unknown(file.path, key))
     if not updates and not whole:
@@ -167,8 +172,11 @@ def _assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -
         module: _layer(file, config, module, keys, embedding, caps) for (module, embedding), keys in updates.items()
     }
     _check_whole(file.path, config, whole, layers)
+    _check_copies(file, copies, whole)
     shapes = {parameter: file.entries[key].shape for parameter, key in whole.items()}
-    return Patch(folder, config, layers, StoredTensors(file, whole), shapes, _facts(file.path, file.metadata))
+    kept = StoredTensors(file, {key: key for key in copies})
+    facts = _facts(file.path, file.metadata)
+    return Patch(folder, config, layers, StoredTensors(file, whole), shapes, kept, facts)
 
 
 def _unknown(path: Path, key: str) -> str:
@@ -209,6 +217,14 @@ def _check_whole(path: Path, config: PatchConfig, whole: Mapping[str, str], laye
                 f"{path}: modules_to_save names {name!r}, and the file has no tensor of it."
                 + nearest(name, {parameter.rpartition(".")[0] for parameter in whole})
             )
+
+
+def _check_copies(file: TensorFile, copies: Mapping[str, CopyName], whole: Mapping[str, str]) -> None:
+    for key, name in copies.items():
+        if name.parameter not in whole:
+            raise PatchError(f"{file.path}: {key}: the file has no {name.parameter} that it would be a copy of")
+        if not name.original and not torch.equal(file.read(key), file.read(whole[name.parameter])):
+            raise PatchError(f"{file.path}: {key} and {whole[name.parameter]} hold different values for one tensor")
 
 
 def _parents(parameter: str) -> list[str]:

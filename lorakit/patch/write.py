@@ -68,6 +68,7 @@ def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
+    keys |= patch.copies
     keys |= {whole_key(parameter, patch.layers): tensor for parameter, tensor in patch.whole.items()}
     return dict(sorted(keys.items()))
 
@@ -101,7 +102,7 @@ def new_patch(
         raw["modules_to_save"] = sorted({parameter.rpartition(".")[0] for parameter in whole})
     config = parse_config(Path(CONFIG_FILE), raw)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    return Patch(Path(), config, layers, whole, shapes, facts)
+    return Patch(Path(), config, layers, whole, shapes, facts=facts)
 
 
 def adapter_patch(
