@@ -1,7 +1,9 @@
 """Many adapters on one base: each row gets its own, and the base is never written."""
 
+import gc
 import hashlib
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
@@ -171,3 +176,127 @@ def test_a_layer_that_sees_mixed_rows_is_refused_for_several_adapters(model: Any
         layer(torch.randn(3, 32))
     with model.using("one"):
         layer(torch.randn(3, 32))
+
+
+def test_replacing_is_all_or_nothing_and_calls_under_way_keep_what_they_began_with(
+    model: Any, base: Path, tmp_path: Path
+) -> None:
+    before, after = model(IDS, adapters="one").logits, model(IDS, adapters="two").logits
+    broken = shutil.copytree(tmp_path / "one", tmp_path / "broken")
+    tensors = (broken / "adapter_model.safetensors").read_bytes()
+    (broken / "adapter_model.safetensors").write_bytes(tensors[:-64])
+    wide = make_patch(base, tmp_path / "wide", rank=3, targets=["q_proj"])
+    config = json.loads((wide / "adapter_config.json").read_text())
+    (wide / "adapter_config.json").write_text(json.dumps(config | {"r": 5}))
+    for folder in (broken, wide, tmp_path / "absent"):
+        with pytest.raises(PatchError):
+            model.load_adapter("one", folder, replace=True)
+        assert torch.equal(model(IDS, adapters="one").logits, before)
+
+    with model.using("one"):
+        model.load_adapter("one", tmp_path / "two", replace=True)
+        assert torch.equal(model(IDS).logits, before)
+    assert torch.equal(model(IDS, adapters="one").logits, after)
+    assert model.adapters == ("one", "two")
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_row_is_the_same_in_any_company_and_after_any_history(data: st.DataObject, mixed: Any) -> None:
+    """Random mixes of ranks, targets and methods, of one token and of many, with loads and unloads in between."""
+    model, folders = mixed
+    for name in model.adapters:
+        model.unload_adapter(name)
+    for name in ("a0", "a1", "a2"):
+        model.load_adapter(name, folders[name])
+    for _ in range(3):
+        spare = data.draw(st.sampled_from([name for name in folders if name not in model.adapters] or [None]))
+        if spare is not None and data.draw(st.booleans()):
+            model.load_adapter(spare, folders[spare])
+        elif len(model.adapters) > 2:
+            model.unload_adapter(data.draw(st.sampled_from(model.adapters)))
+        names = [None, *model.adapters]
+        rows = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=6))
+        num_tokens = data.draw(st.sampled_from([1, 1, 5]))
+        ids = torch.randint(5, 500, (len(rows), num_tokens), generator=torch.Generator().manual_seed(len(rows)))
+
+        together = model(ids, adapters=rows).logits
+
+        alone = [model(ids[row : row + 1], adapters=name).logits for row, name in enumerate(rows)]
+        assert (together - torch.cat(alone)).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Any:
+    folder = tmp_path_factory.mktemp("mixed")
+    targets = ["all-linear", ["q_proj", "up_proj"], ["down_proj"], ["lm_head", "k_proj"], ["v_proj"]]
+    folders = {
+        f"a{seed}": make_patch(
+            base, folder / f"a{seed}", seed=seed, rank=seed + 1, targets=targets[seed],
+            method="rslora" if seed % 2 else "lora",
+        )
+        for seed in range(5)
+    }  # fmt: skip
+    return lorakit.load(base, {name: folders[name] for name in ("a0", "a1", "a2")}, dtype="float32"), folders
+
+
+def test_an_overflow_in_one_row_does_not_reach_another(base: Path, tmp_path: Path) -> None:
+    huge = make_patch(base, tmp_path / "huge", targets=["q_proj"])
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file({key: t * 1e19 for key, t in tensors.items()}, huge / "adapter_model.safetensors")
+    (huge / "lorakit.json").unlink()
+    model = lorakit.load(base, {"huge": huge, "one": make_patch(base, tmp_path / "one")}, dtype="float32")
+    for ids in (IDS[:3], IDS[:3, :1]):
+        expected = model(ids[1:2], adapters="one").logits
+        together = model(ids, adapters=["huge", "one", None]).logits
+        assert torch.allclose(together[1:2], expected, atol=1e-5)
+        assert torch.allclose(together[2:], model(ids[2:]).logits, atol=1e-5)
+
+
+def test_a_merged_block_is_the_merge_command_and_leaves_the_base_alone(model: Any, base: Path, tmp_path: Path) -> None:
+    before, plain = hashes(model), model(IDS).logits
+    merged_folder = lorakit.merge(base, tmp_path / "one", out=tmp_path / "merged")
+    stored = load_file(merged_folder / "model.safetensors")
+
+    with model.merged("one") as merged:
+        for name, tensor in merged.model.named_parameters():
+            assert torch.equal(tensor, stored[name]), name
+        assert torch.allclose(merged(IDS).logits, model(IDS, adapters="one").logits, atol=1e-5)
+        assert torch.equal(model(IDS).logits, plain)
+        assert merged.generate(["say it"], max_new_tokens=4) == model.generate(["say it"], "one", max_new_tokens=4)
+        shared = {id(p) for p in model.model.parameters()} & {id(p) for p in merged.model.parameters()}
+        assert len(shared) == len(stored) - 14
+        with pytest.raises(PatchError, match="this is a merged model, which is another base"):
+            merged.load_adapter("two", tmp_path / "two")
+
+    assert hashes(model) == before
+    with pytest.raises(LorakitError, match="'three' is not loaded"), model.merged("three"):
+        pass
+    shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
+    with pytest.raises(PatchError, match="has changed since it was loaded as 'one'"), model.merged("one"):
+        pass
+
+
+def test_ten_thousand_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_path: Path) -> None:
+    folders = [make_patch(base, tmp_path / f"p{seed}", seed=seed, rank=1, targets=["q_proj"]) for seed in range(2)]
+    model = lorakit.load(base, {"x": folders[0], "y": folders[1]}, dtype="float32")
+    first, before = model(IDS, adapters="x").logits, hashes(model)
+
+    def swap(count: int) -> None:
+        for number in range(count):
+            model.load_adapter("x", folders[(number + 1) % 2], replace=True)
+            with model.using(["x", "y"]):
+                pass
+
+    swap(200)
+    began = memory_bytes()
+    swap(9800)
+    assert memory_bytes() - began < 8_000_000
+    assert hashes(model) == before
+    assert torch.equal(model(IDS, adapters="x").logits, first)
+    assert sum(len(module._forward_hooks) for module in model.model.modules()) == 2
+
+
+def memory_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -17,8 +17,16 @@ from torch import nn
 
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
 from lorakit.lora import adapter_tensors, inject
-from lorakit.model import find_base, load_base
-from lorakit.patch import check_base, fingerprint, open_base_files, read_patch, save_patch
+from lorakit.model import find_base, load_base, load_skeleton
+from lorakit.patch import (
+    Shapes,
+    check_base,
+    check_fits,
+    fingerprint,
+    open_base_files,
+    read_patch,
+    save_patch,
+)  # fmt: skip
 from lorakit.patch.tensor_file import open_tensors, write_tensors
 from tests.conftest import make_base
 
@@ -93,7 +101,6 @@ def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -
         ({"some_future_key": 3}, "some_future_key: 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4'"),
         ({"bias": "some"}, "bias must be one of none, all, lora_only, got 'some'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save names 'lm_head', and the file has no tensor of it"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names, got 'lm_head'"),
         ({"lora_bias": True}, "lora_bias: True"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices: [3]"),
@@ -117,6 +124,14 @@ def test_a_setting_that_would_mean_something_else_is_refused_by_name(
     with pytest.raises(PatchError) as caught:
         read_patch(edit(patch, **changes))
     assert message in str(caught.value)
+
+
+def test_a_whole_module_that_is_missing_is_noticed_when_the_base_has_it(base: Path, patch: Path) -> None:
+    shapes = Shapes.of(load_skeleton(base))
+
+    check_fits(read_patch(edit(patch, modules_to_save=["classifier", "score"])), shapes, base)  # PEFT adds these
+    with pytest.raises(PatchError, match=r"lm_head.weight belongs to modules_to_save \('lm_head'\), and the patch"):
+        check_fits(read_patch(edit(patch, modules_to_save=["lm_head"])), shapes, base)
 
 
 def test_a_name_that_ends_another_keeps_its_own_rank_and_alpha(tmp_path: Path) -> None:

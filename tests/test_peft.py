@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
@@ -15,7 +17,7 @@ from lorakit.patch import read_patch, write_patch
 from tests.models import build
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own, when it writes
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PEFT's own
 
 
 def peft_model(
@@ -122,3 +124,70 @@ def merge_somehow(base: Path, folder: Path, out: Path) -> Path:
     except LorakitError as problem:
         assert "--untie" in str(problem)
         return lorakit.merge(base, folder, out=out, untie=True, verify=True)
+
+
+MODULES = {
+    "llama": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"],
+    "gpt2": ["c_attn", "c_proj", "c_fc", "wte"],
+    "opt": ["q_proj", "v_proj", "fc2", "out_proj"],
+    "mixtral": ["q_proj", "v_proj", "lm_head"],
+}
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], torch.dtype, str]:
+    """An architecture, settings of PEFT, a dtype of storage and a name for the adapter."""
+    architecture = draw(st.sampled_from(sorted(MODULES)))
+    modules = MODULES[architecture]
+    targets = draw(st.lists(st.sampled_from(modules), min_size=1, unique=True))
+    config: dict[str, Any] = {
+        "target_modules": targets,
+        "r": draw(st.integers(1, 9)),
+        "lora_alpha": draw(st.one_of(st.integers(1, 40), st.floats(0.5, 40, allow_nan=False).map(lambda x: round(x, 3)))),
+        "use_rslora": draw(st.booleans()),
+        "lora_dropout": draw(st.sampled_from([0.0, 0.25])),
+        "bias": draw(st.sampled_from(["none", "none", "lora_only", "all"])),
+        "rank_pattern": draw(st.dictionaries(st.sampled_from([*modules, r"layers\.1\..*", r".*\.0\..*"]), st.integers(1, 9), max_size=2)),
+        "alpha_pattern": draw(st.dictionaries(st.sampled_from([*modules, "[a-z]*_proj"]), st.integers(1, 30), max_size=2)),
+        "layers_to_transform": draw(st.sampled_from([None, None, [1], 0])),
+        "fan_in_fan_out": architecture == "gpt2",
+    }  # fmt: skip
+    left = [name for name in ("norm", "lm_head", "ln_f", "embed_tokens") if name not in targets]
+    config["modules_to_save"] = draw(st.sampled_from([None, None, left[:1], left]))
+    return (
+        architecture, config, draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
+        draw(st.sampled_from(["default", "sql", "a-b", "lora"])),
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(configurations())
+def test_any_adapter_of_peft_means_the_same(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, drawn: tuple[str, dict[str, Any], torch.dtype, str]
+) -> None:
+    architecture, config, dtype, name = drawn
+    folder = tmp_path_factory.mktemp("drawn")
+    build(architecture).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    try:
+        model = peft_model(architecture, name, **config)
+    except ValueError:
+        return  # PEFT refuses the settings, or they match nothing
+    for key, parameter in model.named_parameters():
+        if "lora_" in key or "modules_to_save" in key:
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(folder / "patch")
+    patch = folder / "patch" / ("" if name == "default" else name)
+    oracle = PeftModel.from_pretrained(build(architecture), patch).eval()  # PEFT's own reading of its file
+    with torch.no_grad():
+        expected = oracle(input_ids=IDS).logits
+
+    ours = lorakit.load(folder / "base", {"x": patch}, dtype="float32")
+
+    assert close(ours(IDS, adapters="x").logits, expected)
+    again = write_patch(folder / "again", read_patch(patch))
+    before, after = load_file(patch / "adapter_model.safetensors"), load_file(again / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
+    out = merge_somehow(folder / "base", patch, folder / "merged")
+    assert close(lorakit.load(out, dtype="float32")(IDS).logits, expected)

@@ -32,20 +32,33 @@ class Shapes:
 
 def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
     """(module or parameter, what is wrong with it) for everything of the patch that does not bind."""
+    yield from _update_problems(patch, base)
+    for name, shape in patch.whole_shapes.items():
+        if name not in base.parameters:
+            yield name, f"{name} is not a parameter of this base.{nearest(name, base.parameters)}"
+        elif base.parameters[name] != shape:
+            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch"
+    for saved in patch.config.modules_to_save:
+        for name in base.parameters:
+            if name not in patch.whole_shapes and any(module.endswith(saved) for module in _parents(name)):
+                yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
+
+
+def _update_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
     for name, layer in patch.layers.items():
         if name not in base.layers:
-            yield name, f"{name} is not a linear layer of this base.{nearest(name, base.layers)}"
+            yield name, f"{name} is not a layer of this base that can be adapted.{nearest(name, base.layers)}"
             continue
         kind, sizes = base.layers[name]
         if (kind is EMBEDDING) != layer.embedding:
             yield name, f"{name} is {'an' if kind is EMBEDDING else 'no'} embedding in the base, not so in the patch"
         elif sizes != layer.sizes:
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
-    for name, shape in patch.whole_shapes.items():
-        if name not in base.parameters:
-            yield name, f"{name} is not a parameter of this base.{nearest(name, base.parameters)}"
-        elif base.parameters[name] != shape:
-            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch"
+
+
+def _parents(parameter: str) -> list[str]:
+    pieces = parameter.split(".")[:-1]
+    return [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
 
 
 def check_fits(patch: Patch, base: Shapes, name: object) -> None:

@@ -171,7 +171,7 @@ def _assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -
     layers = {
         module: _layer(file, config, module, keys, embedding, caps) for (module, embedding), keys in updates.items()
     }
-    _check_whole(file.path, config, whole, layers)
+    _check_whole(file.path, whole, layers)
     _check_copies(file, copies, whole)
     shapes = {parameter: file.entries[key].shape for parameter, key in whole.items()}
     kept = StoredTensors(file, {key: key for key in copies})
@@ -206,17 +206,11 @@ def _layer(
     return PatchLayer(config.method, rank, alpha, (b[0], a[1]), StoredTensors(file, keys), embedding)
 
 
-def _check_whole(path: Path, config: PatchConfig, whole: Mapping[str, str], layers: Mapping[str, Any]) -> None:
-    """Every whole tensor stands where PEFT looks for it, and every one the config speaks of is there."""
+def _check_whole(path: Path, whole: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+    """Every whole tensor stands where PEFT looks for it."""
     for parameter, key in whole.items():
         if key != (expected := whole_key(parameter, layers)):
             raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
-    for name in config.modules_to_save:
-        if not any(part.endswith(name) for parameter in whole for part in _parents(parameter)):
-            raise PatchError(
-                f"{path}: modules_to_save names {name!r}, and the file has no tensor of it."
-                + nearest(name, {parameter.rpartition(".")[0] for parameter in whole})
-            )
 
 
 def _check_copies(file: TensorFile, copies: Mapping[str, CopyName], whole: Mapping[str, str]) -> None:
@@ -225,11 +219,6 @@ def _check_copies(file: TensorFile, copies: Mapping[str, CopyName], whole: Mappi
             raise PatchError(f"{file.path}: {key}: the file has no {name.parameter} that it would be a copy of")
         if not name.original and not torch.equal(file.read(key), file.read(whole[name.parameter])):
             raise PatchError(f"{file.path}: {key} and {whole[name.parameter]} hold different values for one tensor")
-
-
-def _parents(parameter: str) -> list[str]:
-    pieces = parameter.split(".")[:-1]
-    return [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
 
 
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def _read_in_parallel(handle: int, content: memoryview) -> int:
     def part(start: int) -> int:
         return os.preadv(handle, [content[start : start + READ_BYTES]], start)
 
+    if len(content) <= READ_BYTES:
+        return part(0)
     with ThreadPoolExecutor(READERS) as pool:
         return sum(pool.map(part, range(0, len(content), READ_BYTES)))
 
