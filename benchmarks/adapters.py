@@ -120,7 +120,8 @@ class Side:
         )  # fmt: skip
 
     def ask(self, *command: Any) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         print(json.dumps(command), file=self._process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
@@ -134,7 +135,7 @@ def measure(shape: str, pairs: int, more: int) -> dict[str, Any]:
     result: dict[str, Any] = {"shape": shape, "rows": ROWS, "rank": RANK, "dtype": "float32"}
     result["patch_bytes"] = (patches[0] / "adapter_model.safetensors").stat().st_size
     names = [f"a{number}" for number in range(ROWS)]
-    for kind, side in sides.items():
+    for kind in sides:
         result[kind] = {"load": [], "switch": [], "base": [], "one": [], "mixed": []}
     for name, patch in zip(names, patches, strict=True):
         for kind, side in sides.items():
@@ -160,8 +161,11 @@ def show(result: dict[str, Any]) -> None:
         sums = [result[kind][what][-1]["checksum"] for kind in ("lorakit", "peft")]
         assert abs(sums[0] - sums[1]) < 1e-4 * sums[1], f"{what}: not the same work: {sums}"
     rows = [("", "lorakit", "peft", "peft / lorakit")]
-    for what, label in (("load", "load an adapter, ms"), ("switch", "switch, ms"), ("base", "decode step, base, ms"),
-                        ("one", "decode step, one adapter, ms"), ("mixed", f"decode step, {ROWS} adapters, ms")):  # fmt: skip
+    labels = {
+        "load": "load an adapter, ms", "switch": "switch, ms", "base": "decode step, base, ms",
+        "one": "decode step, one adapter, ms", "mixed": f"decode step, {ROWS} adapters, ms",
+    }  # fmt: skip
+    for what, label in labels.items():
         ours, theirs = middle("lorakit", what), middle("peft", what)
         rows.append((label, f"{ours * 1e3:.3f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.2f}"))
     for what in ("one", "mixed"):
@@ -186,7 +190,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="1.1B")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--more", type=int, default=92, help="adapters loaded on top, to see whether loading gets slower")
+    parser.add_argument(
+        "--more", type=int, default=92, help="adapters loaded on top, to see whether loading gets slower"
+    )
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--serve")
     parser.add_argument("--base")

@@ -51,7 +51,8 @@ def table(rows: list[tuple[str, ...]]) -> None:
     """Print rows in columns, the first left and the others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        cells = [f"{cell:<{width}}" if not column else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        cells.insert(0, f"{row[0]:<{widths[0]}}")
         print("  ".join(cells).rstrip())
 
 

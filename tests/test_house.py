@@ -27,7 +27,7 @@ LAYERS: list[list[str]] = [
     ["run.report", "job"],
     ["run.summary"],
     ["binding", "prompts"],
-    ["train", "merge", "adapted"],
+    ["train", "merge", "adapted", "combine", "extract", "diff", "convert"],
     ["check", "show", "score", "doctor"],
     ["commands"],
     ["cli"],

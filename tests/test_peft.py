@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import lorakit
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, PatchError
 from lorakit.patch import read_patch, write_patch
 from tests.models import build
 
@@ -178,7 +178,12 @@ def test_any_adapter_of_peft_means_the_same(
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder / "patch")
     patch = folder / "patch" / ("" if name == "default" else name)
-    oracle = PeftModel.from_pretrained(build(architecture), patch).eval()  # PEFT's own reading of its file
+    try:
+        oracle = PeftModel.from_pretrained(build(architecture), patch).eval()  # PEFT's own reading of its file
+    except RuntimeError:  # it sorts overlapping patterns when it saves, and then finds other ranks than it wrote
+        with pytest.raises(PatchError, match="the config says rank"):
+            read_patch(patch)
+        return
     with torch.no_grad():
         expected = oracle(input_ids=IDS).logits
 
@@ -189,5 +194,5 @@ def test_any_adapter_of_peft_means_the_same(
     before, after = load_file(patch / "adapter_model.safetensors"), load_file(again / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
-    out = merge_somehow(folder / "base", patch, folder / "merged")
-    assert close(lorakit.load(out, dtype="float32")(IDS).logits, expected)
+    with ours.merged("x") as merged:
+        assert close(merged(IDS).logits, expected)
