@@ -20,10 +20,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lorakit.convert import FORMATS, convert
+from lorakit.convert.kept import Origin
+from lorakit.convert.kohya import read_kohya, write_kohya
+from lorakit.convert.options import Base, Options
 from lorakit.convert.scales import exact_alpha
 from lorakit.errors import BaseModelError, PatchError, TryAgainLater
 from lorakit.lora import METHODS
-from lorakit.patch import PatchLayer, check_base, new_patch, read_patch, write_patch
+from lorakit.patch import PatchLayer, Shapes, check_base, new_patch, read_patch, write_patch
+from lorakit.patch.tensor_file import open_tensors
 from tests.models import build, outputs
 from tests.test_merge import make_patch
 
@@ -108,7 +112,7 @@ def by_kohya(path: Path) -> dict[str, torch.Tensor]:
 def by_diffusers(path: Path, model: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     """As diffusers loads: the LoraConfig in the header, PEFT's injection, PEFT's own difference of a layer."""
     told = json.loads(metadata(path)["lora_adapter_metadata"])
-    config = LoraConfig(**{key.removeprefix(prefix): value for key, value in told.items()})
+    config = LoraConfig(**{key.removeprefix(prefix): v for key, v in told.items() if key.startswith(prefix)})
     state = {key.removeprefix(prefix): tensor for key, tensor in load_file(path).items()}
     inject_adapter_in_model(config, model)
     assert not set_peft_model_state_dict(model, state).unexpected_keys
@@ -159,6 +163,7 @@ def test_a_shipped_patch_goes_to_every_format_and_comes_back_the_same(tmp_path: 
     facts, old = read_patch(back).facts, read_patch(patch)
     assert facts["converted"]["from"] == to
     assert {key: value for key, value in facts.items() if key != "converted"} == old.facts
+    assert "# back\n" in (back / "README.md").read_text()
     check_base(read_patch(back), ROOT / "lorakit" / "assets" / "tiny")  # it still knows its base
     assert f"28 layers, from peft to {to}" in heard[0]
     assert json.loads(metadata(there)["lorakit"])["converted"] == {"from": "peft", "source_sha256": old.digest}
@@ -175,12 +180,15 @@ def test_every_program_computes_the_same_update(tmp_path: Path, base: Path, meth
     assert_close(by_kohya(kohya), {f"lora_te1_{name.replace('.', '_')}": delta for name, delta in expected.items()})
     heard: list[str] = []
     loralib = convert(patch, tmp_path / "loralib.safetensors", to="loralib", say=heard.append)
-    alpha = float(heard[0].partition("lora_alpha=")[2].partition(":")[0])
-    assert_close(by_loralib(loralib, alpha), expected)
+    assert_close(by_loralib(loralib, told_alpha(heard[0])), expected)
     assert_close(by_mlx(convert(patch, tmp_path / "mlx", to="mlx")), expected)
     if dtype is torch.float32:
         diffusers = convert(patch, tmp_path / "diffusers.safetensors", to="diffusers", prefix="text_encoder")
         assert_close(by_diffusers(diffusers, build_small(base), "text_encoder."), expected, 1e-6)  # PEFT: in float32
+
+
+def told_alpha(note: str) -> float:
+    return float(note.partition("lora_alpha=")[2].partition(":")[0])
 
 
 def build_small(base: Path) -> Any:
@@ -209,8 +217,12 @@ def test_patterns_and_rslora_are_expressed_layer_by_layer(tmp_path: Path, base: 
         PatchError, match="q_proj has scale 1.5 and rank 4, .*down_proj has 2.5 and 3; mlx-lm has one of both"
     ):
         convert(patch, tmp_path / "no", to="mlx")
-    with pytest.raises(PatchError, match="q_proj has alpha 6 and .*down_proj has 7.5; a loralib file holds none"):
+    with pytest.raises(PatchError, match="q_proj has alpha 6.0 and .*down_proj has 7.5; a loralib file holds none"):
         convert(patch, tmp_path / "no.safetensors", to="loralib")
+    irrational = write(tmp_path / "irrational", {Q: layer(Q, 8, 5, "rslora")})
+    heard: list[str] = []
+    loralib = strip(convert(irrational, tmp_path / "l.safetensors", to="loralib", say=heard.append))
+    assert_same(irrational, convert(loralib, tmp_path / "l_back", alpha=told_alpha(heard[0])))  # to the last digit
     tenth = write(tmp_path / "tenth", {Q: layer(Q, 4, 0.1)})
     with pytest.raises(PatchError, match="no float32 alpha divided by rank 4 is its scale 0.025"):
         convert(tenth, tmp_path / "no.safetensors", to="kohya")
@@ -246,6 +258,11 @@ def test_what_lorakit_remembers_is_not_believed_of_other_tensors(tmp_path: Path)
         file = convert(patch, place(tmp_path, to, to), to=to)
         save_file({key: t * 2 for key, t in load_file(file).items()}, file, metadata=metadata(file))
     assert "step" not in read_patch(convert(tmp_path / "diffusers.safetensors", tmp_path / "d")).facts
+    told = json.loads(metadata(convert(patch, tmp_path / "m.safetensors", to="diffusers"))["lora_adapter_metadata"])
+    changed = metadata(tmp_path / "m.safetensors") | {"lora_adapter_metadata": json.dumps(told | {"lora_alpha": 10})}
+    save_file(load_file(tmp_path / "m.safetensors"), tmp_path / "m.safetensors", metadata=changed)
+    layers = read_patch(convert(tmp_path / "m.safetensors", tmp_path / "m")).layers
+    assert layers[Q].scale == 5  # what the format itself says counts
     with pytest.raises(PatchError, match="does not hold its alpha"):
         convert(tmp_path / "loralib.safetensors", tmp_path / "l")
 
@@ -415,7 +432,7 @@ def test_loralib_files_are_read_with_their_alpha(tmp_path: Path, base: Path) -> 
     again = convert(patch, tmp_path / "again.safetensors", to="loralib")
     assert {key: bits(t) for key, t in load_file(again).items()} == {key: bits(t) for key, t in load_file(file).items()}
     assert_same(patch, convert(again, tmp_path / "kept"))  # lorakit's own file remembers the alpha
-    with pytest.raises(PatchError, match="alpha 8 is given, and the file says 9; leave it out"):
+    with pytest.raises(PatchError, match="alpha 8 is given, and the file says 9.0; leave it out"):
         convert(again, tmp_path / "no", alpha=8)
 
 
@@ -518,6 +535,14 @@ def test_embeddings_have_a_place_in_loralib_alone(tmp_path: Path, base: Path) ->
             convert(tmp_path / "patch", place(tmp_path, to, "no"), to=to)
 
 
+def test_a_patch_without_updates_is_refused(tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    save_file({"base_model.model.x.bias": normal(4)}, alone / TENSORS)
+    (alone / "adapter_config.json").write_text('{"peft_type": "LORA", "bias": "all"}')
+    refused(tmp_path, alone, "alone: holds no updates of layers; there is nothing to convert", to="loralib")
+
+
 def test_whole_tensors_have_no_place_anywhere(tmp_path: Path) -> None:
     patch = write(tmp_path / "patch", {Q: layer(Q)}, **{"lm_head.weight": normal(64, 32)})
     for to in FOREIGN:
@@ -541,6 +566,14 @@ BAD_KOHYA = {
     "shape": ({f"{N}.lora_up.weight": normal(31, 4)}, r"q_proj is \(32, 32\) \(out, in\) in the base, \(31, 32\) in the patch"),
     "alpha of two": ({f"{N}.alpha": torch.ones(2)}, rf"{N}.alpha: torch.float32 of shape \(2,\); it has to be one number"),
     "negative alpha": ({f"{N}.alpha": torch.tensor(-1.0)}, f"{N}.alpha is -1.0; it has to be a positive number"),
+    "complex alpha": (
+        {f"{N}.alpha": torch.tensor(1j)},
+        rf"{N}.alpha: torch.complex64 of shape \(\); it has to be one number",
+    ),
+    "rank": (
+        {f"{N}.lora_up.weight": normal(32, 8193), f"{N}.lora_down.weight": normal(8193, 32)},
+        r"lora_down.weight: rank 8193, 8192 is allowed \(Caps.rank\)",
+    ),
     "endless alpha": ({f"{N}.alpha": torch.tensor(math.inf)}, f"{N}.alpha is inf; it has to be a positive number"),
     "unknown layer": (
         {"lora_te_model_layers_9_self_attn_q_proj.lora_up.weight": normal(32, 4), "lora_te_model_layers_9_self_attn_q_proj.lora_down.weight": normal(4, 32)},
@@ -570,12 +603,33 @@ def refused(folder: Path, source: Path, message: str, **options: Any) -> None:
     assert sorted(folder.iterdir()) == before
 
 
-def test_kohyas_names_need_the_base_and_have_to_be_clear(tmp_path: Path, base: Path) -> None:
+class Unclear(torch.nn.Module):
+    """``a.b_c`` and ``a_b.c`` are both a_b_c; so would be ``x.y`` and an embedding, on which kohya has no adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.ModuleDict({"b_c": torch.nn.Linear(4, 4)})
+        self.a_b = torch.nn.ModuleDict({"c": torch.nn.Linear(4, 4)})
+        self.x = torch.nn.ModuleDict({"y": torch.nn.Linear(4, 4)})
+        self.x_y = torch.nn.Embedding(4, 4)
+
+
+def test_kohyas_names_need_the_base_and_have_to_be_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(tmp_path, kohya_file(tmp_path / "k.safetensors"), r"names are flattened .* name it \(base=\)")
-    SIZES.update({"a.b_c": (4, 4), "a_b.c": (4, 4)})
-    patch = write(tmp_path / "patch", {"a.b_c": layer("a.b_c"), "a_b.c": layer("a_b.c")})
-    del SIZES["a.b_c"], SIZES["a_b.c"]
-    refused(tmp_path, patch, "a.b_c and a_b.c are both a_b_c in kohya's names", to="kohya")
+    for name in ("a.b_c", "a_b.c", "x.y"):
+        monkeypatch.setitem(SIZES, name, (4, 4))
+    both = write(tmp_path / "both", {"a.b_c": layer("a.b_c"), "a_b.c": layer("a_b.c")})
+    one, clear = write(tmp_path / "one", {"a.b_c": layer("a.b_c")}), write(tmp_path / "clear", {"x.y": layer("x.y")})
+    refused(tmp_path, both, "a.b_c and a_b.c are both a_b_c in kohya's names", to="kohya")
+
+    options, origin = Options(Base("unclear", None, Shapes.of(Unclear()), ())), Origin("peft", "")
+    with pytest.raises(PatchError, match="one: a.b_c and a_b.c are both a_b_c in kohya's names"):
+        write_kohya(tmp_path / "no.safetensors", read_patch(one), options, origin)
+    without_base = convert(one, tmp_path / "one.safetensors", to="kohya")
+    with pytest.raises(PatchError, match="one.safetensors: lora_te_a_b_c: several layers of unclear: a.b_c, a_b.c"):
+        read_kohya(open_tensors(without_base), options)
+    write_kohya(tmp_path / "clear.safetensors", read_patch(clear), options, origin)
+    assert read_kohya(open_tensors(tmp_path / "clear.safetensors"), options).pairs.keys() == {"x.y"}
 
 
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
@@ -643,6 +697,14 @@ def test_mlx_has_only_what_is_below_its_layers(tmp_path: Path, base: Path) -> No
         "patch: lm_head is not below layers.N.",
         to="mlx",
     )
+    none = {f"{name}.lora_{half}": None for name in (V, DOWN) for half in "ab"}
+    first = {f"{Q}.lora_a": normal(32, 8), f"{Q}.lora_b": normal(8, 32)}
+    only_first = mlx_folder(tmp_path / "first", **(first | none))  # of two layers, and mlx-lm adapts the last
+    assert len(read_patch(convert(only_first, tmp_path / "unknown")).layers) == 1
+    refused(tmp_path, only_first, "q_proj: .* says the last 1 of at least 2 layers", base=base)
+    inner = {f"model.layers.0.mixer.layers.7.q.lora_{half}": normal(8, 8) for half in "ab"}
+    nested = mlx_folder(tmp_path / "nested", parameters={"keys": ["mixer.layers.7.q"]}, **(inner | none))
+    assert len(read_patch(convert(nested, tmp_path / "nested_patch")).layers) == 1
     folder = mlx_folder(tmp_path / "mlx")
     (folder / "adapter_config.json").unlink()
     refused(tmp_path, folder, "adapter_config.json: no such file; mlx-lm writes it beside adapters.safetensors")

@@ -43,7 +43,7 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
                 change += _square(exact - before)
             rounded = exact.to(piece.dtype)
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
-            lost += _square(exact.sub_(rounded))
+            lost += _square(exact.sub_(wholes.scratch(rounded)))
     if not math.isfinite(lost):
         raise MergeError(f"{piece.name}: the merged values do not fit {piece.dtype}; nothing was written")
     checks.compare()
@@ -77,13 +77,14 @@ class _Wholes:
     def __post_init__(self) -> None:
         self.parts = [(part, part.of.patch.whole[part.place].view(self.shape)) for part in self.piece.wholes]
         self.squares = [0.0] * len(self.parts)
+        self._wide = torch.empty(2, 0, dtype=torch.float64)
         self.resized = self.piece.file.entries[self.piece.stored].shape != self.piece.shape
 
     def rows(self, before: Tensor | None, rows: slice) -> Tensor:
         """Some rows in float64, in memory of their own."""
         if not self.parts:
             assert before is not None
-            return before.to(torch.float64, copy=True)
+            return self._widened(before, 0)
         first, tensor = self.parts[0]
         if before is None:
             return tensor[rows].to(torch.float64, copy=True)
@@ -94,6 +95,16 @@ class _Wholes:
             total += part.of.weight * difference
         # one whole tensor with weight 1 is itself: W0 + (W - W0) could round
         return tensor[rows].to(torch.float64, copy=True) if len(self.parts) == 1 and first.of.weight == 1.0 else total
+
+    def scratch(self, rounded: Tensor) -> Tensor:
+        """A block in float64, until the next one."""
+        return self._widened(rounded, 1)
+
+    def _widened(self, block: Tensor, which: int) -> Tensor:
+        # in memory that is used again and again: touching new memory costs as much as the conversion
+        if self._wide.shape[1] < block.numel():
+            self._wide = torch.empty(2, block.numel(), dtype=torch.float64)
+        return self._wide[which, : block.numel()].view_as(block).copy_(block)
 
     def norms(self) -> list[float]:
         """How far each whole tensor is from the base's, times its weight."""

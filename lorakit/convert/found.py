@@ -1,0 +1,79 @@
+"""What a foreign file says, and the patch it becomes."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lorakit.convert.factors import Pair
+from lorakit.convert.kept import Kept, Origin, read_kept
+from lorakit.convert.options import Base, Options
+from lorakit.errors import PatchError
+from lorakit.lora.kinds import CONV1D
+from lorakit.patch import Patch, PatchLayer, new_patch
+from lorakit.patch.config import parse_config
+from lorakit.patch.tensor_file import TensorFile
+
+
+@dataclass(frozen=True)
+class Found:
+    """The layers of a foreign file by their names in the base, with the alphas that its own rule gives them."""
+
+    file: TensorFile
+    pairs: Mapping[str, Pair]
+    alphas: Mapping[str, float]
+    method: str = "lora"
+    dropout: float = 0.0
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    """by parameter name"""
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        tensors = {f"{name}.{part}": t for name, pair in self.pairs.items() for part, t in pair.tensors.items()}
+        return read_kept(self.file, {**tensors, **self.biases})
+
+    @property
+    def sha256(self) -> str:
+        assert self.file.content is not None
+        return hashlib.sha256(self.file.content).hexdigest()
+
+
+def as_patch(found: Found, options: Options, origin: Origin) -> Patch:
+    """The patch with these layers; with its old settings and facts where it was one before."""
+    base = options.base
+    layers = {
+        name: PatchLayer(found.method, pair.rank, found.alphas[name], pair.sizes, pair.tensors, pair.embedding)
+        for name, pair in found.pairs.items()
+    }
+    try:
+        patch = new_patch(
+            layers, facts=origin.facts(), dropout=found.dropout, fan_in_fan_out=_all_conv1d(base, layers),
+            **(_of_base(base) if base else {"base_model": None, "task_type": None}),
+        )  # fmt: skip
+    except PatchError as problem:
+        raise PatchError(f"{found.file.path}: {problem}") from None
+    patch = replace(_with_biases(patch, found), folder=found.file.path)
+    return found.kept.restore(patch) if found.kept else patch
+
+
+def _with_biases(patch: Patch, found: Found) -> Patch:
+    if not found.biases:
+        return patch
+    adapted = all(parameter.rpartition(".")[0] in patch.layers for parameter in found.biases)
+    raw = {**patch.config.raw, "bias": "lora_only" if adapted else "all"}  # as PEFT says where they come from
+    shapes = {parameter: tuple(tensor.shape) for parameter, tensor in found.biases.items()}
+    return replace(patch, config=parse_config(found.file.path, raw), whole=found.biases, whole_shapes=shapes)
+
+
+def _of_base(base: Base) -> dict[str, Any]:
+    return {
+        "base_model": base.name, "revision": base.revision, "all_modules": base.modules, "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+
+
+def _all_conv1d(base: Base | None, layers: Mapping[str, PatchLayer]) -> bool:
+    known = base.shapes.layers if base else {}
+    return all(name in known and known[name][0] is CONV1D for name in layers)

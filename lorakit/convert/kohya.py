@@ -1,0 +1,137 @@
+"""kohya's files (sd-scripts): flattened names, and an alpha for every layer.
+
+``<prefix><module with _ for .>.lora_down.weight`` is A, ``.lora_up.weight`` is B; s = alpha / r, and a missing or zero
+``.alpha`` means r. The flattening cannot be undone without the base.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lorakit.convert.factors import Pair, Suffixes, gather, read_pairs, read_scalar
+from lorakit.convert.found import Found
+from lorakit.convert.kept import Origin, metadata_of
+from lorakit.convert.options import Base, Options
+from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.convert.scales import divided_alpha
+from lorakit.errors import PatchError, nearest
+from lorakit.lora.kinds import EMBEDDING
+from lorakit.patch import Patch
+from lorakit.patch.tensor_file import TensorFile
+
+SUFFIXES: Final[Suffixes] = {".lora_down.weight": "lora_A", ".lora_up.weight": "lora_B", ".alpha": "alpha"}
+PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_")
+"""U-Net, text encoders, transformer: which model of a pipeline a tensor belongs to"""
+DEFAULT_PREFIX: Final = "lora_te_"
+FLAT: Final = ("lora_", "lycoris_")
+"""how every flattened name begins"""
+
+
+def read_kohya(file: TensorFile, options: Options) -> Found:
+    """The layers of a kohya file, by the base's names.
+
+    Raises:
+        PatchError: no base, a name that is not that of exactly one of its linear layers, or a damaged pair.
+    """
+    if options.base is None:
+        raise PatchError(
+            f"{file.path}: kohya's names are flattened (model_layers_0_ for model.layers.0.), and only the base tells"
+            " what they were; name it (base=)"
+        )
+    prefix = _prefix(file, options.prefix)
+    found = gather(file, SUFFIXES, prefix)
+    pairs = read_pairs(file, found)
+    modules = _modules(file, prefix, pairs, options.base)
+    alphas = {name: read_scalar(file, keys["alpha"]) for name, keys in found.items() if "alpha" in keys}
+    return Found(
+        file,
+        {modules[name]: pair for name, pair in pairs.items()},
+        {modules[name]: alphas.get(name) or float(pair.rank) for name, pair in pairs.items()},
+    )
+
+
+def write_kohya(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+    """One file with a float32 alpha for every layer.
+
+    Raises:
+        PatchError: two names that flatten to one, a scale that float32 would round, or anything but linear layers.
+    """
+    refuse_wholes(patch, "kohya")
+    refuse_embeddings(patch, "kohya")
+    prefix = DEFAULT_PREFIX if options.prefix is None else _ended(options.prefix)
+    names = _flattened(_linear(options.base) if options.base else patch.layers)
+    tensors = {}
+    for module, layer in patch.layers.items():
+        name = _flat(module)
+        if len(names.get(name, [module])) > 1:
+            raise PatchError(f"{patch.folder}: {' and '.join(names[name])} are both {name} in kohya's names")
+        alpha = divided_alpha(layer)
+        if alpha is None or float(torch.tensor(alpha, dtype=torch.float32)) != alpha:
+            raise PatchError(
+                f"{patch.folder}: {module}: no float32 alpha divided by rank {layer.rank} is its scale {layer.scale!r}"
+                f" ({layer.method}, alpha {layer.alpha}); diffusers' format can hold it"
+            )
+        tensors[f"{prefix}{name}.lora_down.weight"] = layer.tensors["lora_A"]
+        tensors[f"{prefix}{name}.lora_up.weight"] = layer.tensors["lora_B"]
+        tensors[f"{prefix}{name}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
+    write_single(out, tensors, metadata_of(patch, origin))
+    return f"names begin with {prefix}"
+
+
+def is_kohya_name(name: str) -> bool:
+    """Whether the part before a suffix is a flattened name."""
+    return name.startswith(FLAT) and "." not in name
+
+
+def _prefix(file: TensorFile, asked: str | None) -> str:
+    if asked is not None:
+        return _ended(asked)
+    found = {key: next((prefix for prefix in PREFIXES if key.startswith(prefix)), None) for key in file.entries}
+    unknown = [key for key, prefix in found.items() if prefix is None]
+    if unknown:
+        raise PatchError(
+            f"{file.path}: {unknown[0]}: none of {', '.join(PREFIXES)}; say what is before the name (prefix=)"
+        )
+    several = sorted({str(prefix) for prefix in found.values()})
+    if len(several) != 1:
+        raise PatchError(
+            f"{file.path}: holds the adapters of several models ({', '.join(several)}); say which one (prefix=)"
+        )
+    return several[0]
+
+
+def _modules(file: TensorFile, prefix: str, names: Mapping[str, Pair], base: Base) -> dict[str, str]:
+    """Flattened name -> the one module that flattens to it."""
+    known = _flattened(_linear(base))
+    modules = {}
+    for name in names:
+        found = known.get(name, [])
+        if not found:
+            raise PatchError(
+                f"{file.path}: {prefix}{name}: no linear layer of {base.name} flattens to {name}.{nearest(name, known)}"
+            )
+        if len(found) > 1:
+            raise PatchError(f"{file.path}: {prefix}{name}: several layers of {base.name}: {', '.join(found)}")
+        modules[name] = found[0]
+    return modules
+
+
+def _linear(base: Base) -> list[str]:
+    return [name for name, (kind, _) in base.shapes.layers.items() if kind is not EMBEDDING]
+
+
+def _flattened(modules: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for module in modules:
+        found.setdefault(_flat(module), []).append(module)
+    return found
+
+
+def _flat(module: str) -> str:
+    return module.replace(".", "_")
+
+
+def _ended(prefix: str) -> str:
+    return prefix if prefix.endswith("_") or not prefix else f"{prefix}_"

@@ -1,0 +1,132 @@
+"""The door: read whatever it is into a patch, check that it fits its base, write the patch as what is asked for."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lorakit.convert.diffusers import read_diffusers, write_diffusers
+from lorakit.convert.found import Found, as_patch
+from lorakit.convert.kept import Origin
+from lorakit.convert.kohya import read_kohya, write_kohya
+from lorakit.convert.loralib import read_loralib, write_loralib
+from lorakit.convert.mlx import read_mlx, write_mlx
+from lorakit.convert.options import Options, open_base
+from lorakit.convert.recognise import recognise
+from lorakit.durable import committed_folder
+from lorakit.errors import PatchError, nearest
+from lorakit.patch import Patch, check_fits, read_patch, write_patch
+from lorakit.patch.card import model_card
+from lorakit.patch.tensor_file import TensorFile
+
+
+@dataclass(frozen=True)
+class Format:
+    """One program's way to store an adapter; everything goes through a Patch."""
+
+    read: Callable[[TensorFile, Options], Found] | None
+    """None: lorakit's own"""
+    write: Callable[[Path, Patch, Options, Origin], str]
+    """returns what has to be known to use the result, or nothing"""
+    folder: bool
+    prefixed: bool = False
+    """whether something may stand before the names of modules"""
+
+
+def write_peft(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+    """A patch folder, as PEFT and lorakit read it.
+
+    Raises:
+        TryAgainLater: the disk is full; nothing is left.
+    """
+    with committed_folder(out) as staging:
+        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.facts))
+    return ""
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    "peft": Format(None, write_peft, folder=True),
+    "kohya": Format(read_kohya, write_kohya, folder=False, prefixed=True),
+    "diffusers": Format(read_diffusers, write_diffusers, folder=False, prefixed=True),
+    "loralib": Format(read_loralib, write_loralib, folder=False),
+    "mlx": Format(read_mlx, write_mlx, folder=True),
+}
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str = "peft",
+    base: str | Path | None = None,
+    alpha: float | None = None,
+    prefix: str | None = None,
+    revision: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write the adapter at ``source`` in another program's format; returns ``out``.
+
+    Every value keeps its bits and every layer its scale, or nothing is written. The format of ``source`` (a folder or
+    a .safetensors file) is recognised by its names; ``to`` is one of FORMATS. ``out`` is a folder for peft and mlx, a
+    .safetensors file for the others, and must not exist.
+
+    ``base``: a folder, a hub id (with ``revision``) or builtin:tiny; the result is checked against it, and kohya's
+    names cannot be read without it. ``alpha``: of a loralib file, which does not hold it. ``prefix``: what stands
+    before the names of kohya's (``lora_te``) or diffusers' (``text_encoder``) files, of the source if both are: others
+    in the source are left out. ``say``: hears what was done and what has to be known to use it.
+
+    Raises:
+        PatchError: the source is damaged or unknown, or something of it has no exact place in ``to``; names the
+        file, the tensor or setting, and what to do. BaseModelError: there is no such base. TryAgainLater: the disk is
+        full. Nothing is left of a refused conversion.
+    """
+    source, out = Path(source), Path(out)
+    if to not in FORMATS:
+        raise PatchError(f"to: {to!r} is none of {', '.join(FORMATS)}.{nearest(to, FORMATS)}")
+    _check_out(out, to)
+    name, file = recognise(source)
+    _check_options(name, to, alpha, prefix)
+    options = Options(open_base(None if base is None else str(base), revision), alpha, prefix)
+    patch, origin, rest = _read(source, name, file, options)
+    if options.base is not None:
+        check_fits(patch, options.base.shapes, options.base.name)
+    if not patch.layers:
+        raise PatchError(f"{source}: holds no updates of layers; there is nothing to convert")
+    note = FORMATS[to].write(out, patch, rest, origin)
+    say(f"{out}: {len(patch.layers)} layers, from {name} to {to}" + (f"; {note}" if note else ""))
+    return out
+
+
+def _read(source: Path, name: str, file: TensorFile | None, options: Options) -> tuple[Patch, Origin, Options]:
+    """The patch, where it is from, and what is left to be said to the writer."""
+    read = FORMATS[name].read
+    if read is None or file is None:
+        patch = read_patch(source)
+        assert patch.digest is not None
+        return patch, Origin(name, patch.digest), options
+    found = read(file, options)
+    used = options.prefix if FORMATS[name].prefixed else None
+    origin = Origin(name, found.sha256, used)
+    rest = Options(options.base, None, options.prefix if used is None else None)
+    return as_patch(found, options, origin), origin, rest
+
+
+def _check_out(out: Path, to: str) -> None:
+    if os.path.lexists(out):
+        raise PatchError(f"out: {out} exists already; choose another name, or remove it")
+    if FORMATS[to].folder == (out.suffix == ".safetensors"):
+        kind = "a folder" if FORMATS[to].folder else "one file; let its name end in .safetensors"
+        raise PatchError(f"out: {out}: an adapter of {to} is {kind}")
+
+
+def _check_options(name: str, to: str, alpha: float | None, prefix: str | None) -> None:
+    """Every argument is one that is looked at: nothing that was said is ignored."""
+    if name == to:
+        raise PatchError(f"to: this is a {name} adapter already; nothing would change")
+    if alpha is not None and name != "loralib":
+        raise PatchError(f"alpha: {name} adapters hold their own; leave it out")
+    if alpha is not None and not 0 < alpha < 1e9:
+        raise PatchError(f"alpha: must be a positive number, got {alpha!r}")
+    if prefix is not None and not (FORMATS[name].prefixed or FORMATS[to].prefixed):
+        raise PatchError(f"prefix: neither {name} nor {to} adapters have one; leave it out")
