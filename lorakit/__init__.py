@@ -13,21 +13,27 @@ from lorakit.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from lorakit.adapted import AdaptedModel, load
+    from lorakit.combine import combine
+    from lorakit.convert import convert
+    from lorakit.diff import diff
+    from lorakit.extract import extract
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merge import merge
-    from lorakit.patch import read_patch, save_patch
+    from lorakit.patch import read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
     from lorakit.train import train
 
 _HOMES: Final = {
-    "AdaptedModel": "lorakit.adapted", "adapter_tensors": "lorakit.lora", "inject": "lorakit.lora",
+    "AdaptedModel": "lorakit.adapted", "adapter_tensors": "lorakit.lora", "combine": "lorakit.combine",
+    "convert": "lorakit.convert", "diff": "lorakit.diff", "extract": "lorakit.extract", "inject": "lorakit.lora",
     "load": "lorakit.adapted", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.train",
+    "write_patch": "lorakit.patch",
 }  # fmt: skip
 
 __all__ = [
-    "AdaptedModel", "LorakitError", "__version__", "adapter_tensors", "inject", "load", "load_recipe", "merge",
-    "read_patch", "save_patch", "train",
+    "AdaptedModel", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
+    "inject", "load", "load_recipe", "merge", "read_patch", "save_patch", "train", "write_patch",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from lorakit.convert.kept import Origin
 from lorakit.convert.kohya import read_kohya, write_kohya
 from lorakit.convert.options import Base, Options
 from lorakit.convert.scales import exact_alpha
+from lorakit.durable import digest
 from lorakit.errors import BaseModelError, PatchError, TryAgainLater
 from lorakit.lora import METHODS
 from lorakit.patch import PatchLayer, Shapes, check_base, new_patch, read_patch, write_patch
@@ -166,7 +167,8 @@ def test_a_shipped_patch_goes_to_every_format_and_comes_back_the_same(tmp_path: 
     assert "# back\n" in (back / "README.md").read_text()
     check_base(read_patch(back), ROOT / "lorakit" / "assets" / "tiny")  # it still knows its base
     assert f"28 layers, from peft to {to}" in heard[0]
-    assert json.loads(metadata(there)["lorakit"])["converted"] == {"from": "peft", "source_sha256": old.digest}
+    sha256 = digest(patch / "adapter_model.safetensors")
+    assert json.loads(metadata(there)["lorakit"])["converted"] == {"from": "peft", "source_sha256": sha256}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,7 +14,6 @@ from lorakit.convert.options import Base, Options
 from lorakit.errors import PatchError
 from lorakit.lora.kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch
-from lorakit.patch.config import parse_config
 from lorakit.patch.tensor_file import TensorFile
 
 
@@ -50,22 +49,14 @@ def as_patch(found: Found, options: Options, origin: Origin) -> Patch:
     }
     try:
         patch = new_patch(
-            layers, facts=origin.facts(), dropout=found.dropout, fan_in_fan_out=_all_conv1d(base, layers),
+            layers, facts=origin.facts(), whole=found.biases, dropout=found.dropout,
+            fan_in_fan_out=_all_conv1d(base, layers),
             **(_of_base(base) if base else {"base_model": None, "task_type": None}),
         )  # fmt: skip
     except PatchError as problem:
         raise PatchError(f"{found.file.path}: {problem}") from None
-    patch = replace(_with_biases(patch, found), folder=found.file.path)
+    patch = replace(patch, folder=found.file.path)
     return found.kept.restore(patch) if found.kept else patch
-
-
-def _with_biases(patch: Patch, found: Found) -> Patch:
-    if not found.biases:
-        return patch
-    adapted = all(parameter.rpartition(".")[0] in patch.layers for parameter in found.biases)
-    raw = {**patch.config.raw, "bias": "lora_only" if adapted else "all"}  # as PEFT says where they come from
-    shapes = {parameter: tuple(tensor.shape) for parameter, tensor in found.biases.items()}
-    return replace(patch, config=parse_config(found.file.path, raw), whole=found.biases, whole_shapes=shapes)
 
 
 def _of_base(base: Base) -> dict[str, Any]:

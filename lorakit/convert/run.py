@@ -14,10 +14,11 @@ from lorakit.convert.loralib import read_loralib, write_loralib
 from lorakit.convert.mlx import read_mlx, write_mlx
 from lorakit.convert.options import Options, open_base
 from lorakit.convert.recognise import recognise
-from lorakit.durable import committed_folder
+from lorakit.durable import committed_folder, digest
 from lorakit.errors import PatchError, nearest
 from lorakit.patch import Patch, check_fits, read_patch, write_patch
 from lorakit.patch.card import model_card
+from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.tensor_file import TensorFile
 
 
@@ -102,9 +103,7 @@ def _read(source: Path, name: str, file: TensorFile | None, options: Options) ->
     """The patch, where it is from, and what is left to be said to the writer."""
     read = FORMATS[name].read
     if read is None or file is None:
-        patch = read_patch(source)
-        assert patch.digest is not None
-        return patch, Origin(name, patch.digest), options
+        return read_patch(source), Origin(name, digest(source / TENSOR_FILE)), options
     found = read(file, options)
     used = options.prefix if FORMATS[name].prefixed else None
     origin = Origin(name, found.sha256, used)

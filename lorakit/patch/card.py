@@ -17,8 +17,7 @@ def model_card(
         "---",
     ]
     made_for = f"for `{base_model}`" if base_model else "for a model that has no name"
-    made_with = f"made with lorakit {facts['lorakit']}" if "lorakit" in facts else "written by another program"
-    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {made_with}.", ""]
+    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {_made_how(facts)}.", ""]
     lines += [f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}" for key, value in _made(facts)]
     if results := facts.get("results"):
         lines += [
@@ -40,6 +39,14 @@ def model_card(
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _made_how(facts: Mapping[str, Any]) -> str:
+    if "lorakit" not in facts:
+        return "written by another program"
+    ways = {"converted": "converted from another format", "combined": "combined from several patches",
+            "extracted": "extracted from two full models"}  # fmt: skip
+    return f"{next((way for key, way in ways.items() if key in facts), 'made')} with lorakit {facts['lorakit']}"
 
 
 def _made(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,11 +98,18 @@ def new_patch(
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
         **settings,
     )  # fmt: skip
-    if whole:
-        raw["modules_to_save"] = sorted({parameter.rpartition(".")[0] for parameter in whole})
+    raw |= _declared(whole, layers)
     config = parse_config(Path(CONFIG_FILE), raw)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     return Patch(Path(), config, layers, whole, shapes, facts=facts)
+
+
+def _declared(whole: Collection[str], layers: Collection[str]) -> dict[str, Any]:
+    """The settings that tell PEFT of whole tensors: biases by themselves, any other with its module."""
+    modules = {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")}
+    biased = {name.rpartition(".")[0] for name in whole if name.endswith(".bias")} - modules
+    bias = "none" if not biased else "lora_only" if biased <= set(layers) else "all"
+    return {"bias": bias} | ({"modules_to_save": sorted(modules)} if modules else {})
 
 
 def adapter_patch(
