@@ -101,8 +101,9 @@ def test_what_differs_is_measured_on_the_updates_and_shown_most_different_first(
     assert said[-1] == "different: 6 of 6 updates, 0 of 0 whole tensors"
 
 
-def test_a_difference_below_float32_is_none_and_above_it_is_one(patch: Path, tmp_path: Path) -> None:
-    key = f"base_model.model.{Q}.lora_B.weight"
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_a_difference_below_float32_is_none_and_above_it_is_one(patch: Path, tmp_path: Path, part: str) -> None:
+    key = f"base_model.model.{Q}.{part}.weight"
     near, far = (
         retensored(patch, tmp_path / str(factor), lambda t, factor=factor: t.update({key: t[key] * factor}))
         for factor in (1 + 2**-22, 1 + 2**-18)
@@ -134,6 +135,14 @@ def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path
     assert f"made for different bases: 1 of 14 weights that both know ({Q} first)\n" in said
     assert said[-1] == "different: 0 of 14 updates, 0 of 0 whole tensors, and the bases they were made for"
     assert diff(patch, without_facts(patch, tmp_path / "unknown"), said)
+
+    a, b = (
+        without_facts(patch, tmp_path / text, lambda facts, text=text: facts["base"].update(config=text))
+        for text in ("one", "two")
+    )
+    assert not diff(a, b, said)
+    assert "made for different bases: config\n" in said
+    assert diff(a, patch, said)
 
 
 def test_whole_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any) -> None:
@@ -213,6 +222,13 @@ def test_missing_misshaped_and_broken_tensors_and_settings_differ(base: Path, tm
         "different: 4 of 22 tensors (1 only in the first, 1 only in the second), 1 settings of config.json, the tokenizer"
     )
     assert diff(other, other, said)  # the same bits, numbers or not
+
+
+def test_models_with_other_tokenizers_are_not_the_same(base: Path, tmp_path: Path) -> None:
+    (shutil.copytree(base, tmp_path / "other") / "tokenizer.json").write_text("{}")
+    said = Said()
+    assert not diff(base, tmp_path / "other", said)
+    assert said[-1].endswith(", 0 settings of config.json, the tokenizer")
 
 
 def test_what_names_the_file_and_not_the_model_is_shown_and_no_difference(base: Path, tmp_path: Path) -> None:

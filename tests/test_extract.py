@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lorakit
+from lorakit.diff import diff
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.extract import extract
 from lorakit.lora.algebra import found_near
@@ -179,6 +180,7 @@ def test_a_wholly_trained_model_comes_back_on_every_kind_of_layer(
     out = extract(tmp_path / "base", full, rank=32, out=tmp_path / "found", rest="save")
 
     check_same_function(tmp_path / "base", full, out, tmp_path, build(architecture))
+    assert read_patch(out).config.raw["fan_in_fan_out"] is (architecture == "gpt2")
 
 
 def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: Any) -> None:
@@ -205,6 +207,9 @@ def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: A
     assert patch.layers.keys() == {Q}
     assert torch.equal(patch.whole["lm_head.weight"], patch.whole["model.embed_tokens.weight"])
     check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
+    head = changed(full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    again = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
+    assert diff(out, again, lambda text: None)
 
 
 def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(

@@ -1,0 +1,260 @@
+"""Several patches become one, a layer at a time: their exact sum, that sum at a smaller rank, or TIES and DARE.
+
+One invariant: the new patch is what was asked for up to the error that it reports and holds, or it is not written.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from lorakit.durable import digest
+from lorakit.errors import MergeError, PatchError, nearest
+from lorakit.lora.algebra import Found, summed, thinned
+from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_patch
+from lorakit.patch.config import CONFIG_FILE, parse_config
+from lorakit.patch.fingerprint import FULL_SCHEME, SCHEME, told_in_full
+from lorakit.patch.patch import TENSOR_FILE
+from lorakit.version import VERSION
+
+How = Literal["sum", "ties", "dare"]
+DENSITIES: Final[Mapping[str, float | None]] = {"sum": None, "ties": 0.2, "dare": 0.5}
+"""the ways to combine, and the share of entries each keeps when nothing is said"""
+Say = Callable[[str], None]
+Parts = list[tuple[PatchLayer, float]]
+"""what goes into one layer: the sources' layers, each with the factor w s of its B A"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the patches and its weight."""
+
+    folder: Path
+    patch: Patch
+    weight: float
+
+
+def combine(
+    *adapters: str | Path | tuple[str | Path, float], out: str | Path, how: How = "sum", rank: int | None = None,
+    density: float | None = None, seed: int = 0, allow_base_mismatch: bool = False, say: Say = lambda text: None,
+) -> Path:  # fmt: skip
+    """Write several patches of one base as one; returns ``out``. An adapter may be given as (folder, weight).
+
+    ``sum``: delta = sum_i w_i s_i B_i A_i exactly, its ranks side by side; with ``rank``, the nearest of that rank.
+    ``ties`` and ``dare``: as ``lora.algebra`` has them, on the dense deltas w_i s_i B_i A_i of one layer at a time, so
+    without the cross terms of treating A and B by themselves; then brought to ``rank``, or to the sum of the sources'
+    ranks. No layer gets more than its smaller side. ``density``: the share of entries kept, 0.2 for ties, 0.5 for dare.
+    ``seed``: of what dare drops in each layer, and of the SVD of large layers. The same call writes the same bytes.
+    Whole tensors (a saved head, biases) are carried over when one patch alone has them, with weight 1.
+
+    Raises:
+        MergeError: not possible as asked. PatchError: a patch is damaged, or two are of different bases (which is only
+        recorded with ``allow_base_mismatch``). Nothing is written then.
+    """
+    kept = DENSITIES.get(how) if density is None else density
+    _check_settings(how, rank, density, kept)
+    if Path(out).exists():
+        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    sources = _sources(adapters, rank)
+    differing, unknown = _compare_bases(sources)
+    if differing and not allow_base_mismatch:
+        way_out = "to combine them all the same, say --allow-base-mismatch (in Python allow_base_mismatch=True)"
+        raise PatchError("\n".join([*differing, way_out]))
+    for text in [*differing, *unknown]:
+        say(text)
+    if rank is None and how != "sum":
+        say("rank: not given; every layer gets the ranks of its sources together, at most its smaller side")
+    parts = _parts(sources)
+    combined = _combine(parts, _ranks(parts, how, rank), how, kept, seed, say)
+    made: dict[str, Any] = {
+        "how": how, "rank": rank, "density": kept, "seed": seed, "error": _error(*combined.values()),
+        "errors": {name: _error(one) for name, one in combined.items()},
+        "sources": [
+            {"name": one.folder.name, "sha256": digest(one.folder / TENSOR_FILE), "weight": one.weight}
+            for one in sources
+        ],
+        "allow_base_mismatch": allow_base_mismatch, "bases_differ": differing, "bases_not_compared": unknown,
+    }  # fmt: skip
+    layers = {name: _layer(one, parts[name][0][0]) for name, one in combined.items()}
+    return write_patch(out, _patch(sources, layers, made, say))
+
+
+def _check_settings(how: str, rank: int | None, density: float | None, kept: float | None) -> None:
+    if how not in DENSITIES:
+        raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{nearest(how, DENSITIES)}")
+    if how == "sum" and density is not None:
+        raise MergeError(f"density: {density}, but a sum keeps every entry; leave it out, or say ties or dare")
+    if kept is not None and not 0 < kept <= 1:
+        raise MergeError(f"density: the share of entries to keep, above 0 and at most 1, got {kept}")
+    if rank is not None and rank < 1:
+        raise MergeError(f"rank: a whole number from 1, got {rank}")
+
+
+def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[Source]:
+    """The patches, opened; each can be combined with all others."""
+    pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in adapters]
+    for folder, weight in pairs:
+        if not math.isfinite(weight):
+            raise MergeError(f"{folder}: weight {weight}; a weight is a finite number")
+    if not pairs or (len(pairs) == 1 and rank is None):
+        raise MergeError(f"{len(pairs)} patches: name two or more, or one with the rank it is to be brought down to")
+    if not any(weight for _, weight in pairs):
+        raise MergeError("nothing would change: every weight is 0")
+    sources = [Source(Path(folder), open_patch(folder), float(weight)) for folder, weight in pairs]
+    _check_alike(sources)
+    whole = [one for one in sources if one.patch.whole_shapes]
+    for one in whole:
+        if len(whole) > 1 or one.weight != 1.0:
+            raise MergeError(
+                f"{one.folder}: brings whole tensors ({', '.join([*one.patch.whole_shapes][:3])}) in place of the"
+                " base's. One patch may, with weight 1; weighing them needs the base: merge into it (lorakit merge)"
+            )
+    return sources
+
+
+def _check_alike(sources: Sequence[Source]) -> None:
+    """No patch is there twice, and what two of them change is of one shape."""
+    for one, two in combinations(sources, 2):
+        if one.patch.digest == two.patch.digest:
+            raise MergeError(f"{one.folder} and {two.folder} are one patch; name it once, with the sum of the weights")
+        for name, layer in one.patch.layers.items():
+            both = (layer, two.patch.layers.get(name, layer))
+            a, b = (f"{'an embedding' if x.embedding else 'linear'}, {x.sizes} (out, in)" for x in both)
+            if a != b:
+                raise PatchError(f"made for different bases: {name} is {a} in {one.folder}, {b} in {two.folder}")
+
+
+def _compare_bases(sources: Sequence[Source]) -> tuple[list[str], list[str]]:
+    """(how the bases of two patches differ, what could not be compared), in sentences."""
+    differing, unknown = [], []
+    for one in sources:
+        scheme = (one.patch.facts.get("base") or {}).get("scheme")
+        if scheme is None:
+            unknown.append(f"{one.folder}: does not say which base it is for; compared by its shapes alone")
+        elif scheme != SCHEME:
+            raise PatchError(f"{one.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
+    for one, two in combinations([one for one in sources if one.patch.facts.get("base")], 2):
+        parts, pair = list(_differences(one.patch, two.patch)), f"{one.folder} and {two.folder}"
+        dtypes = {_rounded(one.patch), _rounded(two.patch)}
+        if len(dtypes) == 2 and len(parts) == 1 and parts[0].startswith("the weights"):
+            unknown.append(f"{pair}: their fingerprints are of {' and '.join(sorted(dtypes))}, so they do not compare")
+        elif parts:
+            differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
+    return differing, unknown
+
+
+def _differences(one: Patch, two: Patch) -> Iterator[str]:
+    told, other = one.facts["base"], two.facts["base"]
+    tables = [(told["weights"], other["weights"]), (told_in_full(one) or {}, told_in_full(two) or {})]
+    shared = [name for name in one.layers if name in two.layers]
+    wrong = [name for name in shared if any(name in a and name in b and a[name] != b[name] for a, b in tables)]
+    if wrong:
+        yield f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)"
+    yield from (key for key in ("config", "tokenizer") if told.get(key) and other.get(key) not in (None, told[key]))
+
+
+def _rounded(patch: Patch) -> str:
+    """What the weights were rounded to before they were digested: as float32 values, in any case."""
+    return patch.facts["base"].get("rounded_to") or "float32"
+
+
+def _parts(sources: Sequence[Source]) -> dict[str, Parts]:
+    """module -> what goes into it; a source of weight 0 adds nothing."""
+    parts: dict[str, Parts] = {}
+    for one in sources:
+        for name, layer in one.patch.layers.items() if one.weight else ():
+            parts.setdefault(name, []).append((layer, one.weight * layer.scale))
+    return parts
+
+
+def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, int]:
+    """module -> the rank it gets at most."""
+    ranks, most = {}, 0
+    for name, own in parts.items():
+        total, smaller_side = sum(layer.rank for layer, _ in own), min(own[0][0].sizes)
+        ranks[name] = total if how == "sum" and rank is None else min(rank or total, smaller_side)
+        most = max(most, total if how == "sum" else smaller_side)
+    if rank is not None and rank > most:
+        raise MergeError(f"rank: {rank}, but no layer can use more than {most}; give less, or leave it out")
+    if (largest := max(ranks.values(), default=0)) > Caps().rank:
+        raise MergeError(f"rank: {largest} in a layer, and a patch holds at most {Caps().rank}; give a smaller rank")
+    return ranks
+
+
+def _combine(
+    parts: Mapping[str, Parts], ranks: Mapping[str, int], how: str, density: float | None, seed: int, say: Say
+) -> dict[str, Found]:
+    combined, width = {}, max(map(len, ["all layers", *parts]))
+    say(f"{'layer':<{width}} {'rank':>5}  relative error")
+    for name, own in parts.items():
+        summands = [(dict(layer.tensors), factor) for layer, factor in own]
+        key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+        one = summed(summands, ranks[name]) if density is None else thinned(summands, how, ranks[name], density, key)
+        combined[name] = one
+        say(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
+    if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
+        raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
+    most = max(one.factors.rank for one in combined.values())
+    say(f"{'all layers':<{width}} {most:>5}  {_error(*combined.values()):.3g}")
+    return combined
+
+
+def _error(*found: Found) -> float:
+    """||delta asked for - delta written|| / ||delta asked for||, over all of the layers; 0 where both are 0."""
+    size = math.hypot(*(one.size for one in found))
+    return math.hypot(*(one.left for one in found)) / size if size else 0.0
+
+
+def _layer(found: Found, like: PatchLayer) -> PatchLayer:
+    rank, tensors = found.factors.rank, {"lora_A": found.factors.A, "lora_B": found.factors.B}
+    return PatchLayer("lora", rank, found.s * rank, like.sizes, tensors, like.embedding)
+
+
+def _patch(sources: Sequence[Source], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say) -> Patch:
+    configs = [one.patch.config for one in sources]
+    named = next((config for config in configs if config.base_model), configs[0])
+    base = _fingerprint(sources, list(layers), apart=bool(made["bases_differ"]))
+    if base is None:
+        say("the new patch does not say which base it is for: no source does so for all of its layers")
+    tasks, ranks = {config.raw.get("task_type") for config in configs}, {layer.rank for layer in layers.values()}
+    adapter = {
+        "layers": len(layers),
+        "rank": ", ".join(map(str, sorted(ranks))),
+        made["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources),
+    }
+    holder = next((one.patch for one in sources if one.patch.whole_shapes), None)
+    patch = new_patch(
+        layers, facts={"lorakit": VERSION, "adapter": adapter, "combined": made} | ({"base": base} if base else {}),
+        base_model=named.base_model, revision=named.revision, whole=holder.whole if holder else None,
+        task_type=tasks.pop() if len(tasks) == 1 else None,
+        fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
+    )  # fmt: skip
+    raw = holder.config.raw if holder else {}
+    kept = {key: raw[key] for key in ("bias", "modules_to_save", "ensure_weight_tying") if key in raw}
+    return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **kept}))
+
+
+def _fingerprint(sources: Sequence[Source], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
+    """What the sources together say about the base: of one dtype and of every layer, or the patch would match no base.
+
+    ``apart``: they are of different bases, so one of them must say it all.
+    """
+    groups: dict[str, list[Patch]] = {}
+    for number, one in enumerate(sources):
+        if one.patch.facts.get("base"):
+            groups.setdefault(str(number) if apart else _rounded(one.patch), []).append(one.patch)
+    for group in groups.values():
+        told = [patch.facts["base"] for patch in group]
+        weights, full = (
+            {name: table[name] for table in tables for name in names if name in table}
+            for tables in ([one["weights"] for one in told], [told_in_full(patch) or {} for patch in group])
+        )
+        if len(weights) < len(names):
+            continue
+        base = {key: next((x[key] for x in told if x.get(key)), None) for key in ("config", "tokenizer", "rounded_to")}
+        whole = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
+        return {"scheme": SCHEME, **base, "weights": weights, **whole}
+    return None

@@ -1,0 +1,248 @@
+"""What differs between two patches, or between two models: most different first, and one sentence at the end.
+
+Two patches are compared by what they do, not by their A and B: many pairs of factors make the same update.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lorakit.errors import LorakitError
+from lorakit.lora.algebra import inner, low_rank, norm, subtracted
+from lorakit.model import find_base
+from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
+from lorakit.patch.config import CONFIG_FILE
+from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, told_in_full
+
+Say = Callable[[str], None]
+SHOWN: Final = 20
+CELL: Final = 48
+SAME_UPDATE: Final = 1e-6
+"""relative difference up to which two updates are the same: what rounding their factors to float32 explains"""
+BLOCK_ELEMENTS: Final = 1 << 22
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table, and how different its two sides are."""
+
+    difference: float
+    cells: Sequence[str]
+
+
+def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -> bool:
+    """Print how two patches, or two models, differ; True when they are the same.
+
+    Patches are the same when every update and whole tensor is, and they do not name different bases: an update by
+    ||d1 - d2|| / ||d1|| of delta = s B A, computed through the factors; a whole tensor by its values. Settings are
+    shown; they count by what they do. Models (folders, hub ids, builtin:tiny) are the same when every tensor has the
+    same values, and config and tokenizer say the same; dtypes and files are shown. One tensor is in memory at a time.
+
+    Raises:
+        LorakitError: one is a patch and the other is not. PatchError, BaseModelError: one of them cannot be read.
+    """
+    are_patches = [(Path(name) / CONFIG_FILE).is_file() for name in (one, two)]
+    if all(are_patches):
+        return _diff_patches(open_patch(one), open_patch(two), say)
+    if any(are_patches):
+        patch, other = (one, two) if are_patches[0] else (two, one)
+        raise LorakitError(
+            f"{patch} is a patch, {other} is not. `lorakit show {patch} --for {other}` says whether they belong"
+            f" together; to compare models merge the patch first (lorakit merge), to compare patches make a tuned model"
+            " one (lorakit extract)"
+        )
+    return _diff_models(open_base_files(find_base(str(one))), open_base_files(find_base(str(two))), say)
+
+
+def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
+    _table(say, ("setting", "first", "second"), _unequal(_settings(one), _settings(two)))
+    bases = list(_base_differences(one, two))
+    for text in bases:
+        say(f"made for different bases: {text}\n")
+    updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
+    other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
+    _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates)
+    names = dict.fromkeys([*one.whole_shapes, *two.whole_shapes])
+    wholes = [
+        _whole(name, *(patch.whole[name] if name in patch.whole_shapes else None for patch in (one, two)))
+        for name in names
+    ]
+    other_wholes = [line for line in wholes if line.difference]
+    _table(say, ("whole tensor", "first", "second", "largest", "difference"), other_wholes)
+    if not (bases or other_updates or other_wholes):
+        most = max((line.difference for line in updates), default=0.0)
+        what = f"{len(updates)} updates and {len(wholes)} whole tensors"
+        bits = "bit for bit" if one.digest == two.digest and not most else f"updates within {most:.2g} of their size"
+        say(f"the same: {what}, {bits}")
+        return True
+    say(
+        f"different: {len(other_updates)} of {len(updates)} updates, {len(other_wholes)} of {len(wholes)} whole tensors"
+        + (", and the bases they were made for" if bases else "")
+    )
+    return False
+
+
+def _settings(patch: Patch) -> dict[str, Any]:
+    """What says how strong a patch is and where it belongs."""
+    layers, base = patch.layers.values(), patch.facts.get("base") or {}
+    return {
+        "method": patch.config.method, "rank": sorted({layer.rank for layer in layers}),
+        "alpha": sorted({layer.alpha for layer in layers}), "scale": sorted({layer.scale for layer in layers}),
+        "dropout": patch.config.dropout, "layers": len(layers), "whole tensors": len(patch.whole_shapes),
+        "parameters": patch.num_parameters, "bias": patch.config.raw.get("bias", "none"),
+        "modules_to_save": sorted(patch.config.modules_to_save), "task_type": patch.config.raw.get("task_type"),
+        "base model": patch.config.base_model, "revision": patch.config.revision,
+        "lorakit": patch.facts.get("lorakit"), "base config": base.get("config"), "base dtype": base.get("rounded_to"),
+    }  # fmt: skip
+
+
+def _base_differences(one: Patch, two: Patch) -> Iterator[str]:
+    """How the fingerprints of the bases differ; nothing where they cannot be compared."""
+    a, b = one.facts.get("base"), two.facts.get("base")
+    if not a or not b or a["scheme"] != b["scheme"]:
+        return
+    if (a.get("rounded_to") or "float32") == (b.get("rounded_to") or "float32"):
+        tables = [(a["weights"], b["weights"]), (told_in_full(one) or {}, told_in_full(two) or {})]
+        shared = {name for x, y in tables for name in x if name in y}
+        wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
+        if wrong:
+            yield f"{len(wrong)} of {len(shared)} weights that both know ({wrong[0]} first)"
+    yield from (key for key in ("config", "tokenizer") if a.get(key) and b.get(key) not in (None, a[key]))
+
+
+def _update(name: str, one: Patch, two: Patch) -> Line:
+    """How far delta1 is from delta2; where one has none, it is zero there."""
+    a, b = one.layers.get(name), two.layers.get(name)
+    ranks = ["-" if layer is None else str(layer.rank) for layer in (a, b)]
+    if a and b and (a.sizes, a.embedding) != (b.sizes, b.embedding):
+        return Line(math.inf, [name, *ranks, "other shape", "-"])
+    d1, d2 = (None if x is None else low_rank(dict(x.tensors), x.scale) for x in (a, b))
+    if d1 and d2 and torch.equal(d1.B, d2.B) and torch.equal(d1.A, d2.A):
+        return Line(0.0, [name, *ranks, "0", "1"])
+    sizes = [0.0 if d is None else norm(d) for d in (d1, d2)]
+    apart = norm(subtracted(d1, d2)) if d1 and d2 else max(sizes)
+    cosine = f"{inner(d1, d2) / (sizes[0] * sizes[1]):.4f}" if d1 and d2 and all(sizes) else "-"
+    difference = _relative(apart, sizes[0])
+    return Line(difference, [name, *ranks, f"{difference:.3g}", cosine])
+
+
+def _whole(name: str, one: Tensor | None, two: Tensor | None) -> Line:
+    kinds = ["-" if tensor is None else _kind(tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
+    if one is None or two is None or one.shape != two.shape:
+        return Line(math.inf, [name, *kinds, "-", "-"])
+    largest, difference = _apart([(one.reshape(-1), two.reshape(-1))])
+    return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
+
+
+def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
+    configs = _unequal(*(dict(_flat(files.config())) for files in (one, two)))
+    _table(say, ("config", "first", "second"), configs)
+    tokenizers = {BaseIdentity(files).tokenizer for files in (one, two)}
+    if len(tokenizers) > 1:
+        say("tokenizer: differs, or only one has it\n")
+    if (files := [_files(one), _files(two)])[0] != files[1]:
+        say(f"files: {files[0]} in the first, {files[1]} in the second\n")
+    names = dict.fromkeys([*one.holder, *two.holder])
+    lines = [_stored(name, one, two) for name in names]
+    unequal = [line for line in lines if line.difference]
+    _table(say, ("tensor", "first", "second", "largest", "difference"), unequal)
+    dtypes = [
+        name
+        for name in names
+        if name in one.holder and name in two.holder and one.entry(name).dtype != two.entry(name).dtype
+    ]
+    if dtypes:
+        kinds = sorted({f"{_kind(one.entry(name).dtype)} and {_kind(two.entry(name).dtype)}" for name in dtypes})
+        say(f"dtype: {len(dtypes)} tensors differ ({', '.join(kinds)}; {dtypes[0]} first)\n")
+    counted = sum(line.difference > 0 for line in configs)
+    if not (unequal or counted or len(tokenizers) > 1):
+        say(f"the same: {len(lines)} tensors of equal values" + (f", {len(dtypes)} in another dtype" if dtypes else ""))
+        return True
+    missing = [sum(name not in files.holder for name in names) for files in (two, one)]
+    say(
+        f"different: {len(unequal)} of {len(lines)} tensors ({missing[0]} only in the first, {missing[1]} only in the"
+        f" second), {counted} settings of config.json" + (", the tokenizer" if len(tokenizers) > 1 else "")
+    )
+    return False
+
+
+def _files(model: BaseFiles) -> str:
+    return f"{len(model.shards)} of {sum(shard.path.stat().st_size for shard in model.shards):,} bytes"
+
+
+def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
+
+
+def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[Line]:
+    """The keys with other values; what does not say which model it is counts as no difference."""
+    return [
+        Line(float(key.rpartition(".")[2] not in NOT_IDENTITY), [key, *(_cell(side, key) for side in (one, two))])
+        for key in dict.fromkeys([*one, *two])
+        if (key in one, one.get(key)) != (key in two, two.get(key))
+    ]
+
+
+def _cell(side: Mapping[str, Any], key: str) -> str:
+    text = json.dumps(side[key], ensure_ascii=False) if key in side else "-"
+    return text if len(text) <= CELL else f"{text[: CELL - 3]}..."
+
+
+def _stored(name: str, one: BaseFiles, two: BaseFiles) -> Line:
+    entries = [files.entry(name) if name in files.holder else None for files in (one, two)]
+    kinds = ["-" if entry is None else _kind(entry.dtype, entry.shape) for entry in entries]
+    if None in entries or len({entry.shape for entry in entries if entry}) > 1:
+        return Line(math.inf, [name, *kinds, "-", "-"])
+    size = math.prod(one.entry(name).shape)
+    blocks = ((start, min(start + BLOCK_ELEMENTS, size)) for start in range(0, size, BLOCK_ELEMENTS))
+    largest, difference = _apart(tuple(f.holder[name].read_elements(name, *b) for f in (one, two)) for b in blocks)
+    return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
+
+
+def _apart(blocks: Iterable[tuple[Tensor, ...]]) -> tuple[float, float]:
+    """(largest difference of two values, ||one - two|| / ||one||) over pairs of blocks. Equal bits are equal values."""
+    peaks, apart, size = [0.0], 0.0, 0.0
+    for one, two in blocks:
+        before = one.double()
+        size = math.hypot(size, float(torch.linalg.vector_norm(before)))
+        if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+            continue
+        change = two.double() - before
+        peaks.append(float(change.abs().max()))
+        apart = math.hypot(apart, float(torch.linalg.vector_norm(change)))
+    return float(torch.tensor(peaks).max()), _relative(apart, size)
+
+
+def _relative(apart: float, size: float) -> float:
+    """apart / size; infinite against nothing, and where a value is no number."""
+    if not apart:
+        return 0.0
+    return apart / size if size and math.isfinite(apart) and math.isfinite(size) else math.inf
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if shape is None else f"{name} {'x'.join(map(str, shape)) or 'scalar'}"
+
+
+def _table(say: Say, header: Sequence[str], lines: Sequence[Line]) -> None:
+    """Aligned columns, most different first; nothing when there are no lines."""
+    if not lines:
+        return
+    shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
+    rows = [header, *(line.cells for line in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        say("  ".join([first, *others]).rstrip())
+    say(f"... and {len(lines) - len(shown)} more\n" if len(lines) > len(shown) else "")

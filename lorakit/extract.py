@@ -1,0 +1,255 @@
+"""A patch from two full models: the change of every linear layer, as the nearest product of two thin matrices.
+
+One invariant: what differs between the models is in the patch, up to the energy it reports, or is named in an error.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.errors import BaseModelError, MergeError, PatchError
+from lorakit.lora.algebra import Found, found_near
+from lorakit.lora.kinds import CONV1D, EMBEDDING
+from lorakit.model import find_base, load_skeleton
+from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_patch
+from lorakit.patch.config import CONFIG_FILE, parse_config
+from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
+from lorakit.patch.patch import FLOATS
+from lorakit.version import VERSION
+
+Say = Callable[[str], None]
+SHOWN: Final = 5
+NO_LOGITS: Final = ("_token_id", "dropout", "dropout_prob", "_pdrop")
+"""ends of config keys that change no logits of a model that is not being trained"""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two models of one shape, tensor by tensor."""
+
+    base: BaseFiles
+    tuned: BaseFiles
+    skeleton: nn.Module
+    shapes: Shapes
+    stored: Mapping[str, tuple[str, str]]
+    """parameter, or a stored tensor that is none -> its stored names in base and tuned"""
+
+    def read(self, name: str) -> tuple[Tensor, Tensor]:
+        """One tensor of both.
+
+        Raises:
+            BaseModelError: it holds values that are not finite.
+        """
+        one, two = self.stored[name]
+        before, after = self.base.holder[one].read(one), self.tuned.holder[two].read(two)
+        for files, tensor in ((self.base, before), (self.tuned, after)):
+            if not torch.isfinite(tensor).all():
+                raise BaseModelError(f"{files.folder}: {name} holds values that are not finite")
+        return before, after
+
+
+def extract(
+    base: str | Path, tuned: str | Path, *, rank: int, out: str | Path, revision: str | None = None,
+    rest: Literal["refuse", "save"] = "refuse", say: Say = lambda text: None,
+) -> Path:  # fmt: skip
+    """Write what ``tuned`` has learnt beyond ``base`` as a patch on ``base``; returns ``out``.
+
+    For every Linear, Conv1D and Embedding whose weight differs: D = W_tuned - W_base (out, in) in float64, and the
+    nearest B A of ``rank`` (``lora.algebra.found_near``), alpha = rank, so s = 1. The energy kept,
+    1 - ||D - B A||^2 / ||D||^2 with A and B as they are stored, is said and held in the patch, by layer and over all.
+    Models are folders, hub ids or builtin:tiny; ``revision`` is the base's.
+
+    ``rest``: ``refuse`` stops where anything else differs (norms, biases); ``save`` puts it into the patch as whole
+    tensors, exactly. An embedding that is tied to the head is part of this rest: a patch that changes both alike by a
+    low rank cannot be checked against a base that stores the tensor once.
+
+    Raises:
+        BaseModelError: the two are not the same architecture in the same shapes, or a tensor is missing, quantised or
+        not finite. PatchError: something differs that the patch would not hold, or nothing does. MergeError: ``out``
+        exists, or the rank is not possible. Nothing is written then.
+    """
+    if rest not in ("refuse", "save"):
+        raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")
+    if Path(out).exists():
+        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    models = _open(find_base(str(base), revision), find_base(str(tuned)), say)
+    updated = _updatable(models)
+    most = min(Caps().rank, max((min(models.shapes.layers[name][1]) for name in updated), default=0))
+    if not 1 <= rank <= most:
+        raise MergeError(f"rank: from 1 to {most}, the smaller side of the largest layer, got {rank}")
+    weights = {f"{name}.weight" for name in updated}
+    others = [name for name in models.stored if name not in weights and not _same(*models.read(name))]
+    if others and rest == "refuse":
+        raise PatchError(
+            f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update: {_some(others)}."
+            " Say --rest save (in Python rest='save') to put them into the patch whole"
+        )
+    whole, settings = _whole(models, others)
+    found = dict(_updates(models, updated, rank, say))
+    if not found:
+        raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
+    energies = {name: _energy(one) for name, one in found.items()}
+    extracted = {
+        "tuned": str(tuned), "rank": rank, "energy": _energy(*found.values()), "energies": energies,
+        "unchanged": len(updated) - len(found), "whole": sorted(whole),
+    }  # fmt: skip
+    facts = {
+        "lorakit": VERSION, "base": fingerprint(models.base, found), "extracted": extracted,
+        "adapter": {"layers": len(found), "rank": rank, "energy kept": extracted["energy"]},
+    }  # fmt: skip
+    patch = _patch(models, found, facts, str(base), revision, whole)
+    return write_patch(out, replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings})))
+
+
+def _open(base: Path, tuned: Path, say: Say) -> Models:
+    """Both models, known to be the same but for values."""
+    skeleton, other = load_skeleton(base), load_skeleton(tuned)
+    if type(skeleton) is not type(other):
+        raise BaseModelError(f"{base} is a {type(skeleton).__name__}, {tuned} a {type(other).__name__}")
+    a, b = (dict(_settings(model.config.to_dict())) for model in (skeleton, other))  # type: ignore[operator, union-attr]
+    for key in sorted(key for key in {*a, *b} if a.get(key) != b.get(key)):
+        text = f"config.json: {key} is {a.get(key)!r} in {base}, {b.get(key)!r} in {tuned}"
+        if not key.endswith(NO_LOGITS):
+            raise BaseModelError(f"{text}; a patch holds tensors alone, so the two must be one architecture")
+        say(f"{text}; a patch does not hold it")
+    files = (open_base_files(base), open_base_files(tuned))
+    if BaseIdentity(files[0]).tokenizer != BaseIdentity(files[1]).tokenizer:
+        say(f"the tokenizers of {base} and {tuned} differ; a patch does not hold one")
+    shapes = Shapes.of(skeleton)
+    return Models(*files, skeleton, shapes, _pair(*files, shapes))
+
+
+def _settings(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{within}{key}.")
+        elif key not in NOT_IDENTITY:
+            yield f"{within}{key}", value
+
+
+def _pair(base: BaseFiles, tuned: BaseFiles, shapes: Shapes) -> dict[str, tuple[str, str]]:
+    """Which stored tensor of one is which of the other; else all problems at once: missing, other shape, quantised."""
+    ours, theirs = _names(base, shapes), _names(tuned, shapes)
+    problems = [f"{name} is missing in {tuned.folder}" for name in ours if name not in theirs]
+    problems += [f"{name} is missing in {base.folder}" for name in theirs if name not in ours]
+    stored = {name: (own, theirs[name]) for name, own in ours.items() if name in theirs}
+    for name, (one, two) in stored.items():
+        a, b = base.entry(one), tuned.entry(two)
+        if a.shape != b.shape:
+            problems.append(f"{name} is {a.shape} in {base.folder}, {b.shape} in {tuned.folder}")
+        elif name in shapes.parameters and (a.shape != shapes.parameters[name] or not {a.dtype, b.dtype} <= {*FLOATS}):
+            problems.append(f"{name} is stored as {a.shape} {a.dtype} and {b.dtype}: quantised, or packed otherwise")
+    if problems:
+        raise BaseModelError(f"{base.folder} and {tuned.folder} differ in more than values: {_some(problems, '; ')}")
+    return stored
+
+
+def _names(files: BaseFiles, shapes: Shapes) -> dict[str, str]:
+    """Parameter -> stored name, without a tied head; a stored tensor that is no parameter keeps its name."""
+    names = {}
+    for parameter in shapes.parameters:
+        with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
+            names[parameter] = files.tensor_name(*parameter.rpartition(".")[::2])
+    claimed = set(names.values())
+    names |= {name: name for name in files.holder if name not in claimed}
+    head = names.pop(f"{shapes.tied[0]}.weight", None) if shapes.tied else None
+    if shapes.tied and head:
+        own = names.setdefault(f"{shapes.tied[1]}.weight", head)
+        if not torch.equal(files.holder[head].read(head), files.holder[own].read(own)):
+            raise BaseModelError(f"{files.folder}: {head} and {own} are one tensor by its config, and differ")
+    return names
+
+
+def _updatable(models: Models) -> list[str]:
+    """The modules that can get an update: all linear layers, but none that is tied or computes in its own way."""
+    own_way = {
+        name
+        for name, module in models.skeleton.named_modules()
+        if isinstance(module, nn.Embedding)
+        and type(module).forward is not nn.Embedding.forward
+        and getattr(module, "embed_scale", None) is None
+    }
+    left_out = {*own_way, *(models.shapes.tied or ())}
+    return [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return torch.equal(one, two) if one.dtype == two.dtype else torch.equal(one.double(), two.double())
+
+
+def _whole(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(whole tensors by parameter, settings that tell PEFT of them).
+
+    Biases of linear layers stand alone; of any other module PEFT reads all tensors or none.
+    """
+    shapes, biases, modules = models.shapes, [], set[str]()
+    for name in others:
+        module, _, key = name.rpartition(".")
+        if name not in shapes.parameters or not module:
+            raise PatchError(f"{name} differs, and a patch cannot hold it: no layer has a parameter of that name")
+        if key == "bias" and module in shapes.layers:
+            biases.append(name)
+        else:
+            modules |= set(shapes.tied) if shapes.tied and module == shapes.tied[1] else {module}
+    names = [*biases, *(name for name in shapes.parameters if name.rpartition(".")[0] in modules)]
+    head = {f"{shapes.tied[0]}.weight": f"{shapes.tied[1]}.weight"} if shapes.tied else {}
+    whole = {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
+    return whole, {
+        "bias": "all" if biases else "none", "modules_to_save": sorted(modules) or None,
+        "ensure_weight_tying": any(name in whole for name in head),
+    }  # fmt: skip
+
+
+def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, Found]]:
+    """module -> what was found for it, one tensor at a time; unchanged ones are left out."""
+    width = max(map(len, ["all layers", *updated]))
+    say(f"{'layer':<{width}} {'rank':>5}  energy kept")
+    found = []
+    for name in updated:
+        before, after = models.read(f"{name}.weight")
+        if _same(before, after):
+            continue
+        D = after.double() - before.double()
+        one = found_near(D.T if models.shapes.layers[name][0].transposed else D, rank)
+        found.append(one)
+        say(f"{name:<{width}} {one.factors.rank:>5}  {_energy(one):.6f}")
+        yield name, one
+    say(f"{'all layers':<{width}} {rank:>5}  {_energy(*found):.6f}")
+
+
+def _energy(*found: Found) -> float:
+    """1 - ||D - B A||^2 / ||D||^2, over all of them."""
+    size = math.hypot(*(one.size for one in found))
+    return 1 - (math.hypot(*(one.left for one in found)) / size) ** 2 if size else 1.0
+
+
+def _patch(
+    models: Models, found: Mapping[str, Found], facts: Mapping[str, Any], base: str, revision: str | None,
+    whole: Mapping[str, Tensor],
+) -> Patch:  # fmt: skip
+    kinds = {name: models.shapes.layers[name][0] for name in found}
+    layers = {
+        name: PatchLayer(
+            "lora", one.factors.rank, float(one.factors.rank), models.shapes.layers[name][1],
+            {"lora_A": one.factors.A, "lora_B": one.factors.B}, kinds[name] is EMBEDDING,
+        )
+        for name, one in found.items()
+    }  # fmt: skip
+    linear = [kind for kind in kinds.values() if kind is not EMBEDDING]
+    return new_patch(
+        layers, facts=facts, base_model=base, revision=revision, whole=whole,
+        all_modules=[name for name, _ in models.skeleton.named_modules()],
+        task_type="CAUSAL_LM" if type(models.skeleton).__name__.endswith("ForCausalLM") else None,
+        fan_in_fan_out=bool(linear) and all(kind is CONV1D for kind in linear),
+    )  # fmt: skip
+
+
+def _some(texts: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}... and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return between.join(texts[:SHOWN]) + more
