@@ -22,25 +22,28 @@ import torch
 from benchmarks.machine import keep, python, scratch, table
 from benchmarks.models import make_base, make_patch
 
+PEAK = """
+import json, sys, time
+def peak():  # not ru_maxrss, which begins with what the parent process held
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+"""
 LORAKIT = """
-import sys, time, json, resource
 import lorakit, transformers
 from pathlib import Path
 from lorakit.model import load_skeleton
 base, patch, out = sys.argv[1:]
 merge = lorakit.merge
 load_skeleton(Path(base))
-imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+imports = peak()
 began = time.perf_counter()
 merge(base, patch, out=out)
 """
 PEFT = """
-import sys, time, json, resource, os
-import torch
+import os, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from peft import PeftModel
 base, patch, out = sys.argv[1:]
-imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+imports = peak()
 began = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
 PeftModel.from_pretrained(model, patch).merge_and_unload().save_pretrained(out, max_shard_size="500MB")
@@ -48,8 +51,7 @@ AutoTokenizer.from_pretrained(base).save_pretrained(out)
 os.sync()
 """
 ANSWER = """
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": peak * 1024, "imports_bytes": imports * 1024}))
+print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": peak(), "imports_bytes": imports}))
 """
 
 
@@ -63,10 +65,8 @@ def copied(base: Path, out: Path) -> dict[str, float]:
 def run(program: str, base: Path, patch: Path, out: Path) -> dict[str, float]:
     """One merge in a process of its own."""
     began = time.perf_counter()
-    done = subprocess.run(
-        python("-c", program + ANSWER, str(base), str(patch), str(out)), check=True, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = python("-c", PEAK + program + ANSWER, str(base), str(patch), str(out))
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return {**answer, "command_seconds": time.perf_counter() - began}
 

@@ -13,6 +13,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 4, "vocab_size": 32000},
     "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
              "num_key_value_heads": 4, "vocab_size": 32000},
+    "4B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 36, "num_attention_heads": 24,
+           "num_key_value_heads": 8, "vocab_size": 32000},
 }  # fmt: skip
 
 
