@@ -5,7 +5,7 @@ One invariant: the new patch is what was asked for up to the error that it repor
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +15,9 @@ from lorakit.durable import digest
 from lorakit.errors import MergeError, PatchError, nearest
 from lorakit.lora.algebra import Found, summed, thinned
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_patch
+from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
 from lorakit.patch.config import CONFIG_FILE, parse_config
-from lorakit.patch.fingerprint import FULL_SCHEME, SCHEME, told_in_full
+from lorakit.patch.fingerprint import SCHEME
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.version import VERSION
 
@@ -137,28 +138,13 @@ def _compare_bases(sources: Sequence[Source]) -> tuple[list[str], list[str]]:
         elif scheme != SCHEME:
             raise PatchError(f"{one.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
     for one, two in combinations([one for one in sources if one.patch.facts.get("base")], 2):
-        parts, pair = list(_differences(one.patch, two.patch)), f"{one.folder} and {two.folder}"
-        dtypes = {_rounded(one.patch), _rounded(two.patch)}
-        if len(dtypes) == 2 and len(parts) == 1 and parts[0].startswith("the weights"):
-            unknown.append(f"{pair}: their fingerprints are of {' and '.join(sorted(dtypes))}, so they do not compare")
-        elif parts:
+        parts, pair = base_differences(one.patch, two.patch), f"{one.folder} and {two.folder}"
+        if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
+        elif not weights_compare(one.patch, two.patch):
+            dtypes = " and ".join(sorted((rounding(one.patch), rounding(two.patch))))
+            unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
-
-
-def _differences(one: Patch, two: Patch) -> Iterator[str]:
-    told, other = one.facts["base"], two.facts["base"]
-    tables = [(told["weights"], other["weights"]), (told_in_full(one) or {}, told_in_full(two) or {})]
-    shared = [name for name in one.layers if name in two.layers]
-    wrong = [name for name in shared if any(name in a and name in b and a[name] != b[name] for a, b in tables)]
-    if wrong:
-        yield f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)"
-    yield from (key for key in ("config", "tokenizer") if told.get(key) and other.get(key) not in (None, told[key]))
-
-
-def _rounded(patch: Patch) -> str:
-    """What the weights were rounded to before they were digested: as float32 values, in any case."""
-    return patch.facts["base"].get("rounded_to") or "float32"
 
 
 def _parts(sources: Sequence[Source]) -> dict[str, Parts]:
@@ -238,23 +224,9 @@ def _patch(sources: Sequence[Source], layers: Mapping[str, PatchLayer], made: Ma
 
 
 def _fingerprint(sources: Sequence[Source], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
-    """What the sources together say about the base: of one dtype and of every layer, or the patch would match no base.
-
-    ``apart``: they are of different bases, so one of them must say it all.
-    """
+    """What the sources together say about the base; when they are of different bases, one of them must say it all."""
     groups: dict[str, list[Patch]] = {}
     for number, one in enumerate(sources):
         if one.patch.facts.get("base"):
-            groups.setdefault(str(number) if apart else _rounded(one.patch), []).append(one.patch)
-    for group in groups.values():
-        told = [patch.facts["base"] for patch in group]
-        weights, full = (
-            {name: table[name] for table in tables for name in names if name in table}
-            for tables in ([one["weights"] for one in told], [told_in_full(patch) or {} for patch in group])
-        )
-        if len(weights) < len(names):
-            continue
-        base = {key: next((x[key] for x in told if x.get(key)), None) for key in ("config", "tokenizer", "rounded_to")}
-        whole = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
-        return {"scheme": SCHEME, **base, "weights": weights, **whole}
-    return None
+            groups.setdefault(str(number) if apart else rounding(one.patch), []).append(one.patch)
+    return next((told for group in groups.values() if (told := known_together(group, names))), None)

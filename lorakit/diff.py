@@ -17,8 +17,9 @@ from lorakit.errors import LorakitError
 from lorakit.lora.algebra import inner, low_rank, norm, subtracted
 from lorakit.model import find_base
 from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
+from lorakit.patch.bases import base_differences
 from lorakit.patch.config import CONFIG_FILE
-from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, told_in_full
+from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
 
 Say = Callable[[str], None]
 SHOWN: Final = 20
@@ -62,7 +63,7 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
 
 def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     _table(say, ("setting", "first", "second"), _unequal(_settings(one), _settings(two)))
-    bases = list(_base_differences(one, two))
+    bases = _base_differences(one, two)
     for text in bases:
         say(f"made for different bases: {text}\n")
     updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
@@ -102,18 +103,9 @@ def _settings(patch: Patch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _base_differences(one: Patch, two: Patch) -> Iterator[str]:
-    """How the fingerprints of the bases differ; nothing where they cannot be compared."""
+def _base_differences(one: Patch, two: Patch) -> list[str]:
     a, b = one.facts.get("base"), two.facts.get("base")
-    if not a or not b or a["scheme"] != b["scheme"]:
-        return
-    if (a.get("rounded_to") or "float32") == (b.get("rounded_to") or "float32"):
-        tables = [(a["weights"], b["weights"]), (told_in_full(one) or {}, told_in_full(two) or {})]
-        shared = {name for x, y in tables for name in x if name in y}
-        wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
-        if wrong:
-            yield f"{len(wrong)} of {len(shared)} weights that both know ({wrong[0]} first)"
-    yield from (key for key in ("config", "tokenizer") if a.get(key) and b.get(key) not in (None, a[key]))
+    return base_differences(one, two) if a and b and a["scheme"] == b["scheme"] else []
 
 
 def _update(name: str, one: Patch, two: Patch) -> Line:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path
 
     said = Said()
     assert not diff(patch, without_facts(patch, tmp_path / "other", other), said)
-    assert f"made for different bases: 1 of 14 weights that both know ({Q} first)\n" in said
+    assert f"made for different bases: the weights of 1 of 14 shared layers ({Q} first)\n" in said
     assert said[-1] == "different: 0 of 14 updates, 0 of 0 whole tensors, and the bases they were made for"
     assert diff(patch, without_facts(patch, tmp_path / "unknown"), said)
 
@@ -182,7 +183,7 @@ def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp
 
 
 def test_tensors_that_differ_are_measured_one_by_one(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lorakit.diff.BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(sys.modules["lorakit.diff"], "BLOCK_ELEMENTS", 100)
     other = changed(base, tmp_path / "other", nudged(f"{Q}.weight", NORM))
     said = Said()
 

@@ -118,7 +118,14 @@ def test_public_names_are_sorted_and_there() -> None:
     assert lorakit.__all__ == sorted(lorakit.__all__)
     for name in lorakit.__all__:
         assert getattr(lorakit, name) is not None
-    for name in ("combine", "convert", "diff", "extract", "merge", "train"):  # also after the file of the same name was imported
+    for name in (
+        "combine",
+        "convert",
+        "diff",
+        "extract",
+        "merge",
+        "train",
+    ):  # also after the file of the same name was imported
         importlib.import_module(f"lorakit.{name}")
         assert callable(getattr(lorakit, name))
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
