@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from lorakit.extract import extract
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merge import merge
-    from lorakit.patch import read_patch, save_patch, write_patch
+    from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
     from lorakit.train import train
 
 _HOMES: Final = {
-    "AdaptedModel": "lorakit.adapted", "adapter_tensors": "lorakit.lora", "combine": "lorakit.combine",
+    "AdaptedModel": "lorakit.adapted", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
+    "combine": "lorakit.combine",
     "convert": "lorakit.convert", "diff": "lorakit.diff", "extract": "lorakit.extract", "inject": "lorakit.lora",
     "load": "lorakit.adapted", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.train",
@@ -32,7 +33,7 @@ _HOMES: Final = {
 }  # fmt: skip
 
 __all__ = [
-    "AdaptedModel", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
+    "AdaptedModel", "Caps", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
     "inject", "load", "load_recipe", "merge", "read_patch", "save_patch", "train", "write_patch",
 ]  # fmt: skip
 

@@ -16,7 +16,8 @@ from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.slots import Adapter, Route, SlotHook
 from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
-from lorakit.patch import BaseIdentity, Patch, Shapes, check_base, check_fits, open_base_files, read_patch
+from lorakit.patch import BaseIdentity, Caps, Patch, Shapes, check_base, check_fits, open_base_files, read_patch
+from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.prompts import Prompt, Prompts
 
 Adapters = str | None | Sequence[str | None]
@@ -80,17 +81,18 @@ class AdaptedModel:
         return tuple(self._adapters)
 
     def load_adapter(
-        self, name: str, path: str | Path, *, replace: bool = False, allow_base_mismatch: bool = False
-    ) -> None:
+        self, name: str, path: str | Path, *, replace: bool = False, allow_base_mismatch: bool = False,
+        caps: Caps = DEFAULT_CAPS,
+    ) -> None:  # fmt: skip
         """Load a patch under a name; with ``replace`` it takes the place of the one that has the name.
 
         It is validated in full and then visible at once. On an error nothing has changed. Calls under way keep what
-        they began with.
+        they began with. ``caps``: how much the patch may ask for, looked at before anything is allocated.
 
         Raises:
-            PatchError: damaged, not fitting, of another base, or the name is taken.
+            PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(path)
+        patch = read_patch(path, caps)
         with self._loading:
             if not name or (name in self._adapters and not replace):
                 raise PatchError(

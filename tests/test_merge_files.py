@@ -21,7 +21,7 @@ from lorakit.merge.plan import Weighted
 from lorakit.merge.staging import staged
 from lorakit.merge.verify import verify_merge
 from lorakit.patch import check_base, open_base_files, read_patch
-from lorakit.patch.patch import open_patch
+from lorakit.patch.read import open_patch
 from tests.conftest import make_base
 from tests.models import build
 from tests.test_merge import IDS, Q, exact, make_patch

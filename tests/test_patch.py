@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import lorakit
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
 from lorakit.lora import adapter_tensors, inject
 from lorakit.model import find_base, load_base, load_skeleton
 from lorakit.patch import (
+    Caps,
     Shapes,
     check_base,
     check_fits,
     fingerprint,
     open_base_files,
+    open_patch,
     read_patch,
     save_patch,
 )  # fmt: skip
@@ -236,6 +239,30 @@ def test_missing_extra_misshaped_and_non_finite_tensors_are_named(patch: Path, t
         copy = rewrite(shutil.copytree(patch, tmp_path / message.replace(" ", "_")), change)
         with pytest.raises(PatchError, match=message):
             read_patch(copy)
+
+
+@pytest.mark.parametrize(
+    ("caps", "message"),
+    [
+        (Caps(rank=3), r"down_proj: rank 4, 3 is allowed \(Caps.rank\)"),
+        (Caps(file_bytes=1000), r"bytes, and 1,000 are allowed \(Caps.file_bytes\)"),
+        (Caps(header_bytes=600), "a header of .* bytes, and 600 are allowed"),
+        (Caps(header_bytes=100), "adapter_config.json: .* bytes, 100 are allowed"),
+    ],
+    ids=str,
+)
+def test_a_patch_that_asks_for_too_much_is_refused_before_it_is_read(
+    base: Path, patch: Path, caps: Caps, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lorakit.load(base, dtype="float32")
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("tensors were read")
+
+    monkeypatch.setattr("lorakit.patch.tensor_file._read_in_parallel", never)
+    for read in (read_patch, open_patch, lambda folder, caps: model.load_adapter("x", folder, caps=caps)):
+        with pytest.raises(PatchError, match=message):
+            read(patch, caps)
 
 
 def test_every_cut_of_a_patch_without_digest_is_noticed(patch: Path) -> None:

@@ -12,7 +12,7 @@ from lorakit.patch import Caps
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.names import PREFIX
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.tensor_file import TensorFile, load_tensors
+from lorakit.patch.tensor_file import TensorFile, open_tensors
 
 PICKLES: Final = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 TABLES: Final[dict[str, Suffixes]] = {
@@ -31,7 +31,7 @@ def recognise(source: Path) -> tuple[str, TensorFile | None]:
     if path is None:
         return "peft", None
     _refuse_pickle(path)
-    file = load_tensors(path, caps.header_bytes, caps.file_bytes)
+    file = open_tensors(path, caps.header_bytes, caps.file_bytes).loaded()
     if source.is_dir() and path.name == mlx.TENSOR_FILE:
         return "mlx", file
     return _by_keys(file), file

@@ -60,6 +60,21 @@ class TensorFile:
         entry = self.entries[name]
         return self.read_elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
 
+    def loaded(self) -> "TensorFile":
+        """The same with the whole file in memory: tensors are views of it, and nothing is read again.
+
+        Raises:
+            PatchError: the file is no longer what its checked header describes.
+        """
+        with _opened(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = np.empty(size, np.uint8).data  # not a bytearray, which would be zeroed first
+            read = _read_in_parallel(file.fileno(), content)
+        end = max((entry.end for entry in self.entries.values()), default=8 + len(self.header))
+        if read != size or size != end or bytes(content[8 : 8 + len(self.header)]) != self.header:
+            raise PatchError(f"{self.path}: the file changed while it was read")
+        return replace(self, content=content)
+
     def read_elements(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor; nothing else is read."""
         entry = self.entries[name]
@@ -105,34 +120,19 @@ class RangeReader:
         return torch.frombuffer(view, dtype=entry.dtype)
 
 
-def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> TensorFile:
+def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None) -> TensorFile:
     """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
 
     Tensors are read from the file when they are asked for.
 
     Raises:
-        PatchError: the file is missing, cut, or not what its header says; names file and tensor.
-    """
-    with _opened(path) as file:
-        return _parse(path, file, os.fstat(file.fileno()).st_size, max_header_bytes)
-
-
-def load_tensors(path: Path, max_header_bytes: int, max_bytes: int) -> TensorFile:
-    """The same, with the whole file in memory: its tensors are views of it, and nothing is read again.
-
-    Raises:
-        PatchError: as ``open_tensors``; or more than ``max_bytes``, before any of them is read.
+        PatchError: the file is missing, cut, too large, or not what its header says; names file and tensor.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise PatchError(f"{path}: {size:,} bytes, and {max_bytes:,} are allowed (Caps.file_bytes)")
-        checked = _parse(path, file, size, max_header_bytes)
-        content = np.empty(size, np.uint8).data  # not a bytearray, which would be zeroed first
-        read = _read_in_parallel(file.fileno(), content)
-        if read != size or bytes(content[8 : 8 + len(checked.header)]) != checked.header:
-            raise PatchError(f"{path}: the file changed while it was read")
-    return replace(checked, content=content)
+        if max_file_bytes is not None and size > max_file_bytes:
+            raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed (Caps.file_bytes)")
+        return _parse(path, file, size, max_header_bytes)
 
 
 def _read_in_parallel(handle: int, content: memoryview) -> int:

@@ -16,7 +16,8 @@ from lorakit.lora.layer import LoraLinear
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.names import update_key, whole_key
-from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, is_finite, read_patch
+from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, is_finite
+from lorakit.patch.read import read_patch
 from lorakit.patch.tensor_file import write_tensors
 
 
