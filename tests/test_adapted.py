@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
+from lorakit.lora.slots import Adapter
 from tests.conftest import make_base
 from tests.test_merge import make_patch
 
@@ -295,6 +296,17 @@ def test_ten_thousand_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_p
     assert hashes(model) == before
     assert torch.equal(model(IDS, adapters="x").logits, first)
     assert sum(len(module._forward_hooks) for module in model.model.modules()) == 2
+
+
+def test_an_unloaded_adapter_is_let_go(model: Any) -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(type(thing) is Adapter and thing.name == "two" for thing in gc.get_objects())
+
+    model(IDS[:, :1], adapters=["one", "two", None, "one"])
+    assert held() == 1
+    model.unload_adapter("two")
+    assert held() == 0
 
 
 def memory_bytes() -> int:

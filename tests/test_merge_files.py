@@ -342,6 +342,24 @@ def test_whole_tensors_of_several_patches_are_weighted_differences(tmp_path: Pat
     ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_whole_tensor_is_itself_and_not_a_sum_that_could_round(tmp_path: Path, tokenizer: Any) -> None:
+    model = build("llama")
+    model.lm_head.weight.data[0, 0] = 1e30
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    peft.base_model.model.lm_head.modules_to_save["default"].weight.data[0, 0] = 1e-30
+    for key, tensor in peft.named_parameters():
+        if "lora_B" in key:
+            tensor.data.normal_()
+    peft.save_pretrained(tmp_path / "patch")
+
+    out = lorakit.merge(tmp_path / "base", tmp_path / "patch", out=tmp_path / "out")
+
+    assert tensors(out)["lm_head.weight"][0, 0] == torch.tensor(1e-30)
+
+
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system")
 def test_the_target_may_be_on_another_file_system(sharded: Path, tmp_path: Path) -> None:
     patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16, targets=["q_proj"])

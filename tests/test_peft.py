@@ -100,6 +100,8 @@ def test_what_peft_writes_is_served_merged_and_written_back(
     assert close(model(IDS, adapters="x").logits, expected)
     if case != "every bias":  # OPT lays the rows of a batch end to end before some of its layers
         assert close(model(IDS, adapters=["x", None]).logits, torch.cat([expected[:1], plain[1:]]))
+        first = torch.cat([model(IDS[:1, :1], adapters="x").logits, model(IDS[1:, :1]).logits])
+        assert close(model(IDS[:, :1], adapters=["x", None]).logits, first)  # one token: adapters side by side
     assert torch.equal(model(IDS).logits, plain)
     with model.merged("x") as merged:
         assert close(merged(IDS).logits, expected)
