@@ -142,6 +142,34 @@ def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monk
     assert torch.equal(after[Q], exact(tensors(sharded)[Q], (two, Q.removesuffix(".weight"), 1.0)))
 
 
+def test_a_finished_file_that_someone_changed_is_made_again(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16)
+    whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
+    fsync, calls = os.fsync, []
+
+    def interrupted(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 14:
+            raise KeyboardInterrupt
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lorakit.merge(sharded, patch, out=tmp_path / "out")
+    monkeypatch.setattr(os, "fsync", fsync)
+    finished = json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
+    changed = tmp_path / ".out.merging" / "model" / next(iter(finished))
+    changed.write_bytes(changed.read_bytes()[:-8] + bytes(8))
+
+    after = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
+
+    assert {name: after[name] == whole[name] for name in whole if name != "merge.json"} == {
+        name: True for name in whole if name != "merge.json"
+    }
+
+
 def test_two_merges_into_one_folder_do_not_mix(base: Path, tmp_path: Path) -> None:
     patch = make_patch(base, tmp_path / "patch")
     with staged(tmp_path / "out", "someone else's"), pytest.raises(MergeError, match="another process is merging"):
