@@ -16,7 +16,17 @@ from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.slots import Adapter, Route, SlotHook
 from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
-from lorakit.patch import BaseIdentity, Caps, Patch, Shapes, check_base, check_fits, open_base_files, read_patch
+from lorakit.patch import (
+    BaseIdentity,
+    Caps,
+    Patch,
+    Shapes,
+    check_base,
+    check_fits,
+    open_base_files,
+    read_patch,
+    unchecked,
+)  # fmt: skip
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.prompts import Prompt, Prompts
 
@@ -29,7 +39,7 @@ def load(
     base: str | Path,
     adapters: Mapping[str, str | Path] | None = None,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     allow_base_mismatch: bool = False,
 ) -> "AdaptedModel":
@@ -38,9 +48,15 @@ def load(
     Raises:
         BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
     """
+    if not isinstance(base, str | Path):
+        raise LorakitError(f"base: the folder or name of a model, got a {type(base).__name__}; lorakit loads it itself")
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise LorakitError(
+            f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
+        )
     folder = find_base(str(base), revision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_base(folder, choose_dtype(dtype, device).dtype, device)
+    model = load_base(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
@@ -53,6 +69,8 @@ class Source:
 
     folder: Path
     digest: str | None
+    note: str | None
+    """said when it does not know its base, so that only shapes were compared"""
 
 
 class AdaptedModel:
@@ -62,9 +80,11 @@ class AdaptedModel:
     it. Loading, unloading and replacing an adapter never change a call that is under way.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None, prompts: Prompts | None = None
+    ) -> None:
         self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
-        self._prompts = Prompts(model, tokenizer)
+        self._prompts = prompts or Prompts(model, tokenizer)
         # transformers fills what generate is not told from here, such as penalties or several answers per prompt
         self.model.generation_config = generation_settings()
         self._shapes = Shapes.of(model)
@@ -80,6 +100,11 @@ class AdaptedModel:
         """Names of the loaded adapters."""
         return tuple(self._adapters)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for every adapter whose base could only be compared by its shapes."""
+        return tuple(source.note for source in self._sources.values() if source.note)
+
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, allow_base_mismatch: bool = False,
         caps: Caps = DEFAULT_CAPS,
@@ -94,19 +119,23 @@ class AdaptedModel:
         """
         patch = read_patch(path, caps)
         with self._loading:
-            if not name or (name in self._adapters and not replace):
-                raise PatchError(
-                    f"adapter name {name!r} is taken or empty; choose another, or say replace=True to swap it"
-                )
+            if not isinstance(name, str) or not name:
+                raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
+            if name in self._adapters and not replace:
+                raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             self._check(patch, allow_base_mismatch)
             slots = bind(patch, self.model)
+            self._check_called(patch, [name for name, slot in slots.items() if slot.stand_in is not None])
             for layer in slots.keys() - self._hooked:
                 kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                 hook = SlotHook(layer, kind, self._route)
                 self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
                 self._hooked.add(layer)
             self._mixed = ()
-            self._adapters[name], self._sources[name] = Adapter(name, slots), Source(Path(path), patch.digest)
+            self._adapters[name], self._sources[name] = (
+                Adapter(name, slots),
+                Source(Path(path), patch.digest, unchecked(patch, self._folder())),
+            )
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; the base, the others and calls that use it now are untouched."""
@@ -136,11 +165,12 @@ class AdaptedModel:
         patch = read_patch(source.folder)
         if patch.digest != source.digest:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None)
+        yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
 
     def __call__(self, *args: Any, adapters: Adapters = None, **inputs: Any) -> Any:
         """The model's own forward; ``adapters`` as in ``using``, or what the surrounding block says."""
-        first = args[0] if args else inputs.get("input_ids", inputs.get("inputs_embeds"))
+        named = (inputs.get("input_ids"), inputs.get("inputs_embeds"))
+        first = args[0] if args else next((value for value in named if value is not None), None)
         with self._routed(self._route_for(adapters, None if first is None else first.shape[0], "a batch of {} rows")):
             return self.model(*args, **inputs)
 
@@ -165,8 +195,13 @@ class AdaptedModel:
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
         """
-        if isinstance(prompts, str):
-            raise LorakitError("prompts: a list of prompts, got one text; write generate([text])")
+        if isinstance(prompts, str | torch.Tensor):
+            what = (
+                "one text; write generate([text])"
+                if isinstance(prompts, str)
+                else "token ids; call the model with them"
+            )
+            raise LorakitError(f"prompts: a list of prompts, got {what}")
         route = self._route_for(adapters, len(prompts), "{} prompts")
         settings = self._prompts.settings(max_new_tokens, temperature, top_p)
         if not prompts:
@@ -177,12 +212,37 @@ class AdaptedModel:
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
+    def _folder(self) -> object:
+        return "a merged model" if self._identity is None else self._identity.files.folder
+
     def _check(self, patch: Patch, allow_base_mismatch: bool) -> None:
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         check_fits(patch, self._shapes, self._identity.files.folder)
         if not allow_base_mismatch:
             check_base(patch, self._identity)
+
+    @torch.no_grad()
+    def _check_called(self, patch: Patch, layers: list[str]) -> None:
+        """Layers that bring tensors of their own are called by the model, not read past their call."""
+        if not layers:
+            return
+        called: set[str] = set()
+        handles = [
+            self.model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+            for name in layers
+        ]
+        try:
+            with self._routed(None):
+                self.model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(self.model.parameters()).device))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if missed := [name for name in layers if name not in called]:
+            raise PatchError(
+                f"{patch.folder}: brings tensors of {missed[0]}, which this model reads without calling the layer; it"
+                " cannot be served beside others. Merge it (lorakit merge, or model.merged)"
+            )
 
     @contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
@@ -191,11 +251,15 @@ class AdaptedModel:
             yield
 
     def _resolve(self, adapters: Adapters) -> Route:
+        if not (adapters is None or isinstance(adapters, str | list | tuple)):
+            raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
         names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
         if not names:
             raise LorakitError("adapters: an empty list; give one name (or None) per row")
         known = dict(self._adapters)
         for name in names:
+            if name is not None and not isinstance(name, str):
+                raise LorakitError(f"adapters: a name or None per row, got {name!r}")
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
                 raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, known)}")

@@ -12,6 +12,10 @@ from torch import nn
 from lorakit.errors import BaseModelError, nearest
 
 BUILTIN: Final = {"builtin:tiny": "tiny"}
+TOKENIZER_FILES: Final = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -23,25 +27,25 @@ def find_base(name: str, revision: str | None = None) -> Path:
     """
     if name.startswith("builtin:"):
         if name not in BUILTIN:
-            raise BaseModelError(f"base.model: {name!r} is not built in.{nearest(name, BUILTIN)}")
+            raise BaseModelError(f"base: {name!r} is not built in.{nearest(name, BUILTIN)}")
         return Path(__file__).parent / "assets" / BUILTIN[name]
     folder = Path(name)
     if folder.is_dir():
         if revision is not None:
             raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
         if not (folder / "config.json").is_file():
-            raise BaseModelError(f"base.model: {folder.absolute()} has no config.json; not a model folder")
+            raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
         if (folder / "adapter_config.json").exists():
             raise BaseModelError(
-                f"base.model: {folder} holds an adapter beside the model, which transformers would apply unasked;"
+                f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
                 " move adapter_config.json and its tensors elsewhere"
             )
         return folder
     if folder.is_file():
-        raise BaseModelError(f"base.model: {name} is a file; a base is a folder, a hub id or builtin:tiny")
+        raise BaseModelError(f"base: {name} is a file; a base is a folder, a hub id or builtin:tiny")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         close = nearest(name, BUILTIN)
-        raise BaseModelError(f"base.model: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
+        raise BaseModelError(f"base: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
     return _download(name, revision)
 
 
@@ -105,8 +109,10 @@ def _download(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as problem:
         reason = str(problem).strip().splitlines()[0]
+        beside = Path(name).parent.glob("*") if Path(name).parent.is_dir() else []
+        near = nearest(Path(name).name, (path.name for path in beside if path.is_dir()))
         raise BaseModelError(
-            f"base.model: no folder {Path(name).absolute()}, and the hub gave no {name!r}"
+            f"base: no folder {Path(name).absolute()}.{near} And the hub gave no {name!r}"
             f" (revision {revision or 'main'}): {reason}"
         ) from None
 

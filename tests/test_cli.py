@@ -114,7 +114,7 @@ def test_score_counts_exact_answers_of_base_and_adapter(run: Any, base: Path, tm
         (["show", "README.md"], 2, "README.md is a file; a base is a folder"),
         (["schema", "--out", "absent/folder/s.json"], 2, "No such file or directory"),
         (["generate", "builtin:tiny", "--adapter", "x"], 2, "--adapter 'x': write it as NAME=PATH"),
-        (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "not a patch: it has no adapter_config.json"),
+        (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "absent: no such folder; looked for"),
         (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),
         (["merge", "builtin:tiny", "absent", "--out", "lorakit"], 2, "lorakit exists already"),
         (["merge", "builtin:tiny", "--adapter", "a:b", "--out", "new"], 2, "write it as DIR or DIR:WEIGHT"),
@@ -140,7 +140,7 @@ def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.Mo
     code, _, err = run("show", "nobody/nothing")
 
     assert code == 2
-    assert f"no folder {Path.cwd()}/nobody/nothing, and the hub gave no 'nobody/nothing' (revision main)" in err
+    assert f"no folder {Path.cwd()}/nobody/nothing. And the hub gave no 'nobody/nothing' (revision main)" in err
 
 
 def test_doctor_finds_nothing_broken_here(run: Any) -> None:

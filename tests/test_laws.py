@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.kinds import CONV1D, LINEAR, Kind
-from lorakit.lora.merging import Update, merged_weight
+from lorakit.lora.merging import Update, merged_weight, rounded_once
+from tests.conftest import nearest
 
 
 class Two(nn.Module):
@@ -85,7 +86,21 @@ def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: tor
     merged = merged_weight(stored, kind, updates, dtype)
 
     assert merged.dtype == dtype
-    assert ((merged.T if kind.transposed else merged) != exact.to(dtype)).float().mean() < 1e-5
+    assert ((merged.T if kind.transposed else merged) != nearest(exact, dtype)).float().mean() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_to_the_nearest_and_happens_once(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(300_000, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(
+        -9, 4, (300_000,), generator=g
+    )
+    half = (
+        values.to(dtype).double() + torch.nextafter(values.float().to(dtype), torch.tensor(9e4, dtype=dtype)).double()
+    ) / 2
+    for exact in (values, half, half * (1 + 2.0**-40), half * (1 - 2.0**-40), torch.zeros(3, dtype=torch.float64)):
+        assert torch.equal(rounded_once(exact.clone(), dtype), nearest(exact, dtype))
+    assert rounded_once(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), torch.bfloat16) == 1.0078125
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -37,6 +37,8 @@ def weighted(text: str) -> tuple[str, float]:
     Raises:
         LorakitError: the weight is no number.
     """
+    if text.startswith("builtin:"):
+        raise LorakitError(f"{text!r} is a base; write the base first, then the patches (with --as-patch patches only)")
     path, colon, weight = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return text, 1.0

@@ -12,6 +12,8 @@ from lorakit.lora.kinds import Kind
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18
+HALF_WAY: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
+"""the bits of a float32 that are rounded away, and what they are half way between two neighbours"""
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,16 @@ def row_merger(kind: Kind, updates: Sequence[Update]) -> Callable[[Tensor, slice
 
     For a transposed kind the stored rows are columns of W.
     """
-    wide = [(u, {name: tensor.double() for name, tensor in u.tensors.items()}) for u in updates]
 
     def merge(total: Tensor, rows: slice) -> Tensor:
-        for update, tensors in wide:
-            A, B = tensors["lora_A"], tensors["lora_B"]
+        for update in updates:
+            A, B = update.tensors["lora_A"], update.tensors["lora_B"]  # widened here: a block of them, not all
             if kind.transposed:
-                part = {**tensors, "lora_A": A[:, rows]}
+                part = {**update.tensors, "lora_A": A[:, rows].double(), "lora_B": B.double()}
                 total = METHODS[update.method].merge(total.T, part, update.scale).T
             else:
-                total = METHODS[update.method].merge(total, {**tensors, "lora_B": B[rows]}, update.scale)
+                part = {**update.tensors, "lora_A": A.double(), "lora_B": B[rows].double()}
+                total = METHODS[update.method].merge(total, part, update.scale)
         return total
 
     return merge
@@ -57,12 +59,45 @@ def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch
         kind, [Update(u.method, u.scale, {name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
     )
     for rows in row_blocks((W.shape[0], W.shape[1])):
-        merged[rows] = merge(W[rows].to(torch.float64, copy=True), rows).to(dtype)
+        merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
     return merged
+
+
+def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 values rounded to the nearest of ``dtype``, ties to even.
+
+    torch goes from float64 to 16 bits through float32 and so rounds twice, which is wrong where the first rounding ends
+    half way between two neighbours. Those few are rounded to odd instead (Boldo and Melquiond 2008), which keeps on
+    which side they were.
+    """
+    if dtype not in HALF_WAY:
+        return values.to(dtype)
+    narrow = values.to(torch.float32)
+    mask, half = HALF_WAY[dtype]
+    suspects = (narrow.view(torch.int32) & mask) == half
+    if dtype is torch.float16:  # its smallest numbers keep fewer bits
+        suspects |= narrow.abs() < 2.0**-14
+    if suspects.any():
+        exact, near = values[suspects], narrow[suspects]
+        bits = near.view(torch.int32)
+        bits = bits - (near.double().abs() > exact.abs()).int()  # towards zero
+        narrow[suspects] = torch.where(near.double() != exact, bits | 1, bits).view(torch.float32)
+    return narrow.to(dtype)
 
 
 def norm_of_sum(updates: Sequence[Update]) -> float:
     """The Frobenius norm of sum s B A, through the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
-    A = torch.cat([u.tensors["lora_A"].double() for u in updates])
-    B = torch.cat([u.scale * u.tensors["lora_B"].double() for u in updates], dim=1)
-    return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
+    A = torch.cat([u.tensors["lora_A"] for u in updates])
+    B = torch.cat([u.tensors["lora_B"] for u in updates], dim=1)
+    s = torch.cat([torch.full((u.tensors["lora_A"].shape[0],), u.scale, dtype=torch.float64) for u in updates])
+    grams = s[:, None] * _gram(B) * s * _gram(A.T)
+    return math.sqrt(max(0.0, float(grams.sum())))
+
+
+def _gram(M: Tensor) -> Tensor:
+    """M^T M in float64, some rows at a time."""
+    total = torch.zeros(M.shape[1], M.shape[1], dtype=torch.float64)
+    for rows in row_blocks((M.shape[0], M.shape[1])):
+        block = M[rows].double()
+        total.addmm_(block.T, block)
+    return total

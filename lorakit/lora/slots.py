@@ -116,40 +116,54 @@ class SlotHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
         return self
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], y: Tensor) -> Tensor:
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], y: Tensor) -> Tensor:
         route = self._route.get()
         if route is None:
             return y
-        x = inputs[0] if inputs else next(iter(named.values()))
         if route.one:
             slot = None if route.rows[0] is None else route.rows[0].slots.get(self.name)
-            return y if slot is None else self._changed(slot, layer, x, y)
-        num_rows = len(route.rows)
-        if x.shape[0] != num_rows or ".experts." in self.name:
+            return y if slot is None else self._changed(slot, layer, inputs, named, y, slice(None))
+        slots = [(adapter.slots[self.name], rows) for adapter, rows in route.groups if self.name in adapter.slots]
+        if not slots:
+            return y
+        x, num_rows = _first(inputs, named), len(route.rows)
+        per_row = isinstance(y, Tensor) and x.shape[0] == y.shape[0] == num_rows
+        if not per_row or ".experts." in self.name:
             raise TargetError(
-                f"{self.name} sees {x.shape[0]} rows of a batch of {num_rows}: this model mixes rows before the"
-                " layer, so adapters cannot be chosen per row; use one adapter for the whole batch"
+                f"{self.name} sees {tuple(x.shape)} of a batch of {num_rows} rows: this model mixes rows there, so"
+                " adapters cannot be chosen per row; use one adapter for the whole batch"
             )
         one_token = self._kind is not EMBEDDING and x[0].numel() == x.shape[-1]
         if one_token and (stack := route.stack(self.name, x)) is not None:
             S = F.linear(x, stack.A).view(num_rows, -1).mul_(stack.scales).masked_fill_(stack.others, 0.0)
-            y.view(num_rows, -1).addmm_(S, stack.B)
+            y.view(num_rows, -1).addmm_(S.to(y.dtype), stack.B.to(y.dtype))
             return y
-        for adapter, rows in route.groups:
-            if (slot := adapter.slots.get(self.name)) is not None:
-                y[rows] = self._changed(slot, layer, x[rows], y[rows])
+        for slot, rows in slots:
+            y[rows] = self._changed(slot, layer, inputs, named, y[rows], rows)
         return y
 
-    def _changed(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _changed(
+        self, slot: Slot, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], y: Tensor,
+        rows: slice | Tensor,
+    ) -> Tensor:  # fmt: skip
         """y with the slot's change, in place: y is the layer's own fresh output, or rows of it."""
-        if slot.stand_in is not None:
-            layer, y = slot.stand_in, slot.stand_in(x)
+        if slot.stand_in is not None:  # on all rows: what else it is given need not be by row
+            layer = slot.stand_in
+            y = layer(*inputs, **named)
+            if not (isinstance(rows, slice) and rows == slice(None)):
+                y = y[rows]
         if slot.A is None or slot.B is None:
             return y
         assert self._kind is not None
-        S = self._kind.shrink(layer, x, slot.A)
-        y.view(-1, y.shape[-1]).addmm_(S.view(-1, S.shape[-1]), slot.B.to(S.dtype).T, alpha=slot.scale)
+        S = self._kind.shrink(layer, _first(inputs, named)[rows], slot.A)
+        S = S.reshape(-1, S.shape[-1]).to(y.dtype)
+        y.view(-1, y.shape[-1]).addmm_(S, slot.B.to(y.dtype).T, alpha=slot.scale)
         return y
+
+
+def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    x: Tensor = inputs[0] if inputs else next(iter(named.values()))
+    return x
 
 
 def standing_in(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

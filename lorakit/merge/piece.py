@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
-from lorakit.lora.merging import norm_of_sum, row_blocks, row_merger
-from lorakit.merge.plan import Part, Piece
+from lorakit.lora.merging import norm_of_sum, rounded_once, row_blocks, row_merger
+from lorakit.merge.parts import Part, Piece
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
+from lorakit.patch.read import StoredTensors
 from lorakit.patch.tensor_file import RangeReader, tensor_bytes
 
 Write = Callable[[memoryview, int], None]
@@ -30,10 +31,15 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     merge = row_merger(piece.kind, updates) if piece.kind and updates else None
     checks = _BaseChecks(piece if check_base else None)
     change = lost = 0.0
+    changed = wholes.resized
     with RangeReader(piece.file) as reader:
         for rows in row_blocks(shape):
             start, stop = rows.start * shape[1], rows.stop * shape[1]
-            before = None if wholes.resized else reader.elements(piece.stored, start, stop).view(-1, shape[1])
+            before = (
+                None
+                if wholes.resized
+                else reader.elements(piece.stored, start, stop).view(rows.stop - rows.start, shape[1])
+            )
             if before is not None:
                 checks.add(before)
             exact = wholes.rows(before, rows)
@@ -41,24 +47,43 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
                 exact = merge(exact, rows)
             if wholes.parts and before is not None:  # without them it is known from the factors
                 change += _square(exact - before)
-            rounded = exact.to(piece.dtype)
+            rounded = rounded_once(exact, piece.dtype)
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
-            lost += _square(exact.sub_(wholes.scratch(rounded)))
-    if not math.isfinite(lost):
-        raise MergeError(f"{piece.name}: the merged values do not fit {piece.dtype}; nothing was written")
+            if before is not None and not changed:
+                changed = not torch.equal(rounded, rounded_once(before.double(), piece.dtype))
+            lost += (block := _square(exact.sub_(wholes.scratch(rounded))))
+            if not math.isfinite(block):
+                _check_finite(piece, before, rounded)
     checks.compare()
     if updates and not wholes.parts:
         change = norm_of_sum(updates) ** 2
     rounding = {
-        "norm_of_rounding": math.sqrt(lost),
-        "lost_to_rounding": min(1.0, math.sqrt(lost / change)) if change else 0.0,
-    }
+        "changed": changed, "norm_of_rounding": math.sqrt(lost),
+        "lost_to_rounding": math.sqrt(lost / change) if change else 0.0,
+    }  # fmt: skip
     parts = [("parameter", part) for part in piece.wholes] + [("layer", part) for part in piece.updates]
     norms = [*wholes.norms(), *(norm_of_sum([update]) for update in updates)]
     return [
         {"patch": part.of.number, what: part.place, "tensor": piece.name, "norm_of_change": norm, **rounding}
         for (what, part), norm in zip(parts, norms, strict=True)
     ]
+
+
+def _check_finite(piece: Piece, before: Tensor | None, rounded: Tensor) -> None:
+    """Only what the base itself holds may be infinite, where nothing is added to it.
+
+    Raises:
+        MergeError: a value is not finite.
+    """
+    if (
+        not (piece.updates or piece.wholes)
+        and before is not None
+        and torch.equal(before.isfinite(), rounded.isfinite())
+    ):
+        return
+    if before is not None and not before.isfinite().all():
+        raise MergeError(f"{piece.stored}: the base holds values that are not finite; nothing was written")
+    raise MergeError(f"{piece.name}: the merged values do not fit {piece.dtype}; nothing was written")
 
 
 def _square(values: Tensor) -> float:
@@ -75,7 +100,7 @@ class _Wholes:
     squares: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.parts = [(part, part.of.patch.whole[part.place].view(self.shape)) for part in self.piece.wholes]
+        self.parts = [(part, part.of.patch.whole) for part in self.piece.wholes]
         self.squares = [0.0] * len(self.parts)
         self._wide = torch.empty(2, 0, dtype=torch.float64)
         self.resized = self.piece.file.entries[self.piece.stored].shape != self.piece.shape
@@ -85,16 +110,26 @@ class _Wholes:
         if not self.parts:
             assert before is not None
             return self._widened(before, 0)
-        first, tensor = self.parts[0]
         if before is None:
-            return tensor[rows].to(torch.float64, copy=True)
+            new = self._part(0, rows).to(torch.float64, copy=True)
+            self.squares[0] += _square(new)  # of all of it: there is nothing of its shape to compare with
+            return new
         total = before.to(torch.float64, copy=True)
-        for number, (part, tensor) in enumerate(self.parts):
-            difference = tensor[rows].double() - before.double()
+        for number, (part, _) in enumerate(self.parts):
+            new = self._part(number, rows).double()
+            difference = new - before.double()
             self.squares[number] += _square(difference)
             total += part.of.weight * difference
         # one whole tensor with weight 1 is itself: W0 + (W - W0) could round
-        return tensor[rows].to(torch.float64, copy=True) if len(self.parts) == 1 and first.of.weight == 1.0 else total
+        return new if len(self.parts) == 1 and self.parts[0][0].of.weight == 1.0 else total
+
+    def _part(self, number: int, rows: slice) -> Tensor:
+        """Some rows of a whole tensor, read now."""
+        part, whole = self.parts[number]
+        elements = rows.start * self.shape[1], rows.stop * self.shape[1]
+        if isinstance(whole, StoredTensors):
+            return whole.elements(part.place, *elements).view(rows.stop - rows.start, self.shape[1])
+        return whole[part.place].reshape(self.shape)[rows]
 
     def scratch(self, rounded: Tensor) -> Tensor:
         """A block in float64, until the next one."""
@@ -120,7 +155,8 @@ class _BaseChecks:
         self._piece = piece
         self._digests: dict[str | None, WeightDigest] = {}
         self._told: list[tuple[Part, str, str | None]] = []
-        for part in piece.updates if piece else ():
+        resized = piece is not None and piece.file.entries[piece.stored].shape != piece.shape
+        for part in piece.updates if piece and not resized else ():
             told = told_in_full(part.of.patch)
             if piece is not None and told and part.place in told:
                 rounded_to = part.of.patch.facts["base"].get("rounded_to")

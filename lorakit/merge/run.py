@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,21 +10,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import digest, json_text, write_json
+from lorakit.durable import digest, write_json
 from lorakit.errors import MergeError, TryAgainLater
-from lorakit.merge.plan import Plan, Weighted, plan_merge, shared_places
+from lorakit.merge.folder import write_rest
+from lorakit.merge.parts import Weighted
+from lorakit.merge.plan import Plan, plan_merge, shared_places
 from lorakit.merge.shard import write_shard
 from lorakit.merge.staging import Lines, Staging, staged
 from lorakit.merge.verify import verify_merge
-from lorakit.merge.vocabulary import TOKENIZER_FILES
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import BaseFiles, Shapes, check_base, open_base_files, open_patch
-from lorakit.patch.base_files import INDEX, read_json
+from lorakit.patch import BaseFiles, Shapes, check_base, open_base_files, open_patch, unchecked
+from lorakit.patch.fingerprint import compared_by
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.version import VERSION
 
-NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-TEMPLATES: Final = "additional_chat_templates"
 LEDGER: Final = "merge.json"
 
 
@@ -53,36 +53,71 @@ def merge(
         another base. TryAgainLater: the disk is full; what is finished is kept.
     """
     out, folder = Path(out), find_base(str(base), revision)
-    if out.exists():
-        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
-    if not adapters:
-        raise MergeError("no adapter to merge: name at least one patch folder")
-    pairs = [adapter if isinstance(adapter, tuple) else (adapter, 1.0) for adapter in adapters]
-    weighted = [
-        Weighted(number, Path(path), open_patch(path), float(weight)) for number, (path, weight) in enumerate(pairs)
-    ]
+    _check_out(out, folder)
+    weighted = _open(adapters)
     files, shapes = open_base_files(folder), Shapes.of(load_skeleton(folder))
     plan = plan_merge(files, shapes, weighted, dtype=dtype, untie=untie)
-    if not allow_base_mismatch:
-        for one in weighted:
+    if verify and plan.vocabulary is not None:
+        raise MergeError(
+            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.num_tokens} tokens, which the"
+            " base cannot run beside; leave --verify out"
+        )
+    for one in weighted:
+        if not allow_base_mismatch:
             check_base(one.patch, folder)
-    with staged(out, _inputs(files, weighted, [dtype, untie, allow_base_mismatch])) as staging:
+        if (note := unchecked(one.patch, base)) is not None:
+            say(note)
+    settings = [dtype, untie, allow_base_mismatch]
+    inputs = _inputs(files, weighted, settings)
+    with staged(out, inputs) as staging:
         lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
         _check_ledger(plan, shapes, weighted, lines)
-        _write_rest(files, plan, staging.model)
+        write_rest(files, plan, staging.model)
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "merged": lines,
             "adapters": [
-                {"path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE)}
+                {
+                    "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
+                    "base_compared_by": compared_by(one.patch),
+                }
                 for one in weighted
             ],
         }  # fmt: skip
         if verify:
             ledger["verified"] = verify_merge(folder, weighted, staging.model, lines, say)
         write_json(staging.model / LEDGER, ledger)
+        if _inputs(files, weighted, settings) != inputs:
+            raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
         staging.commit()
     return out
+
+
+def _check_out(out: Path, base: Path) -> None:
+    if os.path.lexists(out):
+        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    if base.resolve() in out.absolute().resolve().parents:
+        raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another place")
+
+
+def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Weighted]:
+    """The patches and their weights, opened.
+
+    Raises:
+        MergeError: none, one twice, or a weight that is no number. PatchError: one is damaged.
+    """
+    if not adapters:
+        raise MergeError("no adapter to merge: name at least one patch folder")
+    weighted: list[Weighted] = []
+    for adapter in adapters:
+        path, weight = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise MergeError(f"{path}: the weight must be a finite number, got {weight!r}")
+        patch = open_patch(path)
+        if patch.digest in {one.patch.digest for one in weighted}:
+            raise MergeError(f"{path}: named twice; to apply it with weight 2 write {path}:2")
+        weighted.append(Weighted(len(weighted), Path(path), patch, float(weight)))
+    return weighted
 
 
 def _write_shards(plan: Plan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
@@ -96,7 +131,7 @@ def _write_shards(plan: Plan, staging: Staging, out: Path, *, check_base: bool, 
             before = "" if done is None else "finished before, "
             if done is None:
                 part = staging.folder / f"{name}.part"
-                done = write_shard(part, pieces, check_base=check_base)
+                done = write_shard(part, plan.files[name], pieces, check_base=check_base)
                 if finishing is not None:
                     finishing.result()
                 finishing = disk.submit(staging.finish, part, name, done)
@@ -125,51 +160,10 @@ def _check_ledger(plan: Plan, shapes: Shapes, weighted: Sequence[Weighted], line
         for place in (*one.patch.layers, *one.patch.whole_shapes):
             if (one.number, place) not in places and place not in shared:
                 raise MergeError(f"{one.folder}: {place} was not merged")
-    if not any(line["norm_of_change"] and line["lost_to_rounding"] < 1.0 for line in lines):
-        raise MergeError("nothing would change: every update is zero, or lost in rounding to the base's dtype")
-
-
-def _write_rest(files: BaseFiles, plan: Plan, model: Path) -> None:
-    """Config, tokenizer, index and what else belongs to a model folder, with what the merge changes in them."""
-    for path in sorted(files.folder.iterdir()):
-        if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
-            shutil.copyfile(path, model / path.name)
-    if (files.folder / TEMPLATES).is_dir():
-        shutil.copytree(files.folder / TEMPLATES, model / TEMPLATES, dirs_exist_ok=True)
-    if plan.vocabulary is not None:
-        for name in TOKENIZER_FILES:
-            (model / name).unlink(missing_ok=True)
-            if (plan.vocabulary.tokenizer / name).is_file():
-                shutil.copyfile(plan.vocabulary.tokenizer / name, model / name)
-    config = files.config()
-    if changed := _changed_config(config, plan):
-        (model / "config.json").write_text(json_text(changed))
-    if (files.folder / INDEX).is_file():
-        weight_map = {piece.name: name for name, pieces in plan.shards.items() for piece in pieces}
-        index = read_json(files.folder / INDEX)
-        metadata = index.get("metadata") or {}
-        if weight_map != index["weight_map"] or plan.dtype or plan.vocabulary:
-            metadata = {**metadata, "total_size": plan.num_bytes}
-            metadata.pop("total_parameters", None)
-            (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
-
-
-def _changed_config(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
-    changes: dict[str, Any] = {}
-    if plan.untied:
-        changes["tie_word_embeddings"] = False
-    if plan.vocabulary is not None:
-        changes["vocab_size"] = plan.vocabulary.num_tokens
-    if plan.dtype is not None:
-        changes["dtype"] = str(plan.dtype).removeprefix("torch.")
-    if not changes:
-        return None
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part.update({key: value for key, value in changes.items() if part is config or key in part})
-            if "dtype" in changes:
-                part.pop("torch_dtype", None)
-    return config
+    if plan.vocabulary is None and not any(line["changed"] for line in lines):
+        raise MergeError(
+            "nothing would change: every update is zero, cancels, or is lost in rounding to the stored dtype"
+        )
 
 
 def _check_space(plan: Plan, staging: Staging, out: Path) -> None:
@@ -181,8 +175,14 @@ def _check_space(plan: Plan, staging: Staging, out: Path) -> None:
 
 def _inputs(files: BaseFiles, weighted: Sequence[Weighted], settings: list[Any]) -> str:
     """A digest of everything the merge is made from, so that only the same one is taken up again."""
-    base = [(shard.path.name, os.stat(shard.path).st_size, os.stat(shard.path).st_mtime_ns) for shard in files.shards]
-    patches = [(one.patch.digest, one.patch.config.raw, one.weight) for one in weighted]
-    return hashlib.sha256(
-        json.dumps([VERSION, str(files.folder.resolve()), base, patches, settings]).encode()
-    ).hexdigest()
+    base = {path.name: _stamp(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
+    patches = [
+        (one.patch.digest, one.patch.config.raw, one.weight, _stamp(one.folder / TENSOR_FILE)) for one in weighted
+    ]
+    everything = [VERSION, str(files.folder.resolve()), base, patches, settings]
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> list[int]:
+    facts = path.stat()
+    return [facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]

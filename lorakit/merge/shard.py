@@ -11,24 +11,25 @@ from typing import Any, Final
 import torch
 
 from lorakit.errors import MergeError
+from lorakit.merge.parts import Piece
 from lorakit.merge.piece import write_piece
-from lorakit.merge.plan import Piece
-from lorakit.patch.tensor_file import framed, header_bytes
+from lorakit.patch.tensor_file import TensorFile, framed, header_bytes
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def write_shard(path: Path, pieces: list[Piece], *, check_base: bool) -> list[dict[str, Any]]:
+def write_shard(path: Path, file: TensorFile, pieces: list[Piece], *, check_base: bool) -> list[dict[str, Any]]:
     """Write the pieces as a safetensors file; returns the ledger's lines, one for every part that went in.
 
-    ``check_base``: compare every value of the touched tensors with the digests that the patches hold.
+    ``file``: the base's file that this one follows. ``check_base``: compare every value of the touched tensors with
+    the digests that the patches hold.
 
     Raises:
         MergeError: a merged value does not fit its dtype. PatchError: the base is not the patch's.
     """
-    header, file = _header(pieces), pieces[0].file
+    header = _header(file, pieces)
     places = _places(pieces, len(header))
     copied = [(piece, at) for piece, at in places if piece.copied and piece.file is file]
     computed = [(piece, at) for piece, at in places if not (piece.copied and piece.file is file)]
@@ -75,9 +76,8 @@ def _write_all(target: int, content: memoryview, at: int) -> None:
         content, at = content[written:], at + written
 
 
-def _header(pieces: list[Piece]) -> bytes:
+def _header(file: TensorFile, pieces: list[Piece]) -> bytes:
     """The base's own header where nothing in it changes."""
-    file = pieces[0].file
     told = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     planned = {piece.name: (piece.dtype, piece.shape) for piece in pieces}
     return framed(file.header) if told == planned else header_bytes(planned, file.metadata)

@@ -37,6 +37,8 @@ class Staging:
         if not isinstance(told, dict) or told.get("inputs") != self._inputs:
             shutil.rmtree(self.model, ignore_errors=True)
             told = {"inputs": self._inputs, "finished": {}}
+        for part in self.folder.glob("*.part"):
+            part.unlink()
         self._finished = told["finished"]
         self.model.mkdir(exist_ok=True)
 
@@ -77,7 +79,7 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise MergeError(f"out: another process is merging into {target}; wait for it, or choose another") from None
-        if target.exists():
+        if os.path.lexists(target):
             shutil.rmtree(staging.folder)
             raise MergeError(f"out: {target} exists already; choose another folder, or remove it")
         try:

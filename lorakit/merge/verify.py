@@ -13,7 +13,7 @@ from lorakit.binding import bind
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.lora.kinds import EMBEDDING
 from lorakit.lora.slots import Adapter, Route, Slot, SlotHook
-from lorakit.merge.plan import Weighted
+from lorakit.merge.parts import Weighted
 from lorakit.model import load_base, load_tokenizer
 from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files
 

@@ -3,16 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from lorakit.errors import MergeError
 from lorakit.lora.kinds import EMBEDDING
 from lorakit.patch import Patch, Shapes
-
-TOKENIZER_FILES: Final = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
 from lorakit.patch.base_files import BaseFiles, open_base_files
-from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint
+from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unchecked
 from lorakit.patch.fits import Shapes, check_fits
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
@@ -11,5 +11,5 @@ from lorakit.patch.write import adapter_patch, new_patch, remove_patch, write_pa
 __all__ = [
     "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "Shapes", "adapter_patch", "check_base", "check_fits",
     "fingerprint", "new_patch", "open_base_files", "open_patch", "read_patch", "remove_patch", "save_patch",
-    "write_patch",
+    "unchecked", "write_patch",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import PatchError
+from lorakit.errors import PatchError, nearest
 from lorakit.lora.targets import lookup, matches
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -64,6 +64,11 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
         unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
         named = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
         inside = f"; there are patches inside: {', '.join(str(folder / name) for name in named[:5])}" if named else ""
+        if not folder.is_dir():
+            near = nearest(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
+            raise PatchError(f"{folder}: no such folder; looked for {folder.absolute()}.{near}") from None
+        if (folder / "config.json").is_file():
+            raise PatchError(f"{folder}: a whole model, not a patch; use it as the base") from None
         raise PatchError(
             f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}{unfinished}{inside}"
         ) from None
@@ -80,7 +85,11 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     """
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA")
+        if isinstance(config, dict) and "lora_parameters" in config:
+            raise PatchError(
+                f"{path}: an adapter of MLX; make it a patch with `lorakit convert {path.parent} --out DIR`"
+            )
+        raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
     _refuse_unknown(path, config)
     rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
@@ -162,7 +171,8 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
     if unknown:
         settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
         raise PatchError(
-            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}"
+            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}."
+            " Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"
         )
 
 

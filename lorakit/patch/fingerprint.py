@@ -143,6 +143,24 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
         raise PatchError(other_base(patch, identity.files.folder, " and ".join(parts)))
 
 
+def unchecked(patch: Patch, base: object) -> str | None:
+    """What to tell of a patch that does not know its base, so that its shapes alone were compared; else None."""
+    if patch.facts.get("base") is not None:
+        return None
+    made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
+    return (
+        f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
+        f" only shapes were compared with {base}"
+    )
+
+
+def compared_by(patch: Patch) -> str:
+    """By what a patch's base can be told: shapes alone, samples of its weights, or every value."""
+    if patch.facts.get("base") is None:
+        return "shapes"
+    return "samples" if told_in_full(patch) is None else "every value"
+
+
 def told_in_full(patch: Patch) -> Mapping[str, str] | None:
     """module -> ``full-1`` digest of its base's weight, when the patch holds them."""
     full = (patch.facts.get("base") or {}).get("full") or {}

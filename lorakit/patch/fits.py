@@ -7,7 +7,7 @@ from torch import nn
 
 from lorakit.errors import PatchError, nearest
 from lorakit.lora.kinds import EMBEDDING, Kind, adaptable_layers
-from lorakit.lora.targets import embedding_and_head, tied_head
+from lorakit.lora.targets import ALL_LINEAR, embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch
 
 
@@ -37,11 +37,45 @@ def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
         if name not in base.parameters:
             yield name, f"{name} is not a parameter of this base.{nearest(name, base.parameters)}"
         elif base.parameters[name] != shape:
-            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch"
+            grown = base.parameters[name][1:] == shape[1:] and name.rpartition(".")[0] in (base.embedding, base.head)
+            why = (
+                ": it was trained with another vocabulary. Merge it (lorakit merge), or resize the base likewise"
+                if grown else ""
+            )  # fmt: skip
+            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch{why}"
+    yield from _selection_problems(patch, base)
+    if base.tied is not None:
+        brought = [m for m in base.tied if f"{m}.weight" in patch.whole_shapes and m not in patch.layers]
+        if len(brought) == 1 and not patch.config.modules_to_save:
+            yield (
+                brought[0],
+                f"{brought[0]}.weight is tied to another layer's, and the patch holds one of both",
+            )
     for saved in patch.config.modules_to_save:
         for name in base.parameters:
             if name not in patch.whole_shapes and any(module.endswith(saved) for module in _parents(name)):
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
+
+
+def _selection_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
+    """Layers that the config selects and the file lacks, or the other way round: PEFT would leave them out."""
+    raw = patch.config.raw
+    targets, exclude = raw.get("target_modules"), raw.get("exclude_modules")
+    if not targets or targets == ALL_LINEAR or not isinstance(targets, str | list):
+        return
+    chosen = targets if isinstance(targets, str) else tuple(targets)
+    left_out = exclude if isinstance(exclude, str) else tuple(exclude or ())
+    indices = raw.get("layers_to_transform")
+    wanted = None if indices is None else {indices} if isinstance(indices, int) else set(indices)
+    tied = set(base.tied or ()) if raw.get("ensure_weight_tying") else set()
+    for name in base.layers:
+        selected = matches(chosen, name) and not (left_out and matches(left_out, name))
+        if selected and wanted is not None and name not in chosen:
+            selected = layer_index(name) in wanted or bool(raw.get("layers_pattern"))
+        if selected and name not in patch.layers and not tied and not raw.get("layers_pattern"):
+            yield name, f"{name} is selected by target_modules, and the patch holds no tensors for it"
+        if not selected and name in patch.layers and name not in tied:
+            yield name, f"{name} is not selected by the patch's target_modules, so PEFT would leave it out"
 
 
 def _update_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
@@ -71,6 +105,7 @@ def check_fits(patch: Patch, base: Shapes, name: object) -> None:
     if not found:
         return
     more = [f"... and {len(found) - 3} more"] if len(found) > 3 else []
-    shown = "\n  ".join([*found[:3], *more, f"it was made for {patch.made_for}"])
+    made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
+    shown = "\n  ".join([*found[:3], *more, *made_for])
     count = len(patch.layers) + len(patch.whole_shapes)
     raise PatchError(f"{patch.folder}: does not fit {name}: {len(found)} of {count} places\n  {shown}")

@@ -33,6 +33,13 @@ class StoredTensors(Mapping[str, Tensor]):
             raise PatchError(f"{self._file.path}: {self.keys_in_file[name]} holds values that are not finite")
         return tensor
 
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements of a flattened tensor; nothing else of it is read."""
+        tensor = self._file.read_elements(self.keys_in_file[name], start, stop)
+        if not is_finite(tensor):
+            raise PatchError(f"{self._file.path}: {self.keys_in_file[name]} holds values that are not finite")
+        return tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_in_file)
 
@@ -85,8 +92,8 @@ def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
         raise PatchError(
             f"{folder}: holds adapter_model.bin, a pickle, which can run code when it is opened. Where you trust it:\n"
             '  python -c "import torch; from safetensors.torch import save_file;'
-            " t = torch.load('adapter_model.bin', weights_only=True, map_location='cpu');"
-            " save_file({k: v.contiguous().clone() for k, v in t.items()}, 'adapter_model.safetensors')\""
+            f" t = torch.load({str(folder / 'adapter_model.bin')!r}, weights_only=True, map_location='cpu');"
+            f' save_file({{k: v.contiguous().clone() for k, v in t.items()}}, {str(path)!r})"'
         )
     return path, config
 

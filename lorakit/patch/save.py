@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lorakit.errors import PatchError
 from lorakit.lora.inject import adapted_layers, adapter_tensors
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.write import adapter_patch, write_patch
@@ -19,6 +20,11 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
     Raises:
         PatchError: no adapter, a tensor that is not finite, or a patch is there already and ``overwrite`` is off.
     """
+    if not isinstance(model, nn.Module):
+        raise PatchError(
+            f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
+            " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
+        )
     names = [name for name, _ in adapted_layers(model)]
     tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter_tensors(model).items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None

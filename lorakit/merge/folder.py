@@ -1,0 +1,64 @@
+"""What a merged model's folder holds beside its weights: config, tokenizer, index."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.durable import json_text
+from lorakit.merge.plan import Plan
+from lorakit.model import TOKENIZER_FILES
+from lorakit.patch import BaseFiles
+from lorakit.patch.base_files import INDEX, read_json
+
+NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+TEMPLATES: Final = "additional_chat_templates"
+
+
+def write_rest(files: BaseFiles, plan: Plan, model: Path) -> None:
+    """Config, tokenizer, index and what else belongs to a model folder, with what the merge changes in them."""
+    _copy_files(files, plan, model)
+    config = files.config()
+    if changed := _changed_config(config, plan):
+        (model / "config.json").write_text(json_text(changed))
+    if (files.folder / INDEX).is_file():
+        weight_map = {piece.name: name for name, pieces in plan.shards.items() for piece in pieces}
+        index = read_json(files.folder / INDEX)
+        metadata = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
+        if weight_map != index["weight_map"] or plan.dtype or plan.vocabulary:
+            metadata = {**metadata, "total_size": plan.num_bytes}
+            metadata.pop("total_parameters", None)
+            (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
+
+
+def _changed_config(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+    changes: dict[str, Any] = {}
+    if plan.untied:
+        changes["tie_word_embeddings"] = False
+    if plan.vocabulary is not None:
+        changes["vocab_size"] = plan.vocabulary.num_tokens
+    if plan.dtype is not None:
+        changes["dtype"] = str(plan.dtype).removeprefix("torch.")
+    if not changes:
+        return None
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.update({key: value for key, value in changes.items() if part is config or key in part})
+            if "dtype" in changes:
+                part.pop("torch_dtype", None)
+    return config
+
+
+def _copy_files(files: BaseFiles, plan: Plan, model: Path) -> None:
+    for path in model.iterdir():  # what an interrupted merge left of these
+        if path.name not in plan.shards:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in sorted(files.folder.iterdir()):
+        if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
+            shutil.copyfile(path, model / path.name)
+    if (files.folder / TEMPLATES).is_dir():
+        shutil.copytree(files.folder / TEMPLATES, model / TEMPLATES, dirs_exist_ok=True)
+    if plan.vocabulary is not None:
+        for name in TOKENIZER_FILES:
+            (model / name).unlink(missing_ok=True)
+            if (plan.vocabulary.tokenizer / name).is_file():
+                shutil.copyfile(plan.vocabulary.tokenizer / name, model / name)
