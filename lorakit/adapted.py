@@ -4,14 +4,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lorakit.binding import bind, merged_copy
+from lorakit.binding import Source, bind, check_called, merged_copy
 from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.slots import Adapter, Route, SlotHook
@@ -61,16 +60,6 @@ def load(
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
     return adapted
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a loaded adapter came from, and which bytes it was."""
-
-    folder: Path
-    digest: str | None
-    note: str | None
-    """said when it does not know its base, so that only shapes were compared"""
 
 
 class AdaptedModel:
@@ -125,7 +114,7 @@ class AdaptedModel:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             self._check(patch, allow_base_mismatch)
             slots = bind(patch, self.model)
-            self._check_called(patch, [name for name, slot in slots.items() if slot.stand_in is not None])
+            check_called(patch, self.model, slots)
             for layer in slots.keys() - self._hooked:
                 kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                 hook = SlotHook(layer, kind, self._route)
@@ -134,7 +123,7 @@ class AdaptedModel:
             self._mixed = ()
             self._adapters[name], self._sources[name] = (
                 Adapter(name, slots),
-                Source(Path(path), patch.digest, unchecked(patch, self._folder())),
+                Source(Path(path), patch.digest, unchecked(patch, "the base")),
             )
 
     def unload_adapter(self, name: str) -> None:
@@ -203,7 +192,7 @@ class AdaptedModel:
             )
             raise LorakitError(f"prompts: a list of prompts, got {what}")
         route = self._route_for(adapters, len(prompts), "{} prompts")
-        settings = self._prompts.settings(max_new_tokens, temperature, top_p)
+        settings = self._prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
         device = next(self.model.parameters()).device
@@ -212,37 +201,12 @@ class AdaptedModel:
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
-    def _folder(self) -> object:
-        return "a merged model" if self._identity is None else self._identity.files.folder
-
     def _check(self, patch: Patch, allow_base_mismatch: bool) -> None:
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         check_fits(patch, self._shapes, self._identity.files.folder)
         if not allow_base_mismatch:
             check_base(patch, self._identity)
-
-    @torch.no_grad()
-    def _check_called(self, patch: Patch, layers: list[str]) -> None:
-        """Layers that bring tensors of their own are called by the model, not read past their call."""
-        if not layers:
-            return
-        called: set[str] = set()
-        handles = [
-            self.model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
-            for name in layers
-        ]
-        try:
-            with self._routed(None):
-                self.model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(self.model.parameters()).device))
-        finally:
-            for handle in handles:
-                handle.remove()
-        if missed := [name for name in layers if name not in called]:
-            raise PatchError(
-                f"{patch.folder}: brings tensors of {missed[0]}, which this model reads without calling the layer; it"
-                " cannot be served beside others. Merge it (lorakit merge, or model.merged)"
-            )
 
     @contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:

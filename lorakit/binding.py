@@ -1,13 +1,28 @@
 """A patch meets a model in memory: its slots for hot swapping, or a copy of the model with the patch merged in."""
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from lorakit.errors import PatchError
 from lorakit.lora.merging import Update, merged_weight
 from lorakit.lora.slots import Slot, SlotHook, standing_in
 from lorakit.patch import Patch, PatchLayer, Shapes
+from lorakit.patch.patch import is_finite
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a loaded adapter came from, and which bytes it was."""
+
+    folder: Path
+    digest: str | None
+    note: str | None
+    """said when it does not know its base, so that only shapes were compared"""
 
 
 def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
@@ -22,6 +37,32 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
         stand_in = standing_in(layer, own[name]) if name in own else None
         slots[name] = _slot(patch.layers.get(name), layer, stand_in)
     return slots
+
+
+@torch.no_grad()
+def check_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
+    """Passes when the model calls every layer that brings tensors of its own, and does not read past the call.
+
+    Raises:
+        PatchError: it does not: what the patch brings would have no effect.
+    """
+    layers = [name for name, slot in slots.items() if slot.stand_in is not None]
+    if not layers:
+        return
+    called: set[str] = set()
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name)) for name in layers
+    ]
+    try:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missed := [name for name in layers if name not in called]:
+        raise PatchError(
+            f"{patch.folder}: brings tensors of {missed[0]}, which this model reads without calling the layer; it"
+            " cannot be served beside others. Merge it (lorakit merge, or model.merged)"
+        )
 
 
 def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
@@ -53,8 +94,20 @@ def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | Non
         return Slot(stand_in=stand_in)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    A, B = (layer.tensors[part].to(weight.device, weight.dtype) for part in ("lora_A", "lora_B"))
+    A, B = (_cast(layer.tensors[part], weight, part) for part in ("lora_A", "lora_B"))
     return Slot(layer.scale, A, B, stand_in)
+
+
+def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
+    """The tensor on another's device, in its dtype.
+
+    Raises:
+        PatchError: its values do not fit.
+    """
+    cast = tensor.to(like.device, like.dtype)
+    if cast.dtype != tensor.dtype and not is_finite(cast):
+        raise PatchError(f"{name}: its values do not fit {like.dtype}; load the base with dtype='float32'")
+    return cast
 
 
 def _own_tensors(patch: Patch, model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -63,7 +116,7 @@ def _own_tensors(patch: Patch, model: nn.Module) -> dict[str, dict[str, Tensor]]
     for name, tensor in patch.whole.items():
         module, _, key = name.rpartition(".")
         old = model.get_parameter(name)
-        new = tensor.to(old.device, old.dtype)
+        new = _cast(tensor, old, name)
         if not torch.equal(new, old):
             own.setdefault(module, {})[key] = new
     return own

@@ -32,10 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(problem, BrokenPipeError):  # the reader of our output has gone, as in `lorakit show X | head`
             sys.stderr.close()
             return 0
-        print(f"lorakit {options.command}: {problem.filename or ''}: {problem.strerror or problem}", file=sys.stderr)
+        where = f"{problem.filename}: " if problem.filename else ""
+        print(f"lorakit {options.command}: {where}{problem.strerror or problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"lorakit {options.command}: interrupted", file=sys.stderr)
+        print(f"lorakit {options.command}: interrupted; the same command begins again or goes on", file=sys.stderr)
         return 75
 
 

@@ -5,6 +5,7 @@ One invariant: the new patch is what was asked for up to the error that it repor
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -14,7 +15,8 @@ from typing import Any, Final, Literal
 from lorakit.durable import digest
 from lorakit.errors import MergeError, PatchError, nearest
 from lorakit.lora.algebra import Found, summed, thinned
-from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_patch
+from lorakit.model import TOKENIZER_FILES
+from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
 from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
 from lorakit.patch.config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import SCHEME
@@ -57,7 +59,7 @@ def combine(
     """
     kept = DENSITIES.get(how) if density is None else density
     _check_settings(how, rank, density, kept)
-    if Path(out).exists():
+    if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     sources = _sources(adapters, rank)
     differing, unknown = _compare_bases(sources)
@@ -80,7 +82,9 @@ def combine(
         "allow_base_mismatch": allow_base_mismatch, "bases_differ": differing, "bases_not_compared": unknown,
     }  # fmt: skip
     layers = {name: _layer(one, parts[name][0][0]) for name, one in combined.items()}
-    return write_patch(out, _patch(sources, layers, made, say))
+    holder = next((one.folder for one in sources if one.patch.whole_shapes), None)
+    tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
+    return write_new_patch(out, _patch(sources, layers, made, say), beside=tokenizer)
 
 
 def _check_settings(how: str, rank: int | None, density: float | None, kept: float | None) -> None:
@@ -174,17 +178,20 @@ def _combine(
     parts: Mapping[str, Parts], ranks: Mapping[str, int], how: str, density: float | None, seed: int, say: Say
 ) -> dict[str, Found]:
     combined, width = {}, max(map(len, ["all layers", *parts]))
-    say(f"{'layer':<{width}} {'rank':>5}  relative error")
+    lines = [f"{'layer':<{width}} {'rank':>5}  relative error"]
     for name, own in parts.items():
         summands = [(dict(layer.tensors), factor) for layer, factor in own]
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
         one = summed(summands, ranks[name]) if density is None else thinned(summands, how, ranks[name], density, key)
         combined[name] = one
-        say(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
+        lines.append(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
         raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
-    most = max(one.factors.rank for one in combined.values())
-    say(f"{'all layers':<{width}} {most:>5}  {_error(*combined.values()):.3g}")
+    largest, error = max(one.factors.rank for one in combined.values()), _error(*combined.values())
+    if error:
+        say("\n".join([*lines, f"{'all layers':<{width}} {largest:>5}  {error:.3g}"]))
+    else:
+        say(f"{len(combined)} layers, ranks up to {largest}, exact")
     return combined
 
 

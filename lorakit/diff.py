@@ -79,7 +79,7 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     if not (bases or other_updates or other_wholes):
         most = max((line.difference for line in updates), default=0.0)
         what = f"{len(updates)} updates and {len(wholes)} whole tensors"
-        bits = "bit for bit" if one.digest == two.digest and not most else f"updates within {most:.2g} of their size"
+        bits = "exactly" if not most else f"updates within {most:.2g} of their size"
         say(f"the same: {what}, {bits}")
         return True
     say(
@@ -205,13 +205,16 @@ def _apart(blocks: Iterable[tuple[Tensor, ...]]) -> tuple[float, float]:
     """(largest difference of two values, ||one - two|| / ||one||) over pairs of blocks. Equal bits are equal values."""
     peaks, apart, size = [0.0], 0.0, 0.0
     for one, two in blocks:
+        if one.is_complex() and two.is_complex():
+            one, two = torch.view_as_real(one), torch.view_as_real(two)
         before = one.double()
         size = math.hypot(size, float(torch.linalg.vector_norm(before)))
         if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
             continue
         change = two.double() - before
-        peaks.append(float(change.abs().max()))
-        apart = math.hypot(apart, float(torch.linalg.vector_norm(change)))
+        whole = not one.is_floating_point()  # different whole numbers may be the same float64
+        peaks.append(max(float(change.abs().max()), float(whole)))
+        apart = math.hypot(apart, float(torch.linalg.vector_norm(change)), float(whole))
     return float(torch.tensor(peaks).max()), _relative(apart, size)
 
 

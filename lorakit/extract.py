@@ -17,7 +17,7 @@ from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.lora.algebra import Found, found_near
 from lorakit.lora.kinds import CONV1D, EMBEDDING
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_patch
+from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_new_patch
 from lorakit.patch.config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS
@@ -104,7 +104,9 @@ def extract(
         "adapter": {"layers": len(found), "rank": rank, "energy kept": extracted["energy"]},
     }  # fmt: skip
     patch = _patch(models, found, facts, str(base), revision, whole)
-    return write_patch(out, replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings})))
+    return write_new_patch(
+        out, replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))
+    )
 
 
 def _open(base: Path, tuned: Path, say: Say) -> Models:

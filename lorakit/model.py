@@ -77,7 +77,7 @@ def load_skeleton(folder: Path) -> nn.Module:
 
     with _quiet(), _explained(folder), torch.device("meta"):
         skeleton: nn.Module = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True)
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
     return skeleton
 
@@ -98,7 +98,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     with _quiet(), _explained(folder):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -121,8 +121,8 @@ def _download(name: str, revision: str | None) -> Path:
 def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise BaseModelError(f"{folder}: transformers cannot load it: {problem}") from None
+    except Exception as problem:  # transformers' own code on a user's files: it fails in many ways
+        raise BaseModelError(f"{folder}: transformers cannot load it: {type(problem).__name__}: {problem}") from None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ class Prompts:
         config: Any = model.config
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
+        self._num_tokens = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._pad = int(pad if pad is not None else end or 0)
 
@@ -38,16 +39,27 @@ class Prompts:
                 f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
                 f" {max_new_tokens} at most {self._limit} fit this base"
             )
+        if (largest := max(map(max, rows))) >= self._num_tokens:
+            raise LorakitError(
+                f"prompts: the tokenizer gave the id {largest}, the base has {self._num_tokens} tokens; they do not"
+                " belong together"
+            )
         ids = [[self._pad] * (longest - len(row)) + row for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
         return torch.tensor(ids), torch.tensor(mask)
 
-    def settings(self, max_new_tokens: int, temperature: float, top_p: float) -> Any:
+    def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Any:
         """What generate is asked for: greedy at temperature 0, else sampled.
 
         Raises:
             LorakitError: numbers out of range.
         """
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise LorakitError(f"seed: a whole number from 0 below 2**63, got {seed!r}")
+        if type(max_new_tokens) is not int or not isinstance(temperature, int | float) or 0 < temperature < 1e-3:
+            raise LorakitError(
+                f"max_new_tokens: a whole number; temperature: 0 or from 0.001; got {max_new_tokens!r}, {temperature!r}"
+            )
         if max_new_tokens < 1 or not (0 <= temperature < math.inf) or not 0 < top_p <= 1:
             raise LorakitError(
                 f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"

@@ -59,6 +59,8 @@ def read_questions(path: str) -> list[Question]:
             if shape.tools:
                 raise DataError(f"{source.name}:{line}: has tools, which score cannot give to the model")
             questions.append(Question(list(shape.messages[:-1]), str(shape.messages[-1]["content"]).strip()))
+    if not questions:
+        raise DataError(f"{path}: no rows to score")
     return questions
 
 

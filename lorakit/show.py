@@ -1,14 +1,15 @@
 """What a patch, a run or a base is."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import LorakitError, PatchError
+from lorakit.errors import LorakitError
 from lorakit.lora.kinds import is_linear_like
 from lorakit.lora.targets import coverage
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import Patch, Shapes, check_base, open_base_files, read_patch
+from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
 from lorakit.patch.base_files import read_json
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.fingerprint import told_in_full
@@ -31,21 +32,23 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     """
     folder = Path(path)
     known = False
-    if (folder / RECORD).is_file():
-        _show_run(folder, say)
-        known = True
     if (folder / CONFIG_FILE).is_file():
-        say("") if known else None
         patch = read_patch(folder)
         _show_patch(patch, say)
         if base is not None:
             _show_fit(patch, base, say, full=full)
         known = True
+    if (folder / RECORD).is_file():
+        say("") if known else None
+        _show_run(folder, say)
+        known = True
     if not known:
         if base is not None:
-            raise LorakitError(f"{folder.absolute()}: --for asks whether a patch fits a base; this is no patch")
+            read_patch(folder)  # says what is there instead of a patch
         if folder.is_dir() and not (folder / "config.json").is_file():
-            raise LorakitError(f"{folder.absolute()}: neither a patch, nor a run, nor a model folder")
+            inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
+            more = f"; there are patches inside: {', '.join(inside[:5])}" if inside else ""
+            raise LorakitError(f"{folder.absolute()}: neither a patch, nor a run, nor a model folder{more}")
         _show_base(path, say)
 
 
@@ -74,25 +77,52 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
     shapes = Shapes.of(load_skeleton(folder))
     wrong = dict(problems(patch, shapes))
-    width = max(map(len, [*patch.layers, *patch.whole_shapes, "tensor"]))
-    say(f"\n{'tensor':<{width}} {'in the base':<22} in the patch")
+    rows: list[tuple[str, ...]] = []
     for name, layer in patch.layers.items():
         place = shapes.layers.get(name)
         there = f"{place[0].name} {_by(place[1])}" if place else "-"
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
-        say(f"{name:<{width}} {there:<22} {update:<28} {'does not fit' if name in wrong else 'fits'}")
+        rows.append((name, there, update, "no" if name in wrong else "yes"))
     for name, shape in patch.whole_shapes.items():
         there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
-        say(f"{name:<{width}} {there:<22} {'whole ' + _by(shape):<28} {'does not fit' if name in wrong else 'fits'}")
-    if wrong:
-        raise PatchError(f"{patch.folder}: does not fit {base}:\n  " + "\n  ".join(wrong.values()))
-    if "base" not in patch.facts:
-        say(f"\nfits {base} by its shapes; the patch does not say which base it is for")
+        rows.append((name, there, f"whole {_by(shape)}", "no" if name in wrong else "yes"))
+    rows += [(name, "yes", "-", "no") for name in wrong if name not in patch.layers and name not in patch.whole_shapes]
+    _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_alike(rows)])
+    check_fits(patch, shapes, base)
+    if (note := unchecked(patch, base)) is not None:
+        say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
     check_base(patch, folder, full=full)
     compared = "every value" if full else "samples"
     more = "" if full or told_in_full(patch) is None else " (--full compares every value)"
     say(f"\nfits {base}: the base it was trained on, by {compared} of {len(patch.layers)} weights{more}")
+
+
+def _alike(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ in the numbers of their name alone, as one: model.layers.{0-31}.mlp.up_proj."""
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
+    for name, *cells in rows:
+        groups.setdefault((re.sub(r"\d+", "#", name), *cells), []).append([int(n) for n in re.findall(r"\d+", name)])
+    found = []
+    for (pattern, *cells), numbers in groups.items():
+        name = pattern
+        for column in zip(*numbers, strict=True):
+            values = sorted(set(column))
+            span = (
+                f"{values[0]}-{values[-1]}"
+                if values == list(range(values[0], values[-1] + 1))
+                else f"{len(values)} of them"
+            )
+            name = name.replace("#", str(values[0]) if len(values) == 1 else f"{{{span}}}", 1)
+        found.append((name, *cells))
+    return found
+
+
+def _aligned(say: Say, rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    say("")
+    for row in rows:
+        say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _show_run(folder: Path, say: Say) -> None:
@@ -106,8 +136,9 @@ def _show_run(folder: Path, say: Say) -> None:
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
         backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
-        starts=len(run.get("starts") or []), label_tokens=run.get("label_tokens"),
-        peak_memory_bytes=run.get("peak_memory_bytes"),
+        starts=len(run.get("starts") or []),
+        label_tokens=f"{run['label_tokens']:,}" if run.get("label_tokens") else None,
+        peak_memory=f"{run['peak_memory_bytes'] / 1e9:.2f} GB" if run.get("peak_memory_bytes") else None,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from lorakit.commands.options import (
     positive,
     revision_argument,
 )  # fmt: skip
+from lorakit.errors import LorakitError
 
 
 def add_to(command: Add) -> None:
@@ -56,9 +57,13 @@ def _generate(options: argparse.Namespace) -> int:
         options.base, adapters, dtype=options.dtype, revision=options.revision,
         allow_base_mismatch=options.allow_base_mismatch,
     )  # fmt: skip
+    for note in model.notes:
+        print(note, file=sys.stderr)
     if not options.prompt and sys.stdin.isatty():
         print("the prompt, ended with Ctrl-D:", file=sys.stderr)
     prompts = options.prompt or [sys.stdin.read().strip()]
+    if options.each and options.use is not None:
+        raise LorakitError("--use: --each answers with the base and with every adapter; leave one of them out")
     if options.each:
         uses: list[str | None] = [None, *adapters]
     else:

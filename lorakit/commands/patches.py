@@ -95,7 +95,9 @@ def _refuse_other_half(options: argparse.Namespace) -> None:
     for_model = {"--dtype": options.dtype, "--untie": options.untie, "--verify": options.verify,
                  "--revision": options.revision}  # fmt: skip
     wrong = [
-        flag for flag, value in (for_model if options.as_patch else for_patch).items() if value not in (None, False)
+        flag
+        for flag, value in (for_model if options.as_patch else for_patch).items()
+        if value is not None and value is not False
     ]
     if wrong:
         what = "is for merging into a base" if options.as_patch else "needs --as-patch"

@@ -14,10 +14,9 @@ from lorakit.convert.loralib import read_loralib, write_loralib
 from lorakit.convert.mlx import read_mlx, write_mlx
 from lorakit.convert.options import Options, open_base
 from lorakit.convert.recognise import recognise
-from lorakit.durable import committed_folder, digest
+from lorakit.durable import digest
 from lorakit.errors import PatchError, nearest
-from lorakit.patch import Patch, check_fits, read_patch, write_patch
-from lorakit.patch.card import model_card
+from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.tensor_file import TensorFile
 
@@ -41,8 +40,7 @@ def write_peft(out: Path, patch: Patch, options: Options, origin: Origin) -> str
     Raises:
         TryAgainLater: the disk is full; nothing is left.
     """
-    with committed_folder(out) as staging:
-        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.facts))
+    write_new_patch(out, patch)
     return ""
 
 

@@ -156,5 +156,7 @@ def _prompt_ids(base: Path, num_tokens: int) -> list[Tensor]:
         tokenizer = load_tokenizer(base)
         rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     except BaseModelError:
+        rows = []
+    if not all(len(row) > 1 for row in rows) or not rows:  # transformers makes an empty tokenizer where there is none
         rows = [list(prompt.encode()) for prompt in PROMPTS]
     return [torch.tensor([[token % num_tokens for token in row]]) for row in rows]

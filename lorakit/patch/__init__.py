@@ -6,10 +6,10 @@ from lorakit.patch.fits import Shapes, check_fits
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.save import save_patch
-from lorakit.patch.write import adapter_patch, new_patch, remove_patch, write_patch
+from lorakit.patch.write import adapter_patch, new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [
     "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "Shapes", "adapter_patch", "check_base", "check_fits",
     "fingerprint", "new_patch", "open_base_files", "open_patch", "read_patch", "remove_patch", "save_patch",
-    "unchecked", "write_patch",
+    "unchecked", "write_new_patch", "write_patch",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class BaseFiles:
         name = f"{module}.{key}"
         if name in self.holder:
             return name
-        found = [held for held in self.holder if name.endswith(f".{held}") or held.endswith(f".{name}")]
+        found = [held for held in self.holder if self._prefixed(name, held)]
         if len(found) != 1:
             what = "several" if found else "no"
             raise BaseModelError(
@@ -45,6 +45,14 @@ class BaseFiles:
                 + (f" Candidates: {', '.join(found[:3])}." if found else nearest(name, self.holder))
             )
         return found[0]
+
+    def _prefixed(self, name: str, held: str) -> bool:
+        """Whether two names are one but for the prefix that the whole model has, or has not, in the file."""
+        if held.endswith(f".{name}"):
+            prefix = held.removesuffix(name)
+            return sum(other.startswith(prefix) for other in self.holder) > len(self.holder) / 2
+        prefix = name.removesuffix(held)
+        return name.endswith(f".{held}") and not any(other.startswith(prefix) for other in self.holder)
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -78,7 +86,13 @@ def open_base_files(folder: Path) -> BaseFiles:
         shards = tuple(open_tensors(folder / name) for name in names)
     except PatchError as problem:
         raise BaseModelError(str(problem)) from None
-    return BaseFiles(folder, shards, _holders(folder, shards, weight_map))
+    holders = _holders(folder, shards, weight_map)
+    if weight_map is not None and SINGLE not in names and (folder / SINGLE).exists():
+        raise BaseModelError(
+            f"{folder}: holds {SINGLE} and an index of other files; transformers reads the first, others the second."
+            " Remove what is not meant"
+        )
+    return BaseFiles(folder, shards, holders)
 
 
 def read_json(path: Path) -> dict[str, Any]:

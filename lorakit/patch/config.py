@@ -57,9 +57,7 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        if path.stat().st_size > max_bytes:
-            raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {max_bytes:,} are allowed")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(_read(path, max_bytes))
     except FileNotFoundError:
         unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
         named = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
@@ -77,6 +75,19 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
     return parse_config(path, config)
 
 
+def _read(path: Path, max_bytes: int) -> str:
+    """A file's text, if it is a file of at most so many bytes."""
+    if not path.exists():
+        raise FileNotFoundError(path)
+    if not path.is_file():
+        raise PatchError(f"{path}: not a regular file")
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {max_bytes:,} are allowed")
+    return content.decode()
+
+
 def parse_config(path: Path, config: Any) -> PatchConfig:
     """The settings in the content of an adapter_config.json.
 
@@ -92,6 +103,8 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
     _refuse_unknown(path, config)
     rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0
+    if isinstance(dropout, int | float) and not 0 <= dropout <= 1:
+        raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {dropout!r}")
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
     for key, values, whole in (
         ("r", [rank], True), ("rank_pattern", ranks.values(), True),
@@ -193,7 +206,7 @@ def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
         raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
     for pattern in value:
         try:
-            re.compile(pattern)
-        except re.error as problem:
+            re.compile(rf"(.*\.)?({pattern})$")  # as it is used
+        except (re.error, OverflowError, RecursionError) as problem:
             raise PatchError(f"{path}: {key}: {pattern!r} is not a regular expression: {problem}") from None
     return value

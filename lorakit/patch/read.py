@@ -20,6 +20,8 @@ from lorakit.patch.names import EMBEDDING_PARTS, LINEAR_PARTS, CopyName, UpdateN
 from lorakit.patch.patch import DEFAULT_CAPS, FLOATS, SIDECAR, TENSOR_FILE, Caps, Patch, PatchLayer, is_finite
 from lorakit.patch.tensor_file import TensorFile, open_tensors
 
+MAX_SIDECAR_BYTES = 1 << 20
+
 
 class StoredTensors(Mapping[str, Tensor]):
     """Tensors that are read from their file when they are asked for."""
@@ -177,7 +179,9 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         facts = json.loads(metadata.get("lorakit", "{}"))
         base, data, results = facts.get("base"), facts.get("data", {}), facts.get("results", {})
         right = base is None or (isinstance(base["scheme"], str) and isinstance(base["weights"], dict))
-        right = right and all(isinstance(part["sources"], list) for part in data.values())
+        right = right and (base is None or isinstance(base.get("rounded_to"), str | None))
+        right = right and isinstance(facts.get("adapter", {}), dict)
+        right = right and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         right = right and all(isinstance(value, int | float) for value in results.values())
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         right = False
@@ -191,7 +195,8 @@ def _check_digest(path: Path, content: Iterable[bytes | memoryview]) -> str:
     sidecar, told = path.parent / SIDECAR, {}
     if sidecar.is_file():
         try:
-            known = json.loads(sidecar.read_text())
+            with open(sidecar, "rb") as file:
+                known = json.loads(file.read(MAX_SIDECAR_BYTES))
             fast = known.get("xxh3_128", {}).get(TENSOR_FILE)
             told = {"xxh3_128": fast} if fast else {"sha256": known["files"][TENSOR_FILE]}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:

@@ -150,6 +150,8 @@ def _read_in_parallel(handle: int, content: memoryview) -> int:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
+        if path.exists() and not path.is_file():
+            raise PatchError(f"{path}: not a regular file")
         with open(path, "rb") as file:
             yield file
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,7 +10,7 @@ from typing import Any, BinaryIO
 import xxhash
 from torch import Tensor, nn
 
-from lorakit.durable import json_text, sync_folder, write_files
+from lorakit.durable import committed_folder, json_text, sync_folder, write_files
 from lorakit.errors import PatchError
 from lorakit.lora.inject import adapted_layers
 from lorakit.lora.layer import LoraLinear
@@ -60,6 +61,20 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     if read_patch(folder).digest != written["xxh3_128"]:
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
+
+
+def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()) -> Path:
+    """Write a patch into a folder that appears when it is whole; returns it. ``beside``: files copied into it.
+
+    Raises:
+        FileExistsError: ``out`` is there. TryAgainLater: the disk is full; nothing is left.
+    """
+    out = Path(out)
+    with committed_folder(out) as staging:
+        for path in beside:
+            shutil.copyfile(path, staging / path.name)
+        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.facts))
+    return out
 
 
 def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
