@@ -59,41 +59,55 @@ def row_merger(kind: Kind, updates: Sequence[Update]) -> Callable[[Tensor, slice
 def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
     """A whole stored weight with its updates, on W's device: the float64 sum rounded once to ``dtype``."""
     merged = torch.empty_like(W, dtype=dtype)
+    rounding = Rounding(dtype)
     merge = row_merger(
         kind, [Update(u.method, u.scale, {name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
     )
     for rows in row_blocks((W.shape[0], W.shape[1])):
-        merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
+        merged[rows] = rounding(merge(W[rows].to(torch.float64, copy=True), rows))
     return merged
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 values rounded to the nearest of ``dtype``, ties to even.
+    """float64 values rounded to the nearest of ``dtype``, ties to even; as ``Rounding``."""
+    return Rounding(dtype)(values)
+
+
+class Rounding:
+    """Rounds float64 to the nearest of a dtype, ties to even, in memory that is used again for the next values.
 
     torch goes from float64 to 16 bits through float32 and so rounds twice, which is wrong where the first rounding ends
     half way between two neighbours. Those few are rounded to odd instead (Boldo and Melquiond 2008), which keeps on
     which side they were.
     """
-    if dtype not in HALF_WAY:
-        return values.to(dtype)
-    narrow = values.to(torch.float32).contiguous()
-    if (places := _half_way(narrow.view(-1), dtype)).numel():
-        flat = narrow.view(-1)
-        exact, near = values.reshape(-1)[places], flat[places]
-        bits = near.view(torch.int32)
-        bits = bits - (near.double().abs() > exact.abs()).int()  # towards zero
-        flat[places] = torch.where(near.double() != exact, bits | 1, bits).view(torch.float32)
-    return narrow.to(dtype)
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._narrow, self._bits = torch.empty(0), torch.empty(0, dtype=torch.int32)
 
-def _half_way(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where float32 values lie half way between two neighbours of ``dtype``, as indices."""
-    mask, half = HALF_WAY[dtype]
-    bits = values.view(torch.int32).numpy(force=True)  # numpy finds the few in a third of torch's time
-    found = (bits & np.int32(mask)) == np.int32(half)
-    if dtype is torch.float16:  # its smallest numbers keep fewer bits
-        found |= np.abs(bits.view(np.float32)) < 2.0**-14
-    return torch.from_numpy(np.flatnonzero(found)).to(values.device)
+    def __call__(self, values: Tensor) -> Tensor:
+        if self._dtype not in HALF_WAY:
+            return values.to(self._dtype)
+        if self._narrow.numel() < values.numel() or self._narrow.device != values.device:
+            self._narrow = torch.empty(values.numel(), device=values.device)
+            self._bits = torch.empty_like(self._narrow, dtype=torch.int32)
+        flat = self._narrow[: values.numel()]
+        narrow = flat.view(values.shape).copy_(values)
+        if (places := self._half_way(flat)).numel():
+            exact, near = values.reshape(-1)[places], flat[places]
+            bits = near.view(torch.int32)
+            bits = bits - (near.double().abs() > exact.abs()).int()  # towards zero
+            flat[places] = torch.where(near.double() != exact, bits | 1, bits).view(torch.float32)
+        return narrow.to(self._dtype)
+
+    def _half_way(self, flat: Tensor) -> Tensor:
+        """Where float32 values lie half way between two neighbours of the dtype, as indices."""
+        mask, half = HALF_WAY[self._dtype]
+        bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
+        found = bits == half
+        if self._dtype is torch.float16:  # its smallest numbers keep fewer bits
+            found |= flat.abs() < 2.0**-14
+        return torch.from_numpy(np.flatnonzero(found.numpy(force=True))).to(flat.device)
 
 
 def norm_of_sum(updates: Sequence[Update]) -> float:

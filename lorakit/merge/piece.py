@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
-from lorakit.lora.merging import norm_of_sum, rounded_once, row_blocks, row_merger
+from lorakit.lora.merging import Rounding, norm_of_sum, row_blocks, row_merger
 from lorakit.merge.parts import Part, Piece
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
 from lorakit.patch.read import StoredTensors
@@ -30,7 +30,7 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     updates = [part.update() for part in piece.updates]
     merge = row_merger(piece.kind, updates) if piece.kind and updates else None
     checks = _BaseChecks(piece if check_base else None)
-    change = lost = 0.0
+    rounding, change, lost = Rounding(piece.dtype), 0.0, 0.0
     changed = wholes.resized
     with RangeReader(piece.file) as reader:
         for rows in row_blocks(shape):
@@ -47,24 +47,24 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
                 exact = merge(exact, rows)
             if wholes.parts and before is not None:  # without them it is known from the factors
                 change += _square(exact - before)
-            rounded = rounded_once(exact, piece.dtype)
+            rounded = rounding(exact)
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
             if before is not None and not changed:
-                changed = not torch.equal(rounded, rounded_once(before.double(), piece.dtype))
+                changed = not torch.equal(rounded, rounding(before.double()))
             lost += (block := _square(exact.sub_(wholes.scratch(rounded))))
             if not math.isfinite(block):
                 _check_finite(piece, before, rounded)
     checks.compare()
     if updates and not wholes.parts:
         change = norm_of_sum(updates) ** 2
-    rounding = {
+    told = {
         "changed": changed, "norm_of_rounding": math.sqrt(lost),
         "lost_to_rounding": math.sqrt(lost / change) if change else 0.0,
     }  # fmt: skip
     parts = [("parameter", part) for part in piece.wholes] + [("layer", part) for part in piece.updates]
     norms = [*wholes.norms(), *(norm_of_sum([update]) for update in updates)]
     return [
-        {"patch": part.of.number, what: part.place, "tensor": piece.name, "norm_of_change": norm, **rounding}
+        {"patch": part.of.number, what: part.place, "tensor": piece.name, "norm_of_change": norm, **told}
         for (what, part), norm in zip(parts, norms, strict=True)
     ]
 
