@@ -156,6 +156,15 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def stamp(path: Path) -> list[int] | None:
+    """What changes when a file does: size, time of its last change, inode, time of its last renaming. None: no file."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return None
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_ctime_ns]
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

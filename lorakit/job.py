@@ -15,7 +15,7 @@ from lorakit.engine import Engine, StepSettings, open_engine
 from lorakit.errors import BaseModelError, RunError
 from lorakit.isolation import check_isolation, check_positions
 from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
-from lorakit.model import find_base, load_base, load_tokenizer
+from lorakit.model import find_base, load_base, load_tokenizer, num_tokens
 from lorakit.optim import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import AdapterSection, DataSection, Recipe
@@ -124,7 +124,7 @@ def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
     Raises:
         BaseModelError: the tokenizer gave larger ids.
     """
-    num_rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    num_rows = num_tokens(model)
     if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
             f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"

@@ -82,6 +82,11 @@ def load_skeleton(folder: Path) -> nn.Module:
     return skeleton
 
 
+def num_tokens(model: nn.Module) -> int:
+    """Rows of a model's input embedding."""
+    return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+
 def generation_settings(**settings: Any) -> Any:
     """A generation config that holds these settings and transformers' defaults, nothing of a base's own."""
     from transformers import GenerationConfig

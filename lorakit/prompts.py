@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lorakit.data import end_marker
 from lorakit.errors import LorakitError
-from lorakit.model import generation_settings
+from lorakit.model import generation_settings, num_tokens
 
 Prompt = str | list[dict[str, Any]]
 
@@ -22,7 +22,7 @@ class Prompts:
         config: Any = model.config
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
-        self._num_tokens = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._num_tokens = num_tokens(model)
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._pad = int(pad if pad is not None else end or 0)
 

@@ -118,20 +118,25 @@ def test_a_killed_merge_leaves_no_folder_and_is_finished_by_the_next(sharded: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "patch", "whole"]
 
 
-def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (make_patch(sharded, tmp_path / f"p{seed}", torch.bfloat16, seed=seed) for seed in range(2))
+def interrupt(monkeypatch: pytest.MonkeyPatch, base: Path, patch: Path, out: Path, *, after: int) -> None:
+    """A merge that ends with Ctrl-C when so many files were synced."""
     fsync, calls = os.fsync, []
 
     def interrupted(handle: int) -> None:
         calls.append(handle)
-        if len(calls) == 12:
+        if len(calls) == after:
             raise KeyboardInterrupt
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        lorakit.merge(sharded, one, out=tmp_path / "out")
-    monkeypatch.setattr(os, "fsync", fsync)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lorakit.merge(base, patch, out=out)
+
+
+def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (make_patch(sharded, tmp_path / f"p{seed}", torch.bfloat16, seed=seed) for seed in range(2))
+    interrupt(monkeypatch, sharded, one, tmp_path / "out", after=12)
     assert json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
     said: list[str] = []
 
@@ -147,18 +152,7 @@ def test_a_finished_file_that_someone_changed_is_made_again(
 ) -> None:
     patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16)
     whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
-    fsync, calls = os.fsync, []
-
-    def interrupted(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) == 14:
-            raise KeyboardInterrupt
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        lorakit.merge(sharded, patch, out=tmp_path / "out")
-    monkeypatch.setattr(os, "fsync", fsync)
+    interrupt(monkeypatch, sharded, patch, tmp_path / "out", after=14)
     finished = json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
     changed = tmp_path / ".out.merging" / "model" / next(iter(finished))
     changed.write_bytes(changed.read_bytes()[:-8] + bytes(8))

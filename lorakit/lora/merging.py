@@ -68,11 +68,6 @@ def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch
     return merged
 
 
-def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 values rounded to the nearest of ``dtype``, ties to even; as ``Rounding``."""
-    return Rounding(dtype)(values)
-
-
 class Rounding:
     """Rounds float64 to the nearest of a dtype, ties to even, in memory that is used again for the next values.
 

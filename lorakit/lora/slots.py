@@ -94,10 +94,8 @@ class Route:
         return self.stacks[layer]
 
 
-def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> Stack | None:
+def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> Stack:
     factors = [(adapter, slot.A, slot.B, slot.scale) for adapter, slot in slots]
-    if not factors:
-        return None
     A = torch.cat([A for _, A, _, _ in factors if A is not None]).to(x.dtype)
     B = torch.cat([B.T for _, _, B, _ in factors if B is not None]).to(x.dtype)
     columns = [(adapter, scale) for adapter, A, _, scale in factors if A is not None for _ in range(A.shape[0])]

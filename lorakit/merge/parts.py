@@ -47,7 +47,6 @@ class Piece:
     file: TensorFile
     stored: str
     """the base's tensor it starts from"""
-    module: str | None = None
     kind: Kind | None = None
     updates: tuple[Part, ...] = ()
     wholes: tuple[Part, ...] = ()

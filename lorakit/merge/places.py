@@ -23,7 +23,7 @@ class Places:
         module, _, key = parameter.rpartition(".")
         return self._files.tensor_name(module, key)
 
-    def change(self, stored: str, module: str, kind: Kind | None, *, update: Part | None = None,
+    def change(self, stored: str, kind: Kind | None, *, update: Part | None = None,
                whole: Part | None = None) -> None:  # fmt: skip
         """Add a part to a tensor.
 
@@ -38,7 +38,7 @@ class Places:
                 f"{stored}: stored as {entry.shape} {entry.dtype}, expected {piece.shape} in a 16, 32 or 64 bit float"
             )
         pieces[index] = replace(
-            piece, module=module, kind=kind or piece.kind,
+            piece, kind=kind or piece.kind,
             updates=piece.updates + ((update,) if update else ()), wholes=piece.wholes + ((whole,) if whole else ()),
         )  # fmt: skip
 

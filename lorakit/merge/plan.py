@@ -89,14 +89,14 @@ def _bind(places: Places, base: Shapes, adapters: Sequence[Weighted], untie: boo
             stored = head if head and base.tied and module == base.tied[0] else places.stored_name(f"{module}.weight")
             if f"{module}.weight" not in one.patch.whole_shapes:
                 places.check_shape(stored, sizes[::-1] if kind.transposed else sizes)
-            places.change(stored, module, kind, update=Part(one, module))
+            places.change(stored, kind, update=Part(one, module))
         for parameter in one.patch.whole_shapes:
             if parameter in shared:
                 continue
             module = parameter.rpartition(".")[0]
             stored = head if head and base.tied and parameter == head else places.stored_name(parameter)
             kind_here = base.layers[module][0] if module in base.layers else None
-            places.change(stored, module, kind_here, whole=Part(one, parameter))
+            places.change(stored, kind_here, whole=Part(one, parameter))
     return separated
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import digest, write_json
+from lorakit.durable import digest, stamp, write_json
 from lorakit.errors import MergeError, TryAgainLater
 from lorakit.merge.folder import write_rest
 from lorakit.merge.parts import Weighted
@@ -19,7 +19,7 @@ from lorakit.merge.shard import write_shard
 from lorakit.merge.staging import Lines, Staging, staged
 from lorakit.merge.verify import verify_merge
 from lorakit.model import find_base, load_skeleton
-from lorakit.patch import BaseFiles, Shapes, check_base, open_base_files, open_patch, unchecked
+from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
 from lorakit.patch.fingerprint import compared_by
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.version import VERSION
@@ -62,9 +62,10 @@ def merge(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.num_tokens} tokens, which the"
             " base cannot run beside; leave --verify out"
         )
+    identity = BaseIdentity(files)
     for one in weighted:
         if not allow_base_mismatch:
-            check_base(one.patch, folder)
+            check_base(one.patch, identity)
         if (note := unchecked(one.patch, base)) is not None:
             say(note)
     settings = [dtype, untie, allow_base_mismatch]
@@ -175,14 +176,9 @@ def _check_space(plan: Plan, staging: Staging, out: Path) -> None:
 
 def _inputs(files: BaseFiles, weighted: Sequence[Weighted], settings: list[Any]) -> str:
     """A digest of everything the merge is made from, so that only the same one is taken up again."""
-    base = {path.name: _stamp(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
+    base = {path.name: stamp(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
     patches = [
-        (one.patch.digest, one.patch.config.raw, one.weight, _stamp(one.folder / TENSOR_FILE)) for one in weighted
+        (one.patch.digest, one.patch.config.raw, one.weight, stamp(one.folder / TENSOR_FILE)) for one in weighted
     ]
     everything = [VERSION, str(files.folder.resolve()), base, patches, settings]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
-
-
-def _stamp(path: Path) -> list[int]:
-    facts = path.stat()
-    return [facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lorakit.durable import commit_folder, disk_full_is_temporary, sync_file, write_json
+from lorakit.durable import commit_folder, disk_full_is_temporary, stamp, sync_file, write_json
 from lorakit.errors import LorakitError, MergeError, TryAgainLater
 
 Lines = list[dict[str, Any]]
@@ -45,7 +45,7 @@ class Staging:
     def finished(self, name: str) -> Lines | None:
         """The ledger's lines of a file that is whole already, else None."""
         told = self._finished.get(name)
-        if told is None or told["stamp"] != _stamp(self.model / name):
+        if told is None or told["stamp"] != stamp(self.model / name):
             return None
         lines: Lines = told["lines"]
         return lines
@@ -54,7 +54,7 @@ class Staging:
         """A file was written beside its place: make it durable, and remember that it is whole."""
         sync_file(part)
         os.replace(part, self.model / name)
-        self._finished[name] = {"stamp": _stamp(self.model / name), "lines": lines}
+        self._finished[name] = {"stamp": stamp(self.model / name), "lines": lines}
         write_json(self._progress, {"inputs": self._inputs, "finished": self._finished})
 
     def commit(self) -> None:
@@ -89,12 +89,3 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
             if not isinstance(problem, TryAgainLater):
                 shutil.rmtree(staging.folder, ignore_errors=True)
             raise
-
-
-def _stamp(path: Path) -> list[int] | None:
-    """Size and time of the last change: the file was synced before this was noted."""
-    try:
-        facts = path.stat()
-    except FileNotFoundError:
-        return None
-    return [facts.st_size, facts.st_mtime_ns]

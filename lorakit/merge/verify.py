@@ -14,7 +14,7 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.lora.kinds import EMBEDDING
 from lorakit.lora.slots import Adapter, Route, Slot, SlotHook
 from lorakit.merge.parts import Weighted
-from lorakit.model import load_base, load_tokenizer
+from lorakit.model import load_base, load_tokenizer, num_tokens
 from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files
 
 PROMPTS: Final = (
@@ -40,7 +40,7 @@ def verify_merge(
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
     device = torch.device("cpu")
     model = load_base(base, torch.float32, device)
-    ids = _prompt_ids(base, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    ids = _prompt_ids(base, num_tokens(model))
     comparing = _Comparison(open_base_files(merged), rounding)
     with torch.no_grad(), _adapted(model, weighted, comparing):
         expected = [model(tokens).logits for tokens in ids]
@@ -150,7 +150,7 @@ def _sum(slots: list[tuple[Weighted, Slot]]) -> Slot:
     return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), stand_in)
 
 
-def _prompt_ids(base: Path, num_tokens: int) -> list[Tensor]:
+def _prompt_ids(base: Path, size: int) -> list[Tensor]:
     """The prompts in the base's tokens; in bytes when it has no tokenizer."""
     try:
         tokenizer = load_tokenizer(base)
@@ -159,4 +159,4 @@ def _prompt_ids(base: Path, num_tokens: int) -> list[Tensor]:
         rows = []
     if not all(len(row) > 1 for row in rows) or not rows:  # transformers makes an empty tokenizer where there is none
         rows = [list(prompt.encode()) for prompt in PROMPTS]
-    return [torch.tensor([[token % num_tokens for token in row]]) for row in rows]
+    return [torch.tensor([[token % size for token in row]]) for row in rows]
