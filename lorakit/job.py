@@ -1,25 +1,27 @@
 """A training run, assembled: engine, base with its adapter, rows, optimizer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
-from lorakit.engine import Engine, StepSettings, open_engine
+from lorakit.engine import Engine, Group, ReadRange, StepSettings
 from lorakit.errors import BaseModelError, RunError
 from lorakit.isolation import check_isolation, check_positions
-from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, Target, attach, find_targets
 from lorakit.model import find_base, load_base, load_tokenizer, num_tokens
 from lorakit.optim import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import AdapterSection, DataSection, Recipe
 from lorakit.run.checkpoint import Checkpoints
+from lorakit.sharded import BaseTensors, load_hollow
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Job:
     base_fingerprint: dict[str, Any]
     checkpoints: Checkpoints
     total_steps: int
+    num_base_parameters: int
+    architecture: str
 
     def data_facts(self) -> dict[str, Any]:
         """What the rows were: sources, digest, and what became of them."""
@@ -47,44 +51,61 @@ class Job:
 
     def base_facts(self) -> dict[str, Any]:
         """Which base it is."""
-        return {"model": self.recipe.base.model, "architecture": type(self.model).__name__, **self.base_fingerprint}
+        return {"model": self.recipe.base.model, "architecture": self.architecture, **self.base_fingerprint}
 
 
-def assemble(recipe: Recipe, recorded: Mapping[str, Any]) -> Job:
+def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job:
     """Load and connect all parts of a run. ``recorded`` holds what an interrupted run had chosen.
 
     Raises:
         LorakitError: base, data or targets are not usable; nothing has been written but the token cache.
     """
-    engine = open_engine(recipe.parallel.backend)
+    group = engine.group
+    group.in_turn(lambda: read_all(recipe))  # one process of a machine makes what the others find made
+    folder, rows, held_out = group.together(lambda: read_all(recipe))
+    dtype = group.lead(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
+    if "dtype" in recorded:
+        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
+    engine.phase("loading the base")
+    model, targets = group.together(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
+    identity = fingerprint(open_base_files(folder), [target.name for target in targets])
+    digests = {"rows": rows.digest, "held-out rows": held_out.digest if held_out else None}
+    group.same("base and rows", {"base": identity, **digests})
+    job = Job(
+        recipe, Path(recipe.output), model, engine, dtype, targets, _batches(recipe, rows, group),
+        _batches(recipe, held_out, group) if held_out else None, identity,
+        Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
+        count_steps(recipe, len(rows)), sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        type(model).__name__,
+    )  # fmt: skip
+    group.together(lambda: check_positions(model, recipe.data.max_tokens))
+    _prepare_engine(job, BaseTensors(folder, model).read if engine.shards_base else None)
+    if recipe.data.packing:
+        check_isolation(model, job.batches, engine.device)
+    return job
+
+
+def read_all(recipe: Recipe) -> tuple[Path, TokenRows, TokenRows | None]:
+    """The base's folder and the tokenised rows."""
     folder = find_base(recipe.base.model, recipe.base.revision)
     tokenizer = load_tokenizer(folder)
     rows = read_rows(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
-    held_out = None
-    if recipe.data.eval is not None:
-        held_out = read_rows(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
-    dtype = choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device)
-    if "dtype" in recorded:
-        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
-    with engine.loading():
-        model = load_base(folder, dtype.dtype, engine.device)
-    for each in (rows, held_out) if held_out else (rows,):
-        check_vocabulary(model, each)
+    if recipe.data.eval is None:
+        return folder, rows, None
+    return folder, rows, read_rows(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
+
+
+def adapted_base(
+    recipe: Recipe, engine: Engine, folder: Path, dtype: torch.dtype, sets: Sequence[TokenRows | None]
+) -> tuple[nn.Module, list[Target]]:
+    """The base with an untrained adapter; without weights when the engine reads each process's part of them."""
+    model = load_hollow(folder, dtype) if engine.shards_base else load_base(folder, dtype, engine.device)
+    for rows in filter(None, sets):
+        check_vocabulary(model, rows)
     spec = adapter_spec(recipe.adapter)
     targets = find_targets(model, spec)
     attach(model, targets, spec, recipe.train.seed)
-    job = Job(
-        recipe, Path(recipe.output), model, engine, dtype, targets, _batches(recipe, rows),
-        _batches(recipe, held_out) if held_out else None,
-        fingerprint(open_base_files(folder), [target.name for target in targets]),
-        Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
-        count_steps(recipe, len(rows)),
-    )  # fmt: skip
-    check_positions(model, recipe.data.max_tokens)
-    if recipe.data.packing:
-        check_isolation(model, job.batches, engine.device)
-    _prepare_engine(job)
-    return job
+    return model, targets
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:
@@ -141,22 +162,27 @@ def checkpoint_layers(model: nn.Module) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
 
 
-def _batches(recipe: Recipe, rows: TokenRows) -> Batches:
+def _batches(recipe: Recipe, rows: TokenRows, group: Group) -> Batches:
     settings = recipe.train
     micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
-    return Batches(rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed)
+    return Batches(
+        rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, group.rank, group.size
+    )
 
 
-def _prepare_engine(job: Job) -> None:
+def _prepare_engine(job: Job, read: ReadRange | None) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(job.model)
-    optimizer = build_optimizer(
-        adapter_tensors(job.model).values(), betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
+    optimizer = partial(
+        build_optimizer, betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,
     )  # fmt: skip
     rate = partial(
         learning_rate, peak=settings.learning_rate, schedule=settings.schedule, total_steps=job.total_steps,
         warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
     )  # fmt: skip
-    job.engine.prepare(job.model, optimizer, StepSettings(settings.seed, settings.max_grad_norm, rate))
+    scales_loss = job.dtype.dtype is torch.float16
+    job.engine.prepare(
+        job.model, optimizer, StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss), read
+    )

@@ -4,23 +4,21 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lorakit.durable import disk_full_is_temporary, sweep_folder
-from lorakit.engine import NonFiniteStep
-from lorakit.errors import PatchError, RunError, TryAgainLater
+from lorakit.engine import Engine, NonFiniteStep
+from lorakit.engine.joined import joined
+from lorakit.errors import RunError, TryAgainLater
+from lorakit.finish import already_finished, discard, finish
 from lorakit.job import Job, assemble
-from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
-from lorakit.patch.card import model_card
-from lorakit.patch.config import CONFIG_FILE
 from lorakit.recipe import Recipe, load_recipe
-from lorakit.run.checkpoint import Checkpoints, Progress
-from lorakit.run.display import peak_memory_bytes
+from lorakit.run.checkpoint import Progress
 from lorakit.run.lock import locked
-from lorakit.run.metrics import draw_loss
-from lorakit.run.record import RECORD, RunRecord, flatten, open_record, versions
-from lorakit.run.report import Report, reporting
+from lorakit.run.record import RunRecord, flatten, open_record
+from lorakit.run.report import Report, Silence, reporting
 from lorakit.run.stop import StopRequest, catching_signals
 from lorakit.run.summary import announce, end_summary, start_summary
 
@@ -49,27 +47,33 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
         LorakitError: something the user can fix; what was saved before is kept.
         TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
     """
-    output, began = Path(recipe.output), time.monotonic()
-    with locked(output), catching_signals() as stop, disk_full_is_temporary(output):
-        settings = recipe.model_dump(mode="json")
-        for folder in (output, output / "checkpoints"):
-            sweep_folder(folder)
-        record = open_record(output, settings, fresh=fresh)
+    with joined(recipe) as engine, catching_signals() as stop:
+        return run_on(engine, recipe, stop, fresh=fresh, say=say if engine.group.leads else silent)
+
+
+def run_on(engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, say: Callable[[str], None]) -> Path:
+    """``run`` in one of the run's processes. The first of them alone writes, shows and says."""
+    output, group, began = Path(recipe.output), engine.group, time.monotonic()
+    settings = recipe.model_dump(mode="json")
+    with disk_full_is_temporary(output), ExitStack() as held:
+        record = group.lead(lambda: claim(output, settings, held, fresh=fresh))
         if record.finished:
-            return already_finished(recipe, output, say)
+            group.lead(lambda: already_finished(recipe, output, say))
+            return output
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
-        job = assemble(recipe, record.values)
+        job = assemble(recipe, engine, record.values)
         if fresh:  # only now: a recipe that cannot run discards nothing
-            discard(output)
-        progress = resume(job)
-        record.start(
+            group.lead(lambda: discard(output))
+        progress = job.checkpoints.restore(engine) or Progress()
+        ranks = group.all(engine.observed())
+        group.lead(lambda: record.start(
             data=job.data_facts(), base=job.base_facts(), dtype=job.dtype.name, dtype_why=job.dtype.why,
-            engine=job.engine.observed(), total_steps=job.total_steps,
-        )  # fmt: skip
-        say(start_summary(job, progress))
+            engine=ranks[0], ranks=ranks[1:], total_steps=job.total_steps,
+        ))  # fmt: skip
+        say(start_summary(job, progress, ranks))
         with reporting(
             output, last_step=progress.step, total_steps=job.total_steps, log_to=recipe.train.log_to,
-            config=flatten(settings),
+            config=flatten(settings), shown=group.leads,
         ) as report:  # fmt: skip
             stop.patient = True
             loop(job, progress, report, stop)
@@ -78,40 +82,34 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
     return output
 
 
-def already_finished(recipe: Recipe, output: Path, say: Callable[[str], None]) -> Path:
-    """Leave a finished run alone, once its patch is seen to be whole."""
-    try:
-        read_patch(output)
-    except PatchError as problem:
-        raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
-    Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove()
-    say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")
-    return output
+def claim(output: Path, settings: dict[str, Any], held: ExitStack, *, fresh: bool) -> RunRecord:
+    """The output folder for this run alone until ``held`` ends, swept of what dead processes left."""
+    held.enter_context(locked(output))
+    for folder in (output, output / "checkpoints"):
+        sweep_folder(folder)
+    return open_record(output, settings, fresh=fresh)
 
 
-def resume(job: Job) -> Progress:
-    """Where the run stands: at its newest checkpoint, or at the start."""
-    newest = job.checkpoints.newest()
-    if newest is None:
-        return Progress()
-    progress, folder = newest
-    job.checkpoints.restore(job.engine, folder)
-    return progress
+def silent(text: str) -> None:
+    """What the other processes say."""
 
 
-def loop(job: Job, progress: Progress, report: Report, stop: StopRequest) -> None:
+def loop(job: Job, progress: Progress, report: Report | Silence, stop: StopRequest) -> None:
     """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
         cut_short = evaluation_is_due(job, progress)  # a signal came while it ran: it is made after resuming
         done = not cut_short and (progress.step >= job.total_steps or no_longer_improves(job, progress))
         due = progress.step % job.recipe.train.save_every_steps == 0
-        if progress.step and (due or done or improved or stop.asked()):
+        stopping = job.engine.group.any(stop.asked())  # all stop after the same step
+        if progress.step and (due or done or improved or stopping):
+            job.engine.phase(f"step {progress.step}: saving")
             job.checkpoints.save(job.engine, progress)
         if done:
             return
-        if stop.asked():
-            raise TryAgainLater(f"{stop.asked_by}: {saved(progress)}; the same command goes on from there")
+        if stopping:
+            asked_by = next(filter(None, job.engine.group.all(stop.asked_by)))
+            raise TryAgainLater(f"{asked_by}: {saved(progress)}; the same command goes on from there")
         take_step(job, progress, report)
 
 
@@ -120,9 +118,10 @@ def saved(progress: Progress) -> str:
     return f"saved after step {progress.step}" if progress.step else "before the first step"
 
 
-def take_step(job: Job, progress: Progress, report: Report) -> None:
+def take_step(job: Job, progress: Progress, report: Report | Silence) -> None:
     """One optimizer step."""
     began = time.perf_counter()
+    job.engine.phase(f"step {progress.step + 1}")
     try:
         result = job.engine.step(progress.step, job.batches.step(progress.step))
     except NonFiniteStep as problem:
@@ -145,10 +144,11 @@ def evaluation_is_due(job: Job, progress: Progress) -> bool:
     return progress.step % job.recipe.train.eval_every_steps == 0 or progress.step >= job.total_steps
 
 
-def evaluate(job: Job, progress: Progress, report: Report, stop: StopRequest) -> bool:
+def evaluate(job: Job, progress: Progress, report: Report | Silence, stop: StopRequest) -> bool:
     """Held-out loss of this step into ``progress``; True when it is the best and the best is to be kept."""
     held_out = job.held_out
     assert held_out is not None
+    job.engine.phase(f"step {progress.step}: held-out rows")
     loss = job.engine.evaluate(
         (batch for rows in held_out.every_row_once() for batch in held_out.cut(rows)), stop.asked
     )
@@ -176,51 +176,6 @@ def no_longer_improves(job: Job, progress: Progress) -> bool:
     """Whether early stopping ends the run here."""
     patience = job.recipe.train.early_stopping_evals
     return patience is not None and progress.evals_without_gain >= patience
-
-
-def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:
-    """Write the patch, then the rest; the checkpoints go last. Everything in the patch is the same at every run."""
-    recipe = job.recipe
-    best = recipe.train.select == "best" and progress.best_step not in (None, progress.step)
-    tensors = job.checkpoints.adapter_of(progress.best_step or 0) if best else job.engine.gather()
-    losses = {"eval_loss_base": progress.first_eval_loss, "eval_loss": progress.last_eval_loss}
-    if best:
-        losses["eval_loss"] = progress.best_eval_loss
-    facts = {
-        "lorakit": versions()["lorakit"],
-        "versions": versions(),
-        "adapter": {"method": recipe.adapter.method, "rank": recipe.adapter.rank, "alpha": recipe.adapter.alpha},
-        "base": job.base_fingerprint,
-        "data": job.data_facts(),
-        "recipe": {key: value for key, value in recipe.model_dump(mode="json").items() if key != "output"},
-        "results": {key: value for key, value in losses.items() if value is not None},
-        "step": progress.best_step if best else progress.step,
-    }
-    patch = adapter_patch(job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision)
-    write_patch(
-        job.output, patch, overwrite=True,
-        card=model_card(
-            job.output.name, recipe.base.model, facts,
-            recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}),
-        ),
-    )  # fmt: skip
-    draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
-    record.finish(
-        steps=progress.step, tokens=progress.tokens, label_tokens=progress.label_tokens, results=facts["results"],
-        engine=job.engine.observed(), peak_memory_bytes=peak_memory_bytes(), seconds_of_last_start=round(seconds, 2),
-    )  # fmt: skip
-    job.checkpoints.remove()
-
-
-def discard(output: Path) -> None:
-    """Remove what a run or a patch left in the output folder, the patch first; nothing else is touched."""
-    if not ((output / RECORD).exists() or (output / CONFIG_FILE).exists()):
-        return
-    remove_patch(output)
-    for name in ("metrics.jsonl", "loss.png", "README.md"):
-        (output / name).unlink(missing_ok=True)
-    Checkpoints(output / "checkpoints", 1).remove()
-    (output / RECORD).unlink(missing_ok=True)
 
 
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:

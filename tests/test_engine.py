@@ -1,6 +1,7 @@
 """The engine's law: one step is the same however its rows are cut; and it stops rather than learn nonsense."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
+from lorakit.recipe import ParallelSection
 
 CPU = torch.device("cpu")
 
@@ -27,8 +29,8 @@ def trained(
     model = inject(load_base(base, torch.float32, CPU), rank=3, dropout=settings.pop("dropout", 0.0))
     if settings.pop("checkpointing", False):
         checkpoint_layers(model)
-    engine = open_engine("single")
-    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    engine = open_engine(ParallelSection())
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
     engine.prepare(model, optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
     losses = [engine.step(step, batches.step(step)).loss for step in range(steps)]
     assert engine.unreached() == []
@@ -82,8 +84,8 @@ def test_dropout_depends_on_seed_and_step_alone(base: Path, batches: Any) -> Non
 
 def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batches: Any) -> None:
     model = inject(load_base(base, torch.float32, CPU), rank=3)
-    engine = open_engine("single")
-    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine = open_engine(ParallelSection())
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     engine.prepare(model, optimizer, StepSettings(0, None, lambda step: 0.01))
     next(iter(adapter_tensors(model).values())).data[0, 0] = math.inf
     before = engine.gather()
@@ -94,11 +96,6 @@ def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batc
     assert len(caught.value.rows) == 8
     after = engine.gather()
     assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_unknown_backends_are_refused() -> None:
-    with pytest.raises(RunError, match="'singel' is unknown. Nearest: 'single'"):
-        open_engine("singel")
 
 
 def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit import train as train_function
 from lorakit.durable import digest
-from lorakit.engine.single import SingleEngine
+from lorakit.engine.single import WholeEngine
 from lorakit.errors import LorakitError, RunError, TryAgainLater
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
@@ -60,7 +60,7 @@ def test_a_recipe_becomes_a_patch_that_learnt_and_that_peft_reads(recipe: Recipe
         assert part in said, said
     run = json.loads((out / "run.json").read_text())
     assert run["status"] == "finished"
-    assert run["engine"]["engine"] == "SingleEngine"
+    assert run["engine"]["engine"] == "LlamaForCausalLM"
     assert (
         run["engine"]["adapter_bytes"] * 2 <= run["engine"]["optimizer_bytes"] <= run["engine"]["adapter_bytes"] * 2.1
     )
@@ -124,15 +124,15 @@ def test_a_signal_during_evaluation_loses_nothing(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluation: int, step: int
 ) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
-    evaluate, calls = SingleEngine.evaluate, []
+    evaluate, calls = WholeEngine.evaluate, []
 
-    def interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
+    def interrupted(self: WholeEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
         if len(calls) == evaluation:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, batches, stop)
 
-    monkeypatch.setattr(SingleEngine, "evaluate", interrupted)
+    monkeypatch.setattr(WholeEngine, "evaluate", interrupted)
     path = recipe(output=str(tmp_path / "parts"))
     with pytest.raises(TryAgainLater, match=f"SIGINT: saved after step {step};"):
         train(path)
@@ -296,13 +296,13 @@ def test_what_a_killed_process_staged_is_swept_and_blocks_nothing(recipe: Recipe
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, calls = SingleEngine.evaluate, []
+    evaluate, calls = WholeEngine.evaluate, []
 
-    def broken(self: SingleEngine, batches: Any, stop: Any) -> Any:
+    def broken(self: WholeEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
         return float("nan") if len(calls) == 2 else evaluate(self, batches, stop)
 
-    monkeypatch.setattr(SingleEngine, "evaluate", broken)
+    monkeypatch.setattr(WholeEngine, "evaluate", broken)
     with pytest.raises(RunError, match="step 5: the held-out loss is nan"):
         train(recipe(train={"select": "best"}))
 

@@ -5,7 +5,7 @@ and a resumed run sees exactly the rows it would have seen. Packing changes the 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,8 @@ class Batches:
     micro_batch_size: int
     packing: bool
     seed: int
+    rank: int = 0
+    num_ranks: int = 1
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -48,9 +50,17 @@ class Batches:
         return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
 
     def cut(self, rows: list[int]) -> list[Batch]:
-        """Rows -> micro-batches of at most ``micro_batch_size`` rows."""
-        size = self.micro_batch_size
-        return [collate(self.rows, rows[i : i + size], packing=self.packing) for i in range(0, len(rows), size)]
+        """Rows -> this rank's micro-batches of at most ``micro_batch_size`` rows, as many on every rank.
+
+        Where rows are fewer than places, a rank gets a row of which nothing is learnt and nothing counted.
+        """
+        size = min(self.micro_batch_size, math.ceil(len(rows) / self.num_ranks))
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        mine = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
+        if len(mine) < math.ceil(len(parts) / self.num_ranks):
+            shortest = min(rows, key=lambda row: int(self.rows.lengths[row]))
+            mine.append(unlearnt(collate(self.rows, [shortest], packing=self.packing)))
+        return mine
 
 
 def epoch_order(batches: Batches, epoch: int) -> np.ndarray:
@@ -89,6 +99,11 @@ def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
         mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
     num_label_tokens = sum(int((label != IGNORED).sum()) for label in labels)
     return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(map(len, ids)), num_label_tokens)
+
+
+def unlearnt(batch: Batch) -> Batch:
+    """The same tensors, of which nothing is learnt and nothing counted: work for a rank that has none."""
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORED), rows=(), num_tokens=0, num_label_tokens=0)
 
 
 def _shifted(ids: Tensor, learnt: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ leak into the loop.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.batch import Batch
+from lorakit.engine.group import Group
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,13 @@ class StepSettings:
     max_grad_norm: float | None
     learning_rate: Callable[[int], float]
     """step, counted from 0 -> learning rate"""
+    scales_loss: bool = False
+    """float16: gradients are computed larger than they are, so that small ones are not lost"""
+
+
+ReadRange = Callable[[str, int, int], Tensor]
+"""(parameter name, start, stop) -> those elements of the flattened frozen parameter, from the base's files."""
+BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class NonFiniteStep(Exception):
@@ -50,12 +57,16 @@ class Engine(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    group: Group
+    phase: Callable[[str], None]
+    """Told where the run is, for the words of an error."""
+    shards_base: bool
+    """The base is built without weights, and ``prepare`` reads this rank's part of each."""
 
-    def loading(self) -> AbstractContextManager[None]:
-        """Enter around building the base, so that it is created already spread out."""
-
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
-        """Take ownership, once, after the adapter is attached."""
+    def prepare(
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadRange | None = None
+    ) -> None:
+        """Take ownership, once, after the adapter is attached. ``read`` fills parameters that are still on meta."""
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         """Optimizer step ``index`` (counted from 0).

@@ -13,28 +13,36 @@ class Trackers:
     """The trackers a recipe asks for; without any, accelerate is not imported."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        self._accelerator: Any = None
+        self._trackers: list[Any] = []
         if not names:
             return
-        from accelerate import Accelerator
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-        self._accelerator = Accelerator(cpu=True, log_with=list(names), project_dir=str(folder))
-        running = {tracker.value for tracker in self._accelerator.log_with}
-        missing = [name for name in names if name not in running]  # accelerate leaves out what is not installed
+        here = {tracker.value for tracker in get_available_trackers()}
+        missing = [name for name in names if name not in here]
         if missing:
             raise RunError(
                 f"train.log_to: {', '.join(missing)} not installed: pip install "
                 + " ".join(PACKAGES[name] for name in missing)
             )
-        self._accelerator.init_trackers(folder.name or "lorakit", config={k: _plain(v) for k, v in config.items()})
+        PartialState()  # accelerate's trackers ask it which process this is
+        run = folder.name or "lorakit"
+        for name in names:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            where = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+            tracker = kind(run, **where)
+            tracker.start()
+            tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
+            self._trackers.append(tracker)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        if self._accelerator is not None:
-            self._accelerator.log(dict(values), step=step)
+        for tracker in self._trackers:
+            tracker.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self._accelerator is not None:
-            self._accelerator.end_training()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def _plain(value: Any) -> int | float | str | bool:

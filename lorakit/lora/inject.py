@@ -76,7 +76,7 @@ def attach(model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int
         )  # fmt: skip
         adapted = LoraLinear(
             layer, target.kind, method=spec.method, rank=target.rank, alpha=target.alpha, dropout=spec.dropout,
-            tensors={name: tensor.to(weight.device) for name, tensor in start.items()},
+            tensors={k: tensor if weight.is_meta else tensor.to(weight.device) for k, tensor in start.items()},
         )  # fmt: skip
         replace_module(model, layer, adapted)
     return model

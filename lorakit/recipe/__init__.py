@@ -1,6 +1,7 @@
 """Recipes: YAML -> frozen, typed, validated Recipe. Imports no torch."""
 
 from lorakit.recipe.load import load_recipe
+from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.schema import AdapterSection, DataSection, Recipe, TrainSection
 
-__all__ = ["AdapterSection", "DataSection", "Recipe", "TrainSection", "load_recipe"]
+__all__ = ["AdapterSection", "DataSection", "ParallelSection", "Recipe", "TrainSection", "load_recipe"]

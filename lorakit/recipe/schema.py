@@ -8,28 +8,10 @@ import json
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def _plain_name(text: str) -> str:
-    if text.startswith("~"):
-        raise ValueError("write the folder out: ~ is not expanded")
-    if not text.strip() or any(ord(letter) < 32 or 0xD800 <= ord(letter) <= 0xDFFF for letter in text):
-        raise ValueError("blank, or with characters that no name has")
-    return text
-
-
-Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain_name)]
-Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from lorakit.recipe.parallel import ParallelSection
+from lorakit.recipe.section import Count, Name, Pattern, Section
 
 
 class BaseSection(Section):
@@ -37,8 +19,9 @@ class BaseSection(Section):
     """The frozen model: a folder, a hub id, or `builtin:tiny`."""
     revision: Name | None = None
     """Branch, tag or commit, for a hub id only."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly.
+    `float16` scales the loss as far as gradients stay finite."""
     quantize: Literal["none"] = "none"
     """Quantisation of the base's weights."""
 
@@ -58,9 +41,9 @@ class AdapterSection(Section):
     """Modules to leave alone: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Only these layer indices (with `all-linear` or a list of suffixes)."""
-    rank_pattern: dict[Pattern, Count] = {}
+    rank_pattern: dict[Pattern, Count] = Field({})
     """Rank by module name or regular expression; the first match wins."""
-    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = {}
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field({})
     """Alpha by module name or regular expression; the first match wins."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
     """How A starts: normal with standard deviation 1/r, or Kaiming uniform. B starts at zero."""
@@ -138,8 +121,10 @@ class TrainSection(Section):
     """Gradients are scaled down to this norm; null turns clipping off."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Start of every random stream: A, the order of rows, dropout."""
-    activation_checkpointing: Literal["none", "layers"] = "none"
-    """`layers` keeps only layer inputs and recomputes the rest in backward."""
+    activation_checkpointing: Literal["none", "layers", "auto"] = "none"
+    """`layers` keeps only layer inputs and recomputes the rest in backward; `auto` does so if memory asks for it."""
+    activation_offload: bool = False
+    """Keep layer inputs in host memory between forward and backward (with `activation_checkpointing: layers`)."""
     save_every_steps: Count = 50
     """Updates between checkpoints."""
     keep_checkpoints: Count = 2
@@ -160,15 +145,6 @@ class TrainSection(Section):
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
         return self
-
-
-class ParallelSection(Section):
-    backend: Literal["single"] = "single"
-    """How training is spread."""
-    processes: Annotated[int, Field(ge=1, le=1)] = 1
-    """Number of processes; the `single` backend has one."""
-    offload: Literal["none"] = "none"
-    """Where parameters and optimizer state rest."""
 
 
 class Recipe(Section):

@@ -40,14 +40,19 @@ class Checkpoints:
     def save(self, engine: Engine, progress: Progress) -> None:
         """Commit a checkpoint of this step, then drop the oldest ones; the best step's stays."""
         target = self._path(progress.step)
-        if target.exists() and not verifies(target):
-            remove_folder(target)
-        if not target.exists():
-            with committed_folder(target) as staging:
-                _write(staging / "adapter.safetensors", engine.gather())
-                _write(staging / "optimizer.safetensors", engine.gather_optimizer())
-                write_json(staging / "progress.json", asdict(progress))
-                write_manifest(staging)
+        if not engine.group.lead(lambda: target.exists() and verifies(target)):
+            adapter, optimizer = engine.gather(), engine.gather_optimizer()
+            engine.group.lead(lambda: self._commit(target, adapter, optimizer, progress))
+
+    def _commit(
+        self, target: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], progress: Progress
+    ) -> None:
+        remove_folder(target)
+        with committed_folder(target) as staging:
+            _write(staging / "adapter.safetensors", adapter)
+            _write(staging / "optimizer.safetensors", optimizer)
+            write_json(staging / "progress.json", asdict(progress))
+            write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
         for step in steps[: -self._keep]:
             remove_folder(self._path(step))
@@ -60,9 +65,24 @@ class Checkpoints:
                 return Progress(**json.loads((folder / "progress.json").read_text())), folder
         return None
 
-    def restore(self, engine: Engine, folder: Path) -> None:
-        """Put a checkpoint's tensors back into the engine."""
-        engine.restore(_read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors"))
+    def restore(self, engine: Engine) -> Progress | None:
+        """Put the newest checkpoint that verifies back into the engine; None when there is none.
+
+        Only the first process reads it: other machines need not see the folder.
+        """
+        found = engine.group.lead(self._newest_whole)
+        if found is None:
+            return None
+        progress, adapter, optimizer = found
+        engine.restore(adapter, optimizer)
+        return progress
+
+    def _newest_whole(self) -> tuple[Progress, dict[str, Tensor], dict[str, Tensor]] | None:
+        newest = self.newest()
+        if newest is None:
+            return None
+        progress, folder = newest
+        return progress, _read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors")
 
     def adapter_of(self, step: int) -> dict[str, Tensor]:
         """The adapter tensors of a kept step."""

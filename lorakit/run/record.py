@@ -13,7 +13,11 @@ from lorakit.patch.config import CONFIG_FILE
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
-MAY_CHANGE: Final = {"train.save_every_steps", "train.keep_checkpoints", "train.log_to"}  # do not touch the result
+MAY_CHANGE: Final = {  # do not touch the result, or no more than the last digits
+    "train.save_every_steps", "train.keep_checkpoints", "train.log_to", "train.activation_checkpointing",
+    "train.activation_offload", "train.micro_batch_size",
+}  # fmt: skip
+MAY_CHANGE_BELOW: Final = "parallel."
 
 
 class RunRecord:
@@ -80,7 +84,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
     now = flatten(recipe)
-    differing = [key for key in now | before if now.get(key) != before.get(key) and key not in MAY_CHANGE]
+    differing = [key for key in now | before if now.get(key) != before.get(key) and not may_change(key)]
     if differing:
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
@@ -88,6 +92,11 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
             "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
         )
     return RunRecord(folder, {**values, "recipe": recipe})
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on although this key of its recipe is another now."""
+    return key in MAY_CHANGE or key.startswith(MAY_CHANGE_BELOW)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

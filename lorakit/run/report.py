@@ -37,16 +37,28 @@ class Report:
         self._trackers.log(values, number)
 
 
+class Silence:
+    """What the other processes of a run report: the first one has the same numbers."""
+
+    def step(self, number: int, report: StepReport, seconds: float) -> None: ...
+
+    def evaluation(self, number: int, loss: float) -> None: ...
+
+
 @contextmanager
 def reporting(
-    output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any]
-) -> Iterator[Report]:
+    output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
+    shown: bool = True,
+) -> Iterator["Report | Silence"]:  # fmt: skip
     """A Report for a run that goes on after ``last_step``; everything is closed at the end of the block."""
+    if not shown:
+        yield Silence()
+        return
     trackers = Trackers(log_to, output, config)
     metrics = Metrics(output / "metrics.jsonl", last_step)
     try:
-        with display(total_steps, last_step) as shown:
-            yield Report(shown, metrics, trackers)
+        with display(total_steps, last_step) as screen:
+            yield Report(screen, metrics, trackers)
     finally:
         metrics.close()
         trackers.close()

@@ -1,5 +1,7 @@
 """The few honest lines before and after a run."""
 
+from typing import Any
+
 from lorakit.job import Job
 from lorakit.lora import coverage
 from lorakit.run.checkpoint import Progress
@@ -11,16 +13,16 @@ def announce(text: str) -> None:
     print(text, flush=True)
 
 
-def start_summary(job: Job, progress: Progress) -> str:
+def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]]) -> str:
     """What is about to be trained, on what, and how long."""
-    recipe, observed = job.recipe, job.engine.observed()
+    recipe = job.recipe
     trainable = sum(target.num_parameters for target in job.targets)
-    total = sum(parameter.numel() for parameter in job.model.parameters()) - trainable
+    total = job.num_base_parameters
     every = sum(count for _, _, count in coverage(job.model, [])) + len(job.targets)
     kinds = ", ".join(dict.fromkeys(target.name.rpartition(".")[2] for target in job.targets))
     settings = recipe.train
     lines = [
-        ("base", f"{recipe.base.model}, {type(job.model).__name__}, {_count(total)} parameters"),
+        ("base", f"{recipe.base.model}, {job.architecture}, {_count(total)} parameters"),
         ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
         ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
         ("targets", f"{len(job.targets)} of {every} linear layers ({kinds})"),
@@ -36,7 +38,8 @@ def start_summary(job: Job, progress: Progress) -> str:
             f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
             f" {settings.schedule} from {settings.learning_rate:g}",
         ),
-        ("engine", f"{recipe.parallel.backend} on {observed['device']}, {observed['threads']} threads"),
+        ("engine", _engine(ranks)),
+        *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
         ("output", str(job.output)),
     ]
     if progress.step:
@@ -60,6 +63,20 @@ def end_summary(job: Job, progress: Progress) -> str:
     ]
     lines += [f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'"]
     return "\n".join(lines)
+
+
+def _engine(ranks: list[dict[str, Any]]) -> str:
+    first = ranks[0]
+    alone = f"{first['backend']} on {first['device']}, {first['threads']} threads"
+    if len(ranks) == 1:
+        return alone
+    return f"{alone} each, {len(ranks)} processes through {first['communication']} ({first['engine']})"
+
+
+def _per_process(ranks: list[dict[str, Any]]) -> str:
+    """What one process really holds, the most of any."""
+    most = {kind: max(rank[f"{kind}_bytes"] for rank in ranks) for kind in ("base", "adapter")}
+    return ", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in most.items())
 
 
 def _rows(job: Job) -> str:

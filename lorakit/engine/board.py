@@ -1,0 +1,88 @@
+"""What the ranks write for each other in the store they met at. Any call may never come back, when the host is gone."""
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, final
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lorakit.engine.beats import Beat, Reason
+
+_REASON, _ENDED, _KNOWING = "lorakit/watch/reason", "lorakit/watch/ended", "lorakit/watch/knowing"
+_NOTHING: Final = "-"
+
+
+@dataclass(frozen=True)
+class News:
+    """What the board says: the first reason anyone gave, how many ranks ended well or know the reason, last beats."""
+
+    reason: Reason | None
+    num_ended: int
+    num_knowing: int
+    beats: Mapping[int, Beat]
+
+
+@final
+class Board:
+    """A rank's own connections to the store, which is a TCPStore or PrefixStore over one that no other Board used."""
+
+    def __init__(self, store: Store, neighbours: Sequence[int]) -> None:
+        self._store: Any = store  # torch's stubs lack Store.clone
+        self._neighbours = neighbours
+        self._connection: Any = None
+        self._connected_before = self._said_ended = self._said_knowing = False
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        assert isinstance(store, TCPStore), f"the ranks meet in a TCPStore, not in a {type(store).__name__}"
+        self._host, self._port = store.host, store.port
+        self.address = f"{self._host}:{self._port}"
+
+    def exchange(self, beat: Beat, ranks: Sequence[int], offered: Reason | None, knowing: bool) -> News:
+        """Write this rank's beat and what it offers as the reason, read the beats of ``ranks``.
+
+        Raises:
+            RuntimeError, OSError: the store is out of reach; the next call tries a new connection.
+        """
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            return self._exchange(self._connection, beat, ranks, offered, knowing)
+        except (RuntimeError, OSError):
+            self._connection = None
+            raise
+
+    def _connect(self) -> Any:
+        if self._connected_before:  # a plain socket first: torch prints pages about a connection that is refused
+            socket.create_connection((self._host, self._port)).close()
+        connection = self._store.clone()
+        for key in (_REASON, *map(_key, self._neighbours)):
+            connection.compare_set(key, "", _NOTHING)  # asking for a key that is not there would wait for it
+        for key in (_ENDED, _KNOWING):
+            connection.add(key, 0)
+        self._connected_before = True
+        return connection
+
+    def _exchange(self, store: Any, beat: Beat, ranks: Sequence[int], offered: Reason | None, knowing: bool) -> News:
+        store.set(_key(beat.rank), json.dumps(asdict(beat)))
+        if beat.ended and not self._said_ended:
+            self._said_ended = store.add(_ENDED, 1) > 0
+        if offered:
+            store.compare_set(_REASON, _NOTHING, json.dumps(asdict(offered)))  # the first one stays
+        if knowing and not self._said_knowing:
+            self._said_knowing = store.add(_KNOWING, 1) > 0
+        values = [value.decode() for value in store.multi_get([_REASON, _ENDED, _KNOWING, *map(_key, ranks)])]
+        (reason, num_ended, num_knowing), texts = values[:3], values[3:]
+        said = zip(ranks, texts, strict=True)
+        return News(
+            None if reason == _NOTHING else Reason(**json.loads(reason)),
+            int(num_ended),
+            int(num_knowing),
+            {rank: Beat(**json.loads(text)) for rank, text in said if text != _NOTHING},
+        )
+
+
+def _key(rank: int) -> str:
+    return f"lorakit/watch/{rank}"

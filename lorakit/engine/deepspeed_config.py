@@ -1,0 +1,81 @@
+"""DeepSpeed's configuration, made from the recipe; the recipe's own extra keys are merged in, conflicts refused."""
+
+from typing import Any, Final
+
+from lorakit.errors import RecipeError
+from lorakit.recipe import ParallelSection
+
+STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}
+MEGABYTE: Final = 1_000_000
+BYTES_PER_VALUE: Final = 4  # gradients are float32
+
+
+def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
+    """The whole configuration. Nothing is left for DeepSpeed or accelerate to choose that would change the result.
+
+    Raises:
+        RecipeError: `parallel.deepspeed` says something else than the recipe.
+    """
+    stage, offloads = STAGES[parallel.backend], parallel.offloads
+    bucket = max(1, round(parallel.bucket_mb * MEGABYTE / BYTES_PER_VALUE))
+    zero: dict[str, Any] = {
+        "stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": True,
+        "contiguous_gradients": True,
+    }  # fmt: skip
+    if offloads.optimizer != "none":
+        zero["offload_optimizer"] = _offload(offloads.optimizer, parallel)
+    if stage == 3:
+        prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)
+        zero |= {
+            "stage3_prefetch_bucket_size": prefetch, "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": max(1, prefetch), "stage3_max_reuse_distance": 0,
+        }  # fmt: skip
+        if offloads.parameters != "none":
+            zero["offload_param"] = _offload(offloads.parameters, parallel)
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size,
+        "gradient_clipping": 0.0, "steps_per_print": None, "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero,
+    }  # fmt: skip
+    return merged(made, dict(parallel.deepspeed), "parallel.deepspeed")
+
+
+def merged(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str, Any]:
+    """Both, where they do not contradict each other."""
+    result = dict(ours)
+    for key, value in theirs.items():
+        where = f"{path}.{key}"
+        if key not in ours:
+            if path == "parallel.deepspeed" and key in REFUSED:
+                raise RecipeError(f"{where}: {REFUSED[key]}")
+            result[key] = value
+        elif isinstance(ours[key], dict) and isinstance(value, dict):
+            result[key] = merged(ours[key], value, where)
+        elif ours[key] != value:
+            raise RecipeError(f"{where}: {value!r} contradicts the recipe, which makes it {ours[key]!r}; remove it")
+    return result
+
+
+REFUSED: Final = {
+    "fp16": "base.dtype chooses the precision",
+    "bf16": "base.dtype chooses the precision",
+    "amp": "base.dtype chooses the precision",
+    "torch_autocast": "base.dtype chooses the precision",
+    "optimizer": "train.optimizer chooses the optimizer",
+    "scheduler": "train.schedule chooses the schedule",
+    "prescale_gradients": "it changes how gradients are added up",
+    "gradient_predivide_factor": "it changes how gradients are added up",
+    "communication_data_type": "gradients are added up in float32",
+    "data_types": "gradients are added up in float32",
+    "activation_checkpointing": "train.activation_checkpointing chooses it",
+    "elasticity": "lorakit resumes on any number of processes by itself",
+    "tensor_parallel": "it is not supported",
+    "pipeline": "it is not supported",
+}
+
+
+def _offload(place: str, parallel: ParallelSection) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": place, "pin_memory": False}
+    if place == "nvme":
+        found["nvme_path"] = parallel.nvme_path
+    return found

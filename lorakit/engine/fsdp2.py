@@ -1,0 +1,145 @@
+"""torch's FSDP2 (fully_shard): every tensor's rows in parts, gathered layer by layer.
+
+accelerate's FSDP plugin is ignored on CPUs without a word; torch's own function works on both, so it is called here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.processes import join
+from lorakit.engine.single import WholeEngine
+from lorakit.engine.stepping import to_cpu
+from lorakit.engine.world import World
+from lorakit.lora.inject import adapter_tensors
+from lorakit.recipe import ParallelSection
+
+
+class ShardedEngine(WholeEngine):
+    """A model of which each rank holds a part of every tensor, adapter and optimizer state included."""
+
+    shards_base = True
+
+    def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
+        self._accelerator, group = join(world, parallel, device)
+        self._parallel = parallel
+        super().__init__(device, group)
+
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        offload = self._parallel.offloads.parameters == "cpu"
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
+        for part in layer_groups(model):
+            fully_shard(
+                part, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
+            )
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        self._rests_on = torch.device("cpu") if offload else self.device
+        fill(model, self._rests_on, self.rank, read)
+        self._optimizer = build(adapter_tensors(model).values())
+        return model
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        self._forward.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.world_size).backward()  # it averages over ranks
+
+    def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(tensors, limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def gather(self) -> dict[str, Tensor]:
+        return {name: _whole(tensor, self.device) for name, tensor in adapter_tensors(self._model).items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": _whole(value, self.device)
+            for name, tensor in adapter_tensors(self._model).items()
+            for key, value in self._optimizer.state[tensor].items()
+        }
+
+    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, tensor in adapter_tensors(self._model).items():
+            assert isinstance(tensor, DTensor)
+            tensor.to_local().copy_(rows_of(adapter[name], self.world_size, self.rank))
+            if name in state:
+                self._optimizer.state[tensor] = {
+                    part: self._in_parts(value, tensor) for part, value in state[name].items()
+                }
+
+    def _in_parts(self, value: Tensor, like: DTensor) -> Tensor:
+        if value.shape != like.shape:
+            return value.clone()
+        local = rows_of(value, self.world_size, self.rank).to(self._rests_on)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def held(self) -> dict[str, int]:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().held()
+
+    def kind(self) -> dict[str, Any]:
+        parts = sum(isinstance(module, FSDPModule) for module in self._model.modules())
+        every = all(isinstance(p, DTensor) for p in self._model.parameters())
+        return {
+            "engine": f"FSDPModule ({parts} groups)" if parts else type(self._forward).__name__,
+            "backend": "fsdp2" if parts and every else "single",
+        }
+
+
+def layer_groups(model: nn.Module) -> Iterable[nn.Module]:
+    """The modules that are gathered one at a time: repeated layers, and an embedding that is not the head's too."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
+            yield from module
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    uses = sum(p is embedding.weight for m in model.modules() for p in m._parameters.values())
+    if uses == 1:
+        yield embedding
+
+
+def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and m is not inner and len(m) > 1]
+    return any(inner in layer.modules() for outer in lists for layer in outer)
+
+
+def fill(model: nn.Module, device: torch.device, rank: int, read: ReadRange | None) -> None:
+    """Memory for the shards that are on meta, and this rank's rows of the base in them."""
+    waiting = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    parameters = dict(model.named_parameters())
+    for name in waiting:
+        parameter = parameters[name]
+        assert isinstance(parameter, DTensor)
+        assert read is not None
+        local = parameter.to_local()
+        if local.numel():
+            per_row = parameter.numel() // parameter.shape[0]
+            start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * per_row
+            local.detach().view(-1).copy_(read(name, start, start + local.numel()))
+
+
+def rows_of(whole: Tensor, num_ranks: int, rank: int) -> Tensor:
+    """This rank's rows of a tensor, as fully_shard cuts it; the last ranks may have none."""
+    parts = torch.chunk(whole, num_ranks)
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def _whole(value: Tensor, device: torch.device) -> Tensor:
+    if isinstance(value, DTensor):
+        there: DTensor = value.to(device)  # type: ignore[assignment]
+        return to_cpu(there.full_tensor())
+    return to_cpu(value)

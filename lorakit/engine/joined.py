@@ -1,0 +1,105 @@
+"""A run's engine, from the processes finding each other to all of them ending, for the same reason."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lorakit.engine import open_engine
+from lorakit.engine.base import Engine
+from lorakit.engine.processes import environment_of
+from lorakit.engine.watch import Watch
+from lorakit.engine.world import World, contradictions, find_world
+from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.recipe import Recipe
+from lorakit.version import VERSION
+
+
+def place_of(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
+    """Which process this is among those that were launched; None when it stands alone.
+
+    Raises:
+        RunError: the launcher, or variables of other tools, say something else than the recipe.
+    """
+    parallel = recipe.parallel
+    world = find_world(environment, parallel.rendezvous)
+    lines = contradictions(
+        world, environment, backend=parallel.backend, processes=parallel.processes, nodes=parallel.nodes,
+        dtype=recipe.base.dtype,
+    )  # fmt: skip
+    if lines:
+        raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))
+    return world
+
+
+def needs_workers(recipe: Recipe, environment: Mapping[str, str]) -> bool:
+    """Whether this process must start the run's processes rather than be one of them."""
+    return place_of_any(recipe, environment) is None and recipe.parallel.backend != "single"
+
+
+def place_of_any(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
+    return find_world(environment, recipe.parallel.rendezvous)
+
+
+@contextmanager
+def joined(recipe: Recipe) -> Iterator[Engine]:
+    """The recipe's engine, once all its processes are there and agree on what they run.
+
+    A failure of one ends all, with the same words and exit code.
+
+    Raises:
+        RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
+        TryAgainLater: another process is gone; what was saved is kept.
+    """
+    world = place_of(recipe, os.environ)
+    if world is None or recipe.parallel.backend == "single":
+        if recipe.parallel.backend != "single":
+            raise RunError("nothing launched this run's processes: start it with `lorakit train`")
+        yield open_engine(recipe.parallel)
+        return
+    os.environ.update(environment_of(world))
+    engine = open_engine(recipe.parallel, world)
+    watch = Watch(
+        _get_default_store(), world.rank, world.size,
+        silent_seconds=recipe.parallel.silent_seconds, stuck_seconds=recipe.parallel.stuck_seconds,
+    )  # fmt: skip
+    watch.start()
+    engine.phase = watch.at
+    try:
+        engine.group.same("what they run", shared_facts(recipe))
+        yield engine
+        watch.close()
+    except LorakitError as problem:
+        reason = watch.fail(str(problem), problem.exit_code)
+        if reason.rank in (None, world.rank):
+            raise
+        raise _like(reason.exit_code)(str(reason)) from None
+    except (RuntimeError, dist.DistError) as problem:
+        reason = watch.explain(problem)
+        if reason.rank is None and not reason.num_lost:
+            raise
+        raise _like(reason.exit_code)(str(reason)) from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _like(exit_code: int) -> type[LorakitError]:
+    return TryAgainLater if exit_code == TryAgainLater.exit_code else RunError
+
+
+def shared_facts(recipe: Recipe) -> dict[str, Any]:
+    """What must be the same everywhere: the recipe and the versions that decide the numbers."""
+    from importlib.metadata import version
+
+    sections = recipe.model_dump(mode="json", exclude={"output"})
+    return {
+        "lorakit": VERSION, "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": version("transformers"), "accelerate": version("accelerate"),
+        **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lorakit.engine.group import Group
+from lorakit.engine.observe import process_group_name
+from lorakit.engine.world import World
+from lorakit.errors import RunError
+from lorakit.recipe import ParallelSection
+
+
+def device_of(local_rank: int) -> torch.device:
+    """The GPU of this process when there are GPUs, else the CPU.
+
+    Raises:
+        RunError: more processes than GPUs on this machine.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise RunError(
+            f"parallel.processes: local rank {local_rank} has no GPU, this machine has {torch.cuda.device_count()};"
+            " one process per GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def communication(parallel: ParallelSection, device: torch.device) -> str:
+    """nccl on GPUs, gloo on CPUs, or what the recipe asks for.
+
+    Raises:
+        RunError: this torch has no such backend, or it cannot serve the device.
+    """
+    asked = parallel.communication
+    if asked == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if asked == "nccl" and device.type == "cpu":
+        raise RunError("parallel.communication: nccl talks between GPUs and there is none here; gloo or auto")
+    if not dist.is_backend_available(asked):
+        raise RunError(f"parallel.communication: this torch was built without {asked}; auto chooses what it has")
+    return asked
+
+
+def join(
+    world: World, parallel: ParallelSection, device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
+) -> tuple[Any, Group]:
+    """Accelerate's Accelerator over all processes, and our Group of them.
+
+    Raises:
+        RunError: the processes found each other in another way than asked for.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    talk = communication(parallel, device)
+    waits = InitProcessGroupKwargs(backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds))
+    accelerator = Accelerator(cpu=device.type == "cpu" and not plugins, kwargs_handlers=[waits, *handlers], **plugins)
+    if not dist.is_initialized() or dist.get_world_size() != world.size or dist.get_rank() != world.rank:
+        raise RunError(f"the processes did not form a group of {world.size}: {accelerator.state}")
+    if process_group_name() != talk:
+        raise RunError(f"the processes talk through {process_group_name()}, not {talk}")
+    if (accelerator.process_index, accelerator.num_processes) != (world.rank, world.size):
+        raise RunError(
+            f"accelerate takes this process for {accelerator.process_index} of {accelerator.num_processes},"
+            f" it is {world.rank} of {world.size}"
+        )
+    small = None if talk == "gloo" else dist.new_group(backend="gloo")
+    return accelerator, Group(world.rank, world.size, world.local_rank, small)
+
+
+def environment_of(world: World) -> Mapping[str, str]:
+    """The variables torch and accelerate read, whatever launched this process."""
+    return {
+        "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size), "MASTER_ADDR": world.address, "MASTER_PORT": str(world.port),
+    }  # fmt: skip

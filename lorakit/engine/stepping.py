@@ -1,0 +1,185 @@
+"""One optimizer step, the same for every backend; what differs is how gradients meet and who updates what.
+
+loss = sum of token losses / number of label tokens, both over all ranks and micro-batches.
+"""
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.batch import Batch
+from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadRange, StepReport, StepSettings
+from lorakit.engine.group import Group
+from lorakit.engine.loss_scale import KEY, LossScale
+from lorakit.engine.observe import Collectives, process_group_name
+from lorakit.errors import RunError
+from lorakit.lora.inject import adapter_tensors
+from lorakit.loss import loss_sum
+
+
+class SteppingEngine(ABC):
+    """The step and what goes with it. A backend says how gradients meet and who updates what."""
+
+    shards_base = False
+
+    def __init__(self, device: torch.device, group: Group) -> None:
+        self.device, self.group = device, group
+        self.rank, self.world_size = group.rank, group.size
+        self.phase: Callable[[str], None] = lambda phase: None
+        self._collectives = Collectives()
+
+    # --- what a backend fills in -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+        """Spread the model and build its optimizer; returns the module to call for a forward pass."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Backward of this rank's part of the step's loss; after the last one gradients are sums over all ranks."""
+
+    @abstractmethod
+    def update(self, rate: float) -> float:
+        """Unscale, clip and update; returns the gradient norm before clipping.
+
+        When it is not finite nothing was updated, and the gradients are gone.
+        """
+
+    @abstractmethod
+    def gather(self) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def moments(self) -> dict[str, Tensor]:
+        """Optimizer state by tensor name, whole, on the CPU. Collective."""
+
+    @abstractmethod
+    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Adapter and optimizer state (tensor name -> part -> value) into this backend's layout."""
+
+    @abstractmethod
+    def held(self) -> dict[str, int]:
+        """Bytes this rank holds: base, adapter, gradients, optimizer."""
+
+    @abstractmethod
+    def kind(self) -> dict[str, Any]:
+        """What is really there: the engine's classes and settings, looked up."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; gradients of different ranks need to meet in the last only."""
+        return nullcontext()
+
+    # --- what all of them share ------------------------------------------------------------------------------------
+
+    def prepare(
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadRange | None = None
+    ) -> None:
+        self._model, self._settings = model.train(), settings
+        self._unreached = set(adapter_tensors(model))
+        self._scale = LossScale(settings.scales_loss)
+        self._forward = self.take(model, optimizer, read)
+
+    def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
+        labels, tokens = self.group.sums(
+            sum(batch.num_label_tokens for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
+        )
+        rate = self._settings.learning_rate(index)
+        while True:
+            with self._collectives.of_one_step():
+                losses = self._forward_and_backward(index, micro_batches, labels)
+                loss = self.group.sums(float(torch.stack(losses).sum()))[0] / labels
+                if not math.isfinite(loss):
+                    raise NonFiniteStep(loss, math.nan, self._suspects(micro_batches, losses))
+                grad_norm = self.update(rate)
+            if math.isfinite(grad_norm):
+                break
+            if not self._scale.lower():
+                raise NonFiniteStep(loss, grad_norm, self._suspects(micro_batches, losses))
+        self._scale.held()
+        return StepReport(loss, grad_norm, rate, int(tokens), int(labels))
+
+    def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], labels: float) -> list[Tensor]:
+        losses = []
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            for number, batch in enumerate(micro_batches):
+                place = number * self.world_size + self.rank
+                torch.manual_seed(dropout_seed(self._settings.seed, index, place))
+                with self.micro_batch(last=number == len(micro_batches) - 1):
+                    loss = loss_sum(self._forward, batch.to(self.device))
+                    self.backward(loss / labels * self._scale.value)
+                losses.append(loss.detach())
+        return losses
+
+    def _suspects(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
+        """The rows of the micro-batches whose loss is not finite, or all rows when only a gradient is; of all ranks."""
+        bad = [batch for batch, loss in zip(micro_batches, losses, strict=True) if not math.isfinite(float(loss))]
+        found = self.group.all(([row for b in bad for row in b.rows], [row for b in micro_batches for row in b.rows]))
+        return tuple(row for mine, _ in found for row in mine) or tuple(row for _, mine in found for row in mine)
+
+    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
+        total, num_label_tokens = 0.0, 0
+        self._forward.eval()
+        try:
+            with torch.no_grad():
+                for batch in micro_batches:
+                    if self.group.any(stop()):
+                        return None
+                    total += float(loss_sum(self._forward, batch.to(self.device)))
+                    num_label_tokens += batch.num_label_tokens
+        finally:
+            self._forward.train()
+        total, num_labels = self.group.sums(total, num_label_tokens)
+        return total / num_labels
+
+    def reached(self, names: Iterable[str]) -> None:
+        """Note adapter tensors that had a gradient."""
+        self._unreached -= set(names)
+
+    def unreached(self) -> list[str]:
+        if self._unreached:  # the same question on every rank: once empty, empty everywhere
+            self._unreached = set.intersection(*self.group.all(self._unreached))
+        return sorted(self._unreached)
+
+    def gather_optimizer(self) -> dict[str, Tensor]:
+        return self.moments() | self._scale.state()
+
+    def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        tensors = adapter_tensors(self._model)
+        if adapter.keys() != tensors.keys():
+            raise RunError(f"the checkpoint holds other tensors: {sorted(adapter.keys() ^ tensors.keys())[:4]}")
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in optimizer.items():
+            name, _, part = key.rpartition(".")
+            if name:
+                state.setdefault(name, {})[part] = value
+        self.put_back(adapter, state)
+        self._scale.restore(optimizer.get(KEY))
+        self.reached(state)  # the optimizer holds state of what has had a gradient
+
+    def observed(self) -> dict[str, Any]:
+        on_gpu = self.device.type == "cuda"
+        here = {f"{name}_bytes": size for name, size in self.held().items()}
+        return {
+            **self.kind(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "threads": torch.get_num_threads(),
+            "world_size": self.world_size,
+            **({"communication": process_group_name()} if self.world_size > 1 else {}),
+            **here,
+            "collectives_of_a_step": self._collectives.counts(),
+        }
+
+
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    """The state of dropout for a micro-batch: a function of these numbers, so that nothing has to be saved."""
+    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{micro_batch}".encode()).digest()[:7], "little")
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """A float32 copy in host memory."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,134 @@
+"""DeepSpeed's ZeRO through accelerate: optimizer state (1), gradients (2) and the base (3) in parts.
+
+DeepSpeed runs in its float32 mode, which casts nothing: the base keeps its dtype, the adapter's float32 tensors are
+its masters, and gradients are added up in float32. The same arithmetic as one process.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
+from lorakit.engine.observe import bytes_held
+from lorakit.engine.processes import join
+from lorakit.engine.stepping import SteppingEngine, to_cpu
+from lorakit.engine.world import World
+from lorakit.engine.zero3 import here, keep_adapter_whole, partition
+from lorakit.lora.inject import adapter_tensors
+from lorakit.recipe import ParallelSection
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroEngine(SteppingEngine):
+    """A DeepSpeedEngine."""
+
+    def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
+        from accelerate.utils import DeepSpeedPlugin
+
+        self._stage = STAGES[parallel.backend]
+        self.shards_base = self._stage == 3
+        self._config = deepspeed_config(parallel, world.size)
+        plugin = DeepSpeedPlugin(hf_ds_config=self._config)
+        self._accelerator, group = join(world, parallel, device, deepspeed_plugin=plugin)
+        plugin.dschf = None  # while it lives transformers builds every model in parts of its own
+        super().__init__(device, group)
+
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+        limit = self._settings.max_grad_norm
+        config = self._accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_clipping"] = 0.0 if limit is None else limit
+        if self._stage == 3:
+            partition(model, config, self.group, read)
+        adapter = adapter_tensors(model)
+        for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
+            tensor.register_hook(lambda gradient, name=name: self.reached([name]))
+        engine, _ = self._accelerator.prepare(model, build(adapter.values()))
+        self._zero = engine.optimizer
+        if self._stage == 3:
+            keep_adapter_whole(self._zero, adapter.values())
+        prepared: nn.Module = engine
+        return prepared
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        self._forward.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self._forward.backward(loss * self.world_size, scale_wrt_gas=False)  # type: ignore[operator] # it averages
+
+    def update(self, rate: float) -> float:
+        for group in self._zero.param_groups:
+            group["lr"] = rate
+        self._zero.loss_scaler.cur_scale = self._scale.value
+        self._forward.step()  # type: ignore[operator]
+        self._zero.loss_scaler.cur_scale = 1.0
+        if self._zero.overflow:
+            return math.nan
+        return float(self._zero._global_grad_norm)
+
+    def gather(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {
+            name: to_cpu(safe_get_full_fp32_param(tensor)).view(shape_of(tensor))
+            for name, tensor in adapter_tensors(self._model).items()
+        }
+
+    def moments(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        steps = self._steps()
+        if steps is None:
+            return {}
+        found = {}
+        for name, tensor in adapter_tensors(self._model).items():
+            found[f"{name}.step"] = torch.tensor(steps, dtype=torch.float32)
+            for part in MOMENTS:
+                found[f"{name}.{part}"] = to_cpu(safe_get_full_optimizer_state(tensor, part)).view(shape_of(tensor))
+        return found
+
+    def _steps(self) -> float | None:
+        """Updates so far, or None before the first. The optimizer's own tensors are flat parts of many tensors."""
+        return next((float(state["step"]) for state in self._zero.optimizer.state.values() if "step" in state), None)
+
+    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        for name, tensor in adapter_tensors(self._model).items():
+            safe_set_full_fp32_param(tensor, adapter[name].to(self.device))
+            for part in MOMENTS:
+                if name in state:
+                    safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
+        steps = next((parts["step"] for parts in state.values()), None)
+        if steps is not None:
+            for held in self._zero.optimizer.state.values():
+                held["step"] = steps.to(held["step"].device) if isinstance(held.get("step"), Tensor) else steps.clone()
+
+    def held(self) -> dict[str, int]:
+        adapter = list(adapter_tensors(self._model).values())
+        known = {id(tensor) for tensor in adapter}
+        base = [p for p in self._model.parameters() if id(p) not in known]
+        state = [v for values in self._zero.optimizer.state.values() for v in values.values()]
+        return {
+            "base": bytes_held(here(base)),
+            "adapter": bytes_held(here(adapter)),
+            "gradients": 0,
+            "optimizer": bytes_held(v for v in state if isinstance(v, Tensor)),
+        }
+
+    def kind(self) -> dict[str, Any]:
+        return {
+            "engine": type(self._forward).__name__,
+            "backend": f"zero{self._forward.zero_optimization_stage()}",  # type: ignore[operator]
+        }
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The whole tensor's shape, also of one that is in parts."""
+    return getattr(tensor, "ds_shape", tensor.shape)

@@ -1,0 +1,87 @@
+"""The recipe's `parallel` section: over how many processes a run is spread, and how."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from lorakit.recipe.section import Count, Name, Section
+
+
+class OffloadSection(Section):
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where optimizer state and fp32 masters rest."""
+    parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where the base's shards rest (zero3 and fsdp2)."""
+
+
+class ParallelSection(Section):
+    backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
+    """How training is spread: `single` one process; `ddp` a whole base in each; `zero1`, `zero2` the optimizer (and
+    gradients) in parts; `zero3`, `fsdp2` the base in parts too; `auto` what `lorakit plan` advises."""
+    processes: Count = 1
+    """Processes over all machines, one per GPU."""
+    nodes: Count = 1
+    """Machines; each runs `processes / nodes` processes."""
+    rendezvous: Name | None = None
+    """`host:port` of the first machine, for more than one machine."""
+    offload: Literal["none", "cpu", "nvme"] | OffloadSection = "none"
+    """Where state rests between uses: one word for all the backend can move, or `optimizer` and `parameters` apart."""
+    nvme_path: Name | None = None
+    """Folder on a fast local disk, for `nvme`."""
+    communication: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """How processes talk: `auto` is nccl on GPUs and gloo on CPUs."""
+    bucket_mb: float = Field(25.0, gt=0, le=4096)
+    """Megabytes of gradients that are reduced together while backward goes on."""
+    prefetch_mb: float = Field(100.0, ge=0, le=65536)
+    """Megabytes of the base that zero3 gathers ahead of use."""
+    reshard_after_forward: bool = True
+    """fsdp2: give a layer's gathered weights back after forward; `false` keeps them for backward (faster, larger)."""
+    max_restarts: int = Field(0, ge=0, le=1000)
+    """How often a run that lost a process starts again by itself from its last checkpoint."""
+    silent_seconds: float = Field(20.0, ge=1, le=3600)
+    """A process not heard of for so long has died, and the others stop."""
+    stuck_seconds: float = Field(1800.0, ge=1, le=864000)
+    """A process that stands still for so long ends the run, naming who waits for whom."""
+    deepspeed: dict[str, JsonValue] = Field({})
+    """More keys for DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
+
+    @model_validator(mode="after")
+    def _fits_the_backend(self) -> "ParallelSection":
+        problems = list(_parallel_problems(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def offloads(self) -> OffloadSection:
+        """Where optimizer and parameters rest, one word spelt out as far as the backend can move things."""
+        if isinstance(self.offload, OffloadSection):
+            return self.offload
+        parameters = self.offload if self.backend in ("zero3", "fsdp2") else "none"
+        return OffloadSection(optimizer=self.offload, parameters=parameters)
+
+
+def _parallel_problems(section: ParallelSection) -> Iterator[str]:
+    backend, offloads = section.backend, section.offloads
+    kinds = {offloads.optimizer, offloads.parameters}
+    zero = backend in ("zero1", "zero2", "zero3")
+    if backend == "single" and section.processes > 1:
+        yield f"backend `single` has one process, got processes: {section.processes}; choose another or auto"
+    if section.processes % section.nodes:
+        yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
+    if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):
+        yield f"rendezvous: host:port, got {section.rendezvous!r}"
+    if kinds != {"none"} and backend in ("single", "ddp"):
+        yield f"offload: backend `{backend}` keeps everything where it computes; choose zero1-3 or fsdp2"
+    if offloads.parameters != "none" and backend in ("zero1", "zero2"):
+        yield f"offload.parameters: `{backend}` holds a whole base in each process; zero3 and fsdp2 can offload it"
+    if "nvme" in kinds and backend != "zero3":
+        yield f"offload: only zero3 offloads to nvme, got backend `{backend}`"
+    if backend == "fsdp2" and offloads.optimizer != offloads.parameters:
+        yield "offload: fsdp2 offloads parameters and optimizer together: `cpu` or `none`"
+    if ("nvme" in kinds) != (section.nvme_path is not None):
+        yield "nvme_path goes with offload: nvme, and that needs it"
+    if section.deepspeed and not zero:
+        yield f"deepspeed: goes with zero1, zero2 or zero3, got backend `{backend}`"

@@ -1,0 +1,26 @@
+"""What every section of a recipe is: frozen, strict, without unknown keys; and the types its keys share."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+
+def _plain_name(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError("write the folder out: ~ is not expanded")
+    if not text.strip() or any(ord(letter) < 32 or 0xD800 <= ord(letter) <= 0xDFFF for letter in text):
+        raise ValueError("blank, or with characters that no name has")
+    return text
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain_name)]
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
