@@ -1,6 +1,7 @@
 """Find and load a base and its tokenizer: a folder, a hub id, or ``builtin:tiny``."""
 
 import contextlib
+import logging as logs
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +56,9 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     Raises:
         BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     with _quiet(), _explained(folder):
+        from transformers import AutoModelForCausalLM
+
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
@@ -73,8 +74,8 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
 
 def load_skeleton(folder: Path) -> nn.Module:
     """The model on the meta device: names and shapes, no weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    with _quiet():
+        from transformers import AutoConfig, AutoModelForCausalLM
     with _quiet(), _explained(folder), torch.device("meta"):
         skeleton: nn.Module = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -100,9 +101,9 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         BaseModelError: there is none.
     """
-    from transformers import AutoTokenizer
-
     with _quiet(), _explained(folder):
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -135,12 +136,14 @@ def _quiet() -> Iterator[None]:
     """Without transformers' bars and notes: what matters of them is checked and raised here."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, bars, disabled = logging.get_verbosity(), logging.is_progress_bar_enabled(), logs.root.manager.disable
+    logs.disable(logs.WARNING)  # DeepSpeed's too, which transformers imports where it is installed
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
+        logs.disable(disabled)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

@@ -130,7 +130,7 @@ class Traced(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = super().__torch_function__(func, types, args, kwargs or {})
+        results = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         several = isinstance(results, (tuple, list))
         for index, made in enumerate(results if several else [results]):
             if isinstance(made, Traced) and "_origin" not in vars(made):
@@ -193,24 +193,24 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _concatenated(shapes: list[tuple[int, ...]], index: int, tensors: list[Any], dim: int = 0) -> list[Strand] | None:
+def _concatenated(
+    shapes: list[tuple[int, ...]], index: int, tensors: list[Origin], dim: int = 0
+) -> list[Strand] | None:
     """From (..., d1, ...) and (..., d2, ...): each block takes d1 rows of the first, then d2 of the second."""
     dim %= len(shapes[index])
-    if any(not isinstance(each, Origin) or len(each.shape) != len(shapes[index]) for each in tensors):
-        return None  # constants among them, or the empty tensors that torch.cat skips
+    if any(len(each.shape) != len(shapes[index]) for each in tensors):
+        return None  # torch.cat skips empty tensors of one dimension
     runs = [math.prod(each.shape[dim:]) for each in tensors]
     return _few(shapes[index][:dim], [Strand(each, run, 0, run) for each, run in zip(tensors, runs, strict=True)])
 
 
-def _stacked(shapes: list[tuple[int, ...]], index: int, tensors: list[Any], dim: int = 0) -> list[Strand] | None:
+def _stacked(shapes: list[tuple[int, ...]], index: int, tensors: list[Origin], dim: int = 0) -> list[Strand] | None:
     dim %= len(shapes[index])
-    if not all(isinstance(each, Origin) for each in tensors):
-        return None
     run = math.prod(shapes[index][dim + 1 :])
     return _few(shapes[index][:dim], [Strand(each, run, 0, run) for each in tensors])
 
 
-def _cut(shapes: list[tuple[int, ...]], index: int, tensor: Any, sizes: Any, dim: int = 0) -> list[Strand] | None:
+def _cut(shapes: list[tuple[int, ...]], index: int, tensor: Origin, sizes: Any, dim: int = 0) -> list[Strand] | None:
     """One of the pieces that a tensor is cut into along a dimension; their sizes are those of the results."""
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])
@@ -224,6 +224,8 @@ def _few(outer: tuple[int, ...], strands: list[Strand]) -> list[Strand] | None:
 
 UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}
 RULES: Final[dict[Any, Callable[..., list[Strand] | None]]] = {
-    torch.cat: _concatenated, torch.stack: _stacked, torch.chunk: _cut, Tensor.chunk: _cut, torch.split: _cut,
-    Tensor.split: _cut,
-}  # fmt: skip
+    torch.cat: _concatenated,
+    torch.stack: _stacked,
+    torch.chunk: _cut,
+    torch.split: _cut,
+}

@@ -116,7 +116,8 @@ class _Shards:
     def fill(self, stored: Stored, out: Tensor, start: int) -> None:
         """Fill a flat tensor with elements of a stored one, converted to the dtype it is loaded in, then to out's."""
         entry = self.files.entry(stored.name)
-        if out.device.type == "cpu" and out.dtype == stored.dtype == entry.dtype:
+        here = out.device.type == "cpu" and out.dtype == stored.dtype
+        if here and out.dtype == entry.dtype:
             self._read(stored.name, entry, start, out)
             return
         step = PIECE_BYTES // entry.dtype.itemsize
@@ -124,11 +125,11 @@ class _Shards:
         for first in range(0, len(out), step):
             part = out[first : first + step]
             self._read(stored.name, entry, start + first, piece[: len(part)])
-            part.copy_(piece[: len(part)].to(stored.dtype))
+            part.copy_(piece[: len(part)] if here else piece[: len(part)].to(stored.dtype))
 
     def _read(self, name: str, entry: Entry, start: int, out: Tensor) -> None:
         path, done = self.files.holder[name].path, 0
-        view = memoryview(out.view(torch.uint8).numpy()) if len(out) else memoryview(b"")
+        view: memoryview = out.view(torch.uint8).numpy().data if len(out) else memoryview(b"")
         try:
             if path not in self._handles:
                 self._handles[path] = os.open(path, os.O_RDONLY)

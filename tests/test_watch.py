@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ from lorakit.engine.watch import Watch, is_collective_error  # noqa: E402
 
 SILENT = 4.0  # seconds; a rank speaks ten times as often
 HANG_SECONDS = 60.0
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks DNS for the name of every peer
+}  # fmt: skip
 APART = -1  # the process that holds the store when no rank does
 
 
@@ -77,6 +82,14 @@ def the_store_is_killed(watch: Watch) -> None:
     wait_elsewhere(watch)
 
 
+def the_store_is_killed_but_its_port_stays_open(watch: Watch) -> None:
+    """As when a process that loads rows outlives the rank that forked it."""
+    if watch.rank == 0 and os.fork() == 0:
+        time.sleep(4 * SILENT)
+        os._exit(0)
+    the_store_is_killed(watch)
+
+
 def one_is_stopped(watch: Watch) -> None:
     if watch.rank == 1:
         later(1.2, signal.SIGSTOP)
@@ -97,6 +110,13 @@ def one_finds_an_error(watch: Watch) -> None:
         watch.at("step 3: reading rows")
         raise UserError("rows.jsonl:7: no text\nGive it one.")
     reduce_for_ever(watch)
+
+
+def the_host_of_the_store_finds_an_error(watch: Watch) -> None:
+    if watch.rank == 0:
+        watch.at("step 3: reading rows")
+        raise UserError("rows.jsonl:7: no text")
+    wait_elsewhere(watch)
 
 
 def all_find_the_same_error(watch: Watch) -> None:
@@ -144,6 +164,12 @@ def all_work_hard(watch: Watch) -> None:
         ctypes.PyDLL(None).usleep(int(SILENT / 4 * 1e6))
 
 
+def host_stops(rank: int) -> None:
+    time.sleep(1 if rank == 0 else 2)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class Scene(NamedTuple):
     act: Callable[[Watch], None]
     size: int = 3
@@ -154,6 +180,8 @@ class Scene(NamedTuple):
     """seconds by which a rank starts late"""
     store: int = 0
     """the rank that holds the store"""
+    first: Callable[[int], None] = lambda rank: None
+    """what a rank does between joining the store and watching"""
     meanwhile: Callable[[dict[int, int]], None] = lambda pids: None
     """done from outside to the ranks' processes"""
 
@@ -164,6 +192,11 @@ def continue_the_stopped(pids: dict[int, int]) -> None:
         time.sleep(0.1)
     for pid in pids.values():
         os.kill(pid, signal.SIGCONT)
+
+
+def continue_the_host(pids: dict[int, int]) -> None:
+    time.sleep(2 + 2 * SILENT)
+    os.kill(pids[0], signal.SIGCONT)
 
 
 def pause_all(pids: dict[int, int]) -> None:
@@ -182,10 +215,12 @@ SCENES = {
         size=12, group=False,
     ),
     "store killed": Scene(the_store_is_killed, group=False),
+    "store killed, port open": Scene(the_store_is_killed_but_its_port_stays_open, group=False),
     "store apart killed": Scene(wait_elsewhere, size=2, group=False, store=APART),
     "stopped": Scene(one_is_stopped, meanwhile=continue_the_stopped),
     "store stopped": Scene(the_store_is_stopped, meanwhile=continue_the_stopped),
     "error": Scene(one_finds_an_error),
+    "host's error": Scene(the_host_of_the_store_finds_an_error, group=False),
     "same error": Scene(all_find_the_same_error),
     "deadlock": Scene(they_wait_for_each_other, settings={"stuck_seconds": 3}),
     "deadlock of many": Scene(
@@ -195,7 +230,8 @@ SCENES = {
     "broken": Scene(a_collective_breaks_although_all_live, group_seconds=1),
     "first ends": Scene(the_first_ends_well_long_before),
     "another ends": Scene(another_ends_well_long_before),
-    "starts late": Scene(lambda watch: None, group=False, delays={2: 2 * SILENT}),
+    "starts late": Scene(lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, delays={2: 2 * SILENT}),
+    "store answers late": Scene(lambda watch: time.sleep(1), group=False, first=host_stops, meanwhile=continue_the_host),
     "never starts": Scene(wait_elsewhere, group=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS}),
     "hard work": Scene(all_work_hard, size=4, group=False),
     "paused": Scene(lambda watch: time.sleep(2 * SILENT), group=False, meanwhile=pause_all),
@@ -229,6 +265,8 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
     """One forked process of a scene."""
     time.sleep(scene.delays.get(rank, 0))
     here = rank == scene.store
+    if not here:
+        os.close(listening)
     store = TCPStore(
         "127.0.0.1", port, is_master=here, wait_for_workers=False, master_listen_fd=listening if here else None
     )
@@ -242,6 +280,7 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
             inner = PrefixStore("group", store)
             dist.init_process_group("gloo", store=inner, rank=rank, world_size=scene.size, timeout=seconds)
 
+    scene.first(rank)
     settings: Any = {"silent_seconds": SILENT, "grace_seconds": 1.0, **scene.settings}
     return act(scene, Watch(PrefixStore("watch", store), rank, scene.size, **settings), join)
 
@@ -320,22 +359,26 @@ class Played(NamedTuple):
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Played]]:
     """Plays a scene: the exit code of each rank and what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment) as process:
+    folders = {name: tmp_path_factory.mktemp("scene") for name in SCENES}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True
+    )
+    assert process.stdin
+    with process.stdin as told:  # all at once: mostly they wait
+        told.write("".join(json.dumps([name, str(folder)]) + "\n" for name, folder in folders.items()).encode())
 
-        def played(name: str) -> Played:
-            folder = tmp_path_factory.mktemp("scene")
-            assert process.stdin
-            process.stdin.write(json.dumps([name, str(folder)]) + "\n")
-            process.stdin.flush()
-            until = time.monotonic() + HANG_SECONDS + 30
-            while not (folder / "codes.json").exists():
-                assert time.monotonic() < until, "the stage hangs"
-                time.sleep(0.05)
-            codes = json.loads((folder / "codes.json").read_text())
-            return Played(codes, [(folder / str(rank)).read_text() for rank in range(len(codes))])
+    def played(name: str) -> Played:
+        done, until = folders[name] / "codes.json", time.monotonic() + HANG_SECONDS + 30
+        while not done.exists():
+            assert time.monotonic() < until, "the stage hangs"
+            time.sleep(0.05)
+        codes = json.loads(done.read_text())
+        return Played(codes, [(folders[name] / str(rank)).read_text() for rank in range(len(codes))])
 
-        yield played
+    yield played
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # -- the claims -------------------------------------------------------------------------------------------------------
@@ -369,8 +412,9 @@ def test_every_rank_of_many_learns_of_one_it_does_not_listen_to(played: Callable
     assert all(names_once(words, "rank 11 (", "ended without a word") for words in said[:11]), said
 
 
-def test_a_killed_rank_that_took_the_store_along_is_named(played: Callable[[str], Played]) -> None:
-    codes, said = played("store killed")
+@pytest.mark.parametrize("scene", ["store killed", "store killed, port open"])
+def test_a_killed_rank_that_took_the_store_along_is_named(played: Callable[[str], Played], scene: str) -> None:
+    codes, said = played(scene)
 
     assert codes == [-9, 75, 75], said
     assert all(names_once(words, "rank 0 (", "ended without a word", "step 3") for words in said[1:]), said
@@ -405,6 +449,13 @@ def test_an_error_of_one_rank_is_told_by_all_and_decides_their_exit_code(played:
     assert "lorakit: rows.jsonl:7: no text\nGive it one." in said[1], said[1]
     for rank in (0, 2):
         assert names_once(said[rank], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text\n  Give")
+
+
+def test_an_error_of_the_host_of_the_store_is_told_before_the_store_goes(played: Callable[[str], Played]) -> None:
+    codes, said = played("host's error")
+
+    assert codes == [2, 2, 2], said
+    assert all(names_once(words, "rank 0 (", "rows.jsonl:7: no text") for words in said[1:]), said
 
 
 def test_an_error_of_all_ranks_is_told_once_by_each(played: Callable[[str], Played]) -> None:
@@ -457,6 +508,10 @@ def test_a_rank_that_starts_late_is_waited_for(played: Callable[[str], Played]) 
     assert played("starts late") == ([0, 0, 0], ["", "", ""])
 
 
+def test_a_store_that_is_slow_at_the_start_is_waited_for(played: Callable[[str], Played]) -> None:
+    assert played("store answers late") == ([0, 0, 0], ["", "", ""])
+
+
 def test_a_rank_that_never_starts_is_named(played: Callable[[str], Played]) -> None:
     codes, said = played("never starts")
 
@@ -472,21 +527,21 @@ def test_a_run_that_is_stopped_and_continued_as_a_whole_goes_on(played: Callable
     assert played("paused") == ([0] * 3, [""] * 3)
 
 
-@pytest.mark.parametrize(
-    ("scene", "code", "words"),
-    [("killed", 75, "ended without a word"), ("error", 2, "failed at: step 3: reading rows\n  rows.jsonl:7: no text")],
-)
-def test_under_torchrun_all_the_same(tmp_path: Path, scene: str, code: int, words: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, __file__, scene, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
+def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    runs = {}
+    for scene in ("killed", "error"):
+        folder = tmp_path / scene
+        folder.mkdir()
+        runs[scene] = subprocess.Popen([*torchrun, scene, folder], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    reports = {scene: run.communicate(timeout=HANG_SECONDS)[1] for scene, run in runs.items()}
+    said = {scene: (tmp_path / scene / "0").read_text() for scene in runs}
 
-    said = (tmp_path / "0").read_text()
-    assert done.returncode == 1
-    assert names_once(said, "rank 1 (", words), said
-    assert f"exitcode  : {code}" in done.stderr, done.stderr
+    assert [run.returncode for run in runs.values()] == [1, 1]  # torchrun's own
+    assert names_once(said["killed"], "rank 1 (", "ended without a word"), said
+    assert names_once(said["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), said
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 75 ", reports["killed"]), reports["killed"]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", reports["error"]), reports["error"]
 
 
 if __name__ == "__main__" and len(sys.argv) > 1:

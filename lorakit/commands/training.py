@@ -1,6 +1,7 @@
 """train, check, schema: from a recipe to a patch."""
 
 import argparse
+import os
 from pathlib import Path
 
 from lorakit.commands.options import Add, recipe_arguments
@@ -19,6 +20,7 @@ def add_to(command: Add) -> None:
 def _train(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
     recipe = load_recipe(options.recipe, tuple(options.overrides))
     from lorakit.train import run
 

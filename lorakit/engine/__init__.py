@@ -33,7 +33,7 @@ def open_engine(parallel: ParallelSection, world: World | None = None) -> Engine
     """
     device = device_of(world.local_rank if world else 0)
     if parallel.backend == "single":
-        return WholeEngine(device, Group())
+        return WholeEngine(device, Group(), parallel.backend)
     if parallel.backend not in BACKENDS:
         raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{nearest(parallel.backend, BACKENDS)}")
     assert world is not None

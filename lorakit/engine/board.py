@@ -29,11 +29,11 @@ class News:
 class Board:
     """A rank's own connections to the store, which is a TCPStore or PrefixStore over one that no other Board used."""
 
-    def __init__(self, store: Store, neighbours: Sequence[int]) -> None:
+    def __init__(self, store: Store) -> None:
         self._store: Any = store  # torch's stubs lack Store.clone
-        self._neighbours = neighbours
         self._connection: Any = None
-        self._connected_before = self._said_ended = self._said_knowing = False
+        self._made: set[str] = set()
+        self._said_ended = self._said_knowing = False
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         assert isinstance(store, TCPStore), f"the ranks meet in a TCPStore, not in a {type(store).__name__}"
@@ -55,17 +55,15 @@ class Board:
             raise
 
     def _connect(self) -> Any:
-        if self._connected_before:  # a plain socket first: torch prints pages about a connection that is refused
+        if self._made:  # not for the first time: torch prints pages about a connection that is refused
             socket.create_connection((self._host, self._port)).close()
-        connection = self._store.clone()
-        for key in (_REASON, *map(_key, self._neighbours)):
-            connection.compare_set(key, "", _NOTHING)  # asking for a key that is not there would wait for it
-        for key in (_ENDED, _KNOWING):
-            connection.add(key, 0)
-        self._connected_before = True
-        return connection
+        return self._store.clone()
 
     def _exchange(self, store: Any, beat: Beat, ranks: Sequence[int], offered: Reason | None, knowing: bool) -> News:
+        for key in (_REASON, *map(_key, ranks)):  # asking for a key that is not there would wait for it
+            if key not in self._made:
+                store.compare_set(key, "", _NOTHING)
+                self._made.add(key)
         store.set(_key(beat.rank), json.dumps(asdict(beat)))
         if beat.ended and not self._said_ended:
             self._said_ended = store.add(_ENDED, 1) > 0
@@ -73,15 +71,10 @@ class Board:
             store.compare_set(_REASON, _NOTHING, json.dumps(asdict(offered)))  # the first one stays
         if knowing and not self._said_knowing:
             self._said_knowing = store.add(_KNOWING, 1) > 0
-        values = [value.decode() for value in store.multi_get([_REASON, _ENDED, _KNOWING, *map(_key, ranks)])]
-        (reason, num_ended, num_knowing), texts = values[:3], values[3:]
-        said = zip(ranks, texts, strict=True)
-        return News(
-            None if reason == _NOTHING else Reason(**json.loads(reason)),
-            int(num_ended),
-            int(num_knowing),
-            {rank: Beat(**json.loads(text)) for rank, text in said if text != _NOTHING},
-        )
+        num_ended, num_knowing = store.add(_ENDED, 0), store.add(_KNOWING, 0)
+        reason, *texts = (value.decode() for value in store.multi_get([_REASON, *map(_key, ranks)]))
+        said = {rank: Beat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text != _NOTHING}
+        return News(None if reason == _NOTHING else Reason(**json.loads(reason)), num_ended, num_knowing, said)
 
 
 def _key(rank: int) -> str:

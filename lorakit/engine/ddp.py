@@ -24,7 +24,7 @@ class ReplicatedEngine(WholeEngine):
         # a tensor that no row of a step reaches, such as an expert's, must not stop the step
         settings = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb)
         self._accelerator, group = join(world, parallel, device, [settings])
-        super().__init__(device, group)
+        super().__init__(device, group, parallel.backend)
 
     def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(model).values())

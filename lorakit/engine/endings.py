@@ -10,6 +10,7 @@ USER_ERROR: Final = 2
 TRY_AGAIN: Final = 75
 COMMAND: Final = "lorakit train:"
 GOES_ON: Final = "; the last checkpoint is kept, the same command goes on"
+ABOVE: Final = "; what it said is above"
 CONSEQUENCES: Final = {-signal.SIGABRT, -signal.SIGTERM, TRY_AGAIN}  # how workers end when another one has gone
 
 
@@ -57,7 +58,12 @@ def how_it_ended(worker: Worker) -> str:
         return f"rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}{GOES_ON}"
     if code == TRY_AGAIN:
         return f"rank {worker.rank} stopped{GOES_ON}"
-    return f"rank {worker.rank} failed (exit code {code}); what it said is above"
+    return f"rank {worker.rank} failed (exit code {code}){ABOVE}"
+
+
+def for_elsewhere(words: str) -> str:
+    """The same, to be read on another machine or before another start."""
+    return words.removeprefix(COMMAND).removesuffix(ABOVE).removesuffix(GOES_ON).strip()
 
 
 def stopped(by: str, failed: Sequence[Worker]) -> str:

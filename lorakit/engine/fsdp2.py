@@ -4,7 +4,7 @@ accelerate's FSDP plugin is ignored on CPUs without a word; torch's own function
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ class ShardedEngine(WholeEngine):
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         self._accelerator, group = join(world, parallel, device)
         self._parallel = parallel
-        super().__init__(device, group)
+        super().__init__(device, group, parallel.backend)
 
     def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -46,6 +46,9 @@ class ShardedEngine(WholeEngine):
         fill(model, self._rests_on, self.rank, read)
         self._optimizer = build(adapter_tensors(model).values())
         return model
+
+    def part_of(self, shape: Sequence[int]) -> int:
+        return math.ceil(shape[0] / self.world_size) * math.prod(shape[1:])
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._forward.set_requires_gradient_sync(last)  # type: ignore[operator]

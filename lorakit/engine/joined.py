@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lorakit.engine import open_engine
 from lorakit.engine.base import Engine
-from lorakit.engine.processes import environment_of
+from lorakit.engine.calm import calm, without_deprecations
+from lorakit.engine.processes import environment_of, part
 from lorakit.engine.watch import Watch
 from lorakit.engine.world import World, contradictions, find_world
 from lorakit.errors import LorakitError, RunError, TryAgainLater
@@ -63,7 +63,8 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
         yield open_engine(recipe.parallel)
         return
     os.environ.update(environment_of(world))
-    engine = open_engine(recipe.parallel, world)
+    with calm():
+        engine = open_engine(recipe.parallel, world)
     watch = Watch(
         _get_default_store(), world.rank, world.size,
         silent_seconds=recipe.parallel.silent_seconds, stuck_seconds=recipe.parallel.stuck_seconds,
@@ -72,25 +73,37 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
     engine.phase = watch.at
     try:
         engine.group.same("what they run", shared_facts(recipe))
-        yield engine
+        with without_deprecations():
+            yield engine
         watch.close()
-    except LorakitError as problem:
-        reason = watch.fail(str(problem), problem.exit_code)
-        if reason.rank in (None, world.rank):
+    except Exception as problem:
+        ending = how_it_ends(watch, problem)
+        if ending is problem:
             raise
-        raise _like(reason.exit_code)(str(reason)) from None
-    except (RuntimeError, dist.DistError) as problem:
-        reason = watch.explain(problem)
-        if reason.rank is None and not reason.num_lost:
-            raise
-        raise _like(reason.exit_code)(str(reason)) from None
+        raise ending from None
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        part()
 
 
-def _like(exit_code: int) -> type[LorakitError]:
-    return TryAgainLater if exit_code == TryAgainLater.exit_code else RunError
+def how_it_ends(watch: Watch, problem: Exception) -> Exception:
+    """What this process ends with, once all know: its own problem, or that of the rank which failed first."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
+        problem = RunError(
+            f"out of memory ({str(problem).splitlines()[0][:300]}). Lower train.micro_batch_size, set"
+            " train.activation_checkpointing: layers, or see `lorakit plan` for a backend that fits"
+        )
+    if isinstance(problem, LorakitError):
+        reason = watch.fail(str(problem), problem.exit_code)
+        own = reason.rank in (None, watch.rank)
+    elif isinstance(problem, RuntimeError):  # torch.distributed's errors are: another rank may be gone
+        reason = watch.explain(problem)
+        own = reason.rank is None and not reason.num_lost
+    else:
+        reason = watch.fail(f"{type(problem).__name__}: {problem}", exit_code=1)
+        own = True
+    if own:
+        return problem
+    return (TryAgainLater if reason.exit_code == TryAgainLater.exit_code else RunError)(str(reason))
 
 
 def shared_facts(recipe: Recipe) -> dict[str, Any]:

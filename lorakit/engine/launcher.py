@@ -9,10 +9,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
@@ -24,11 +25,11 @@ from torch.distributed.elastic.agent.server.api import (
 
 from lorakit.engine.endings import (
     COMMAND,
-    GOES_ON,
     TRY_AGAIN,
     cause,
     exit_code,
     explained,
+    for_elsewhere,
     how_telling,
     may_start_again,
     stopped,
@@ -47,14 +48,15 @@ NOTHING: Final = 9  # less telling than any end of a worker
 
 def launch(
     command: Sequence[str], *, processes: int, nodes: int, node_rank: int | None, rendezvous: str | None,
-    max_restarts: int, threads: int | None, wait_seconds: float = 30.0,
+    max_restarts: int, threads: int | None, wait_seconds: float = 30.0, silent_seconds: float = 20.0,
 ) -> int:  # fmt: skip
     """Run ``command`` as the workers of this machine, ``processes / nodes`` of them; returns the exit code.
 
     Rank 0 writes to the terminal itself; what other ranks write is passed on to standard error with ``[rank 3] ``
     before it. SIGINT, SIGTERM and SIGHUP reach the workers once, as SIGTERM, and they have a minute to save; a second
     signal kills them. After a failure that is no user error the group starts again up to ``max_restarts`` times.
-    ``threads`` per worker: None shares the cores unless OMP_NUM_THREADS is set. ``wait_seconds``: for other machines.
+    ``threads`` per worker: None shares the cores unless OMP_NUM_THREADS is set. ``wait_seconds``: how long the machines
+    wait for each other at the start; ``silent_seconds``: how long one may not be heard of later.
 
     Raises:
         RunError: the machines did not find each other; nothing was started.
@@ -63,19 +65,20 @@ def launch(
     if processes % nodes:
         raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} machines")
     local_size = processes // nodes
-    with _hearing_signals() as asked, _quiet_torch():
+    with _hearing_signals() as asked, _quiet_torch() as to:
         try:
             place = find_place(
-                rendezvous, node_rank=node_rank, nodes=nodes, local_size=local_size, wait_seconds=wait_seconds
-            )
+                rendezvous, node_rank=node_rank, nodes=nodes, local_size=local_size, wait_seconds=wait_seconds,
+                silent_seconds=silent_seconds,
+            )  # fmt: skip
             with meeting(place) as handler:
                 spec = WorkerSpec(
                     role="lorakit", local_world_size=local_size, rdzv_handler=handler, entrypoint=command[0],
                     max_restarts=max_restarts, monitor_interval=LOOK_SECONDS,
                 )  # fmt: skip
-                _Agent(spec, command, threads or _fair_threads(local_size), place, asked).run()
+                _Agent(spec, command, threads or _fair_threads(local_size), place, asked, to).run()
         except Over as over:
-            say(over.words)
+            say(over.words, to)
             return over.code
     return 0
 
@@ -110,14 +113,22 @@ def _hearing_signals() -> Iterator[_Asked]:
 
 
 @contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """The agent's own log speaks of its inside; what matters of it is said in our words."""
+def _quiet_torch() -> Iterator[TextIO]:
+    """Standard error, for the workers and for our words alone.
+
+    The agent's log speaks of its inside, and its C++ prints a stack for every connection that another machine drops;
+    both are left out. What matters of it is said in our words.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    sys.stderr.flush()
+    with open(os.dup(2), "w", errors="replace") as to, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield to
+        finally:
+            os.dup2(to.fileno(), 2)
+            logging.disable(before)
 
 
 def _fair_threads(local_size: int) -> int | None:
@@ -132,10 +143,10 @@ class _Agent(SimpleElasticAgent):
     """Starts, watches and ends the workers of this machine; the rest is torch's."""
 
     def __init__(
-        self, spec: WorkerSpec, command: Sequence[str], threads: int | None, place: Place, asked: _Asked
+        self, spec: WorkerSpec, command: Sequence[str], threads: int | None, place: Place, asked: _Asked, to: TextIO
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=10)
-        self._command, self._threads, self._place, self._asked = command, threads, place, asked
+        self._command, self._threads, self._place, self._asked, self._to = command, threads, place, asked, to
         self._workers: Workers | None = None
         self._machines: Machines | None = None
         self._server: TCPStore | None = None
@@ -152,6 +163,7 @@ class _Agent(SimpleElasticAgent):
                  "WORLD_SIZE": str(worker.world_size)}
                 for worker in worker_group.workers
             ],
+            self._to,
         )  # fmt: skip
         return {number: worker.process.pid for number, worker in enumerate(self._workers.all)}
 
@@ -208,8 +220,9 @@ class _Agent(SimpleElasticAgent):
         if failure.again and self._restarts < self._max_restarts:
             self._restarts += 1
             say(
-                f"{failure.why.removesuffix(GOES_ON)}\n{COMMAND} all start again from the last checkpoint"
-                f" ({self._restarts} of {self._max_restarts})"
+                f"{COMMAND} {for_elsewhere(failure.why)}; all start again from the last checkpoint"
+                f" ({self._restarts} of {self._max_restarts})",
+                self._to,
             )
             return RunResult(WorkerState.FAILED)
         machines.leave(failure)
@@ -217,7 +230,7 @@ class _Agent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: Any) -> None:
         if self._workers is not None and self._workers.living:
-            say(f"{COMMAND} another machine starts again, and so do the processes here")
+            say(f"{COMMAND} another machine starts again, and so do the processes here", self._to)
         self._end(GRACE_SECONDS)
         self._asked.waiting = True
 

@@ -8,9 +8,10 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
+from lorakit.engine.endings import COMMAND, for_elsewhere
 from lorakit.engine.meeting import Place, host_is_gone, this_machine
 from lorakit.errors import TryAgainLater
 
@@ -70,12 +71,12 @@ class Machines:
         for other, (before, since) in self._heard.items():
             news = self._hear(other)
             if news.state == "over" and news.failure is not None:
-                raise Over(news.failure.code, f"lorakit train: machine {other}, {news.name}: {news.failure.why}")
+                raise Over(news.failure.code, f"{COMMAND} {_named(other, news)}: {news.failure.why}")
             if news.beats != before.beats:
                 self._heard[other] = (news, time.monotonic())
-            elif time.monotonic() - since > self._place.wait_seconds:
+            elif time.monotonic() - since > self._place.silent_seconds:
                 raise TryAgainLater(
-                    f"machine {other}, {news.name}, has not been heard of for {self._place.wait_seconds:g} s;"
+                    f"{_named(other, news)} has not been heard of for {self._place.silent_seconds:g} s;"
                     " the last checkpoint is kept, the same command on every machine goes on"
                 )
 
@@ -101,7 +102,7 @@ class Machines:
                 for other in self._heard:
                     news = self._hear(other)
                     if news.failure is not None and news.failure.telling < found.telling:
-                        why = f"machine {other}, {news.name}: {news.failure.why}"
+                        why = f"{COMMAND} {_named(other, news)}: {news.failure.why}"
                         found = Failure(news.failure.telling, news.failure.code, why, news.failure.again)
                 time.sleep(0.2)
         return found
@@ -118,6 +119,8 @@ class Machines:
 
     def _tell(self, state: str, failure: Failure | None = None) -> None:
         self._beats, self._beaten, self._state = self._beats + 1, time.monotonic(), state
+        if failure is not None:
+            failure = replace(failure, why=for_elsewhere(failure.why))
         news = asdict(News(this_machine(), self._beats, state, failure))
         if self._heard:
             self._reached(lambda: self._store.set(f"machine/{self._rank}", json.dumps(news)))
@@ -134,3 +137,7 @@ class Machines:
             return call()
         except RuntimeError:  # torch's DistError: the connection is gone
             raise host_is_gone(self._place) from None
+
+
+def _named(number: int, news: News) -> str:
+    return f"machine {number}, {news.name}"

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,21 +42,23 @@ class Place:
     nodes: int
     local_size: int
     wait_seconds: float
+    silent_seconds: float
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 def find_place(
-    rendezvous: str | None, *, node_rank: int | None, nodes: int, local_size: int, wait_seconds: float
-) -> Place:
+    rendezvous: str | None, *, node_rank: int | None, nodes: int, local_size: int, wait_seconds: float,
+    silent_seconds: float = 20.0,
+) -> Place:  # fmt: skip
     """Where to meet; waits until the host answers there. One machine meets itself.
 
     Raises:
         RunError: no address given, an address that is nobody's, or nobody answers in time.
     """
     if nodes == 1:
-        return Place("127.0.0.1", 0, True, 0, 1, local_size, wait_seconds)
+        return Place("127.0.0.1", 0, True, 0, 1, local_size, wait_seconds, silent_seconds)
     if rendezvous is None:
         raise RunError(
             f"parallel.nodes is {nodes} and nobody says where they meet: set parallel.rendezvous to host:port of the"
@@ -67,11 +70,11 @@ def find_place(
         raise RunError(f"node rank {node_rank} of {nodes} machines: node ranks go from 0 to {nodes - 1}")
     free = _can_listen(host, port)
     if node_rank == 0 and free is False:
-        raise _busy(Place(host, port, True, 0, nodes, local_size, wait_seconds))
+        raise _busy(f"{host}:{port}")
     here = node_rank == 0 if node_rank is not None else bool(free)
     if not here:
         _reach(host, port, wait_seconds)
-    return Place(host, port, here, node_rank, nodes, local_size, wait_seconds)
+    return Place(host, port, here, node_rank, nodes, local_size, wait_seconds, silent_seconds)
 
 
 def _can_listen(host: str, port: int) -> bool | None:
@@ -101,7 +104,7 @@ def _reach(host: str, port: int, seconds: float) -> None:
     )
 
 
-def _busy(place: Place) -> RunError:
+def _busy(place: str) -> RunError:
     return RunError(
         f"parallel.rendezvous: {place} is in use by another program; choose another port, the same on every machine"
     )
@@ -140,7 +143,7 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
     except RendezvousClosedError:
         raise TryAgainLater("the run has ended on another machine, which says why") from None
     except (RendezvousConnectionError, DistError):
-        raise (host_is_gone(place) if handler is not None and handler.joined else _busy(place)) from None
+        raise (host_is_gone(place) if handler is not None and handler.joined else _busy(str(place))) from None
 
 
 def host_is_gone(place: Place) -> TryAgainLater:
@@ -159,12 +162,26 @@ def _connect(place: Place) -> RendezvousHandler:
 
 
 def _handler(place: Place, *, is_host: bool) -> RendezvousHandler:
+    """In a thread that may be left behind: torch waits for ever for a program that accepts and never answers."""
     seconds = max(1, round(place.wait_seconds))
     parameters = RendezvousParameters(
         "c10d", f"{place.host}:{place.port}", f"lorakit-{place.nodes}x{place.local_size}", place.nodes, place.nodes,
         local_addr=_own_address(place), is_host=is_host, join_timeout=seconds, read_timeout=seconds, close_timeout=5,
     )  # fmt: skip
-    return get_rendezvous_handler(parameters)
+    made: list[RendezvousHandler | RendezvousConnectionError] = []
+
+    def make() -> None:
+        try:
+            made.append(get_rendezvous_handler(parameters))
+        except RendezvousConnectionError as problem:
+            made.append(problem)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(place.wait_seconds + 2)
+    if not made or isinstance(made[0], RendezvousConnectionError):
+        raise RendezvousConnectionError(f"no store at {place}")
+    return made[0]
 
 
 @final

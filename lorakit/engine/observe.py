@@ -24,7 +24,7 @@ class Collectives:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps, self._told = 0, False
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -38,6 +38,11 @@ class Collectives:
         self._bytes.clear()
         with _Count(self._calls, self._bytes):
             yield
+
+    def just_counted(self) -> bool:
+        """Once, after the step whose counts are kept."""
+        counted, self._told = self._steps == 2 and not self._told, self._told or self._steps == 2
+        return counted
 
     def counts(self) -> dict[str, dict[str, int]]:
         """kind -> calls and bytes; empty before the first step."""

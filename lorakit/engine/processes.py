@@ -1,5 +1,6 @@
 """Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,17 @@ def join(
         )
     small = None if talk == "gloo" else dist.new_group(backend="gloo")
     return accelerator, Group(world.rank, world.size, world.local_rank, small)
+
+
+def part() -> None:
+    """End the process group, after the last message of every rank.
+
+    A moment first: gloo's thread drops finished messages by itself, and ending the group while it does so, in a
+    destructor that holds the interpreter's lock the thread waits for, hangs (seen with torch 2.13).
+    """
+    if dist.is_initialized():
+        time.sleep(0.3)
+        dist.destroy_process_group()
 
 
 def environment_of(world: World) -> Mapping[str, str]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lorakit.batch import Batch
 from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadRange, StepReport, StepSettings
+from lorakit.engine.calm import calm
+from lorakit.engine.confirm import Expected, confirm_layout, confirm_step
 from lorakit.engine.group import Group
 from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
@@ -28,8 +30,8 @@ class SteppingEngine(ABC):
 
     shards_base = False
 
-    def __init__(self, device: torch.device, group: Group) -> None:
-        self.device, self.group = device, group
+    def __init__(self, device: torch.device, group: Group, backend: str) -> None:
+        self.device, self.group, self._backend = device, group, backend
         self.rank, self.world_size = group.rank, group.size
         self.phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives()
@@ -70,6 +72,10 @@ class SteppingEngine(ABC):
     def kind(self) -> dict[str, Any]:
         """What is really there: the engine's classes and settings, looked up."""
 
+    def part_of(self, shape: Sequence[int]) -> int:
+        """The most elements of a frozen tensor that one rank holds at rest."""
+        return math.prod(shape)
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients of different ranks need to meet in the last only."""
         return nullcontext()
@@ -82,7 +88,15 @@ class SteppingEngine(ABC):
         self._model, self._settings = model.train(), settings
         self._unreached = set(adapter_tensors(model))
         self._scale = LossScale(settings.scales_loss)
-        self._forward = self.take(model, optimizer, read)
+        base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
+        self._expected = Expected(
+            self._backend, self.world_size, sum(p.nbytes for p in base), adapter_bytes,
+            sum(self.part_of(p.shape) * p.itemsize for p in base),
+        )  # fmt: skip
+        with calm():
+            self._forward = self.take(model, optimizer, read)
+        self.group.together(lambda: confirm_layout(self._expected, self.observed()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         labels, tokens = self.group.sums(
@@ -101,6 +115,8 @@ class SteppingEngine(ABC):
             if not self._scale.lower():
                 raise NonFiniteStep(loss, grad_norm, self._suspects(micro_batches, losses))
         self._scale.held()
+        if self._collectives.just_counted():
+            self.group.together(lambda: confirm_step(self._expected, self.observed()))
         return StepReport(loss, grad_norm, rate, int(tokens), int(labels))
 
     def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], labels: float) -> list[Tensor]:

@@ -58,7 +58,7 @@ class Watch:
         self._start_seconds, self._grace_seconds = start_seconds, grace_seconds
         self._every_seconds = min(1.0, silent_seconds / 10)
         self._neighbours = [(rank + i) % size for i in range(1, min(size - 1, _NEIGHBOURS) + 1)]
-        self._board = Board(store, self._neighbours)
+        self._board = Board(store)
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._machine, self._born = beats.this_machine(), beats.born(self._pid)
         self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
@@ -72,7 +72,7 @@ class Watch:
         self._offered: tuple[Reason, float] | None = None  # to be said in the store, which keeps the first
         self._reason: tuple[Reason, float] | None = None
         self._told: float | None = None  # when the main thread asked: it prints the words itself
-        self._ended = self._stopped = False
+        self._reached = self._ended = self._stopped = False
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._judge)]
 
     def start(self) -> None:
@@ -116,7 +116,6 @@ class Watch:
 
     def _settle(self, own: Reason) -> Reason:
         """Offers a reason and waits until the others know which one holds."""
-
         with self._news:
             self._told = self._now
             offered, since = self._offered = self._offered or (own, self._now)
@@ -146,12 +145,13 @@ class Watch:
 
     def _exchange(self) -> None:
         self._count += 1
-        all_others = [rank for rank in range(self.size) if rank != self.rank]
-        ranks = all_others if self._still_seconds() >= self._stuck_seconds else self._neighbours
+        mine, all_others = self._beat(), [rank for rank in range(self.size) if rank != self.rank]
+        ranks = all_others if mine.still_seconds >= self._stuck_seconds else self._neighbours
         offered = self._offered[0] if self._offered and not self._reason else None
-        news = self._board.exchange(self._beat(), ranks, offered, knowing=self._reason is not None)
+        news = self._board.exchange(mine, ranks, offered, knowing=self._reason is not None)
         with self._news:
-            self._answered, self._num_ended, self._num_knowing = self._now, news.num_ended, news.num_knowing
+            self._reached, self._answered = True, self._now
+            self._num_ended, self._num_knowing = news.num_ended, news.num_knowing
             for rank, beat in news.beats.items():
                 if rank not in self._beats or self._beats[rank].count != beat.count:
                     self._beats[rank], self._heard[rank] = beat, self._now
@@ -187,8 +187,9 @@ class Watch:
         for beat in live:
             if beat.rank not in self._missed and beat.has_left(self._machine):
                 self._missed[beat.rank] = self._now
-        gone = [beat for beat in live if self._missed.get(beat.rank, self._tried) < self._tried]
-        if gone:  # and a round begun after that brought no word of it
+        left = [beat for beat in live if beat.rank in self._missed]
+        gone = [beat for beat in left if self._has_looked(self._missed[beat.rank]) or self._cut_off()]
+        if gone:
             return beats.gone(gone)
         if self._cut_off():
             return beats.unreachable(self._board.address, self._silent_seconds, self._beats.get(0), self.size)
@@ -204,30 +205,30 @@ class Watch:
     def _stuck(self) -> Reason | None:
         everyone = self._all()
         still = min(beat.still_seconds for beat in everyone if not beat.ended)
-        if len(everyone) < self.size or still < self._stuck_seconds:
-            return None
-        return beats.stuck(everyone, still)
+        nobody = len(everyone) == self.size and still >= self._stuck_seconds
+        return beats.stuck(everyone, still) if nobody else None
 
     def _cut_off(self) -> bool:
         """Whether the store is out of reach; once a rank ended well, its host may have ended well too."""
-        return self._now > self._answered + self._silent_seconds and self._num_ended == 0
+        limit = self._silent_seconds if self._reached else self._start_seconds  # connecting: as slow as DNS
+        return self._now > self._answered + limit and self._num_ended == 0
+
+    def _has_looked(self, since: float) -> bool:
+        """Whether what others wrote before then would be known here, or nothing can be learned any more."""
+        return self._tried > since or self._now > since + _SETTLE_SECONDS
 
     def _is_alone(self, since: float) -> bool:
         """Whether what was offered then cannot be told."""
-        waited = self._now > since + _SETTLE_SECONDS
-        return waited or self._cut_off() or (self._failed and self._tried > since)
+        return self._now > since + _SETTLE_SECONDS or self._cut_off() or (self._failed and self._tried > since)
 
     def _is_known(self) -> bool:
         """Whether every rank that can read knows the reason."""
         lost = self._reason[0].num_lost if self._reason else -self.size
         return self._num_knowing + self._num_ended + lost >= self.size
 
-    def _still_seconds(self) -> float:
-        return self._now - self._moved
-
     def _beat(self) -> Beat:
         who = (self.rank, self._count, self._host, self._pid, self._machine, self._born)
-        return Beat(*who, *self._place, self._still_seconds(), self._ended)
+        return Beat(*who, *self._place, self._now - self._moved, self._ended)
 
     def _all(self) -> list[Beat]:
         return [beat for _, beat in sorted({**self._beats, self.rank: self._beat()}.items())]
@@ -238,10 +239,8 @@ def is_collective_error(error: BaseException) -> bool:
 
     Source: what torch 2.13's gloo says when a peer is killed, stopped or gone; NCCL's errors are DistBackendErrors.
     """
-    words = ("gloo/", "monitoredBarrier", "NCCL")
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    told = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
+    return isinstance(error, DistError) or (type(error) is RuntimeError and told)
 
 
 def _end(words: str, exit_code: int) -> None:
@@ -253,7 +252,9 @@ def _end(words: str, exit_code: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
 
-    speaker = threading.Thread(target=say, daemon=True)
-    speaker.start()
-    speaker.join(2.0)
-    os._exit(exit_code)
+    try:
+        speaker = threading.Thread(target=say, daemon=True)
+        speaker.start()
+        speaker.join(2.0)
+    finally:
+        os._exit(exit_code)

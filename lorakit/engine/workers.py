@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Final, TextIO, final
 
 from lorakit.engine.world import LAUNCHED_BY
 
@@ -43,14 +43,14 @@ class Worker:
 class Workers:
     """The workers of this machine, one for each environment; ``ended`` has them in the order they were seen to end."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], to: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.lines = Lines()
+        self.lines = Lines(to)
         self._asked_to_stop = False
         try:
             for environment in environments:
-                self.all.append(_start(command, environment))
+                self.all.append(_start(command, environment, to))
         except BaseException:
             self.kill()
             raise
@@ -117,8 +117,9 @@ class Workers:
 @final
 @dataclass
 class Lines:
-    """Output of many ranks on standard error, line by line; what several say alike within a moment is said once."""
+    """Output of many ranks as one, line by line; what several say alike within a moment is said once."""
 
+    _to: TextIO
     _unfinished: dict[int, bytes] = field(default_factory=dict)
     _held: dict[int, list[str]] = field(default_factory=dict)
     _since: float = 0.0
@@ -144,24 +145,22 @@ class Lines:
         self._held.clear()
         for lines, ranks in groups.items():
             for line in lines:
-                say(f"[{named(ranks)}] {line}")
+                say(f"[{named(ranks)}] {line}", self._to)
 
 
-def say(text: str) -> None:
-    """A line on standard error, above the progress bar that rank 0 may be drawing there."""
+def say(text: str, to: TextIO) -> None:
+    """A line above the progress bar that rank 0 may be drawing there."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that was closed must not keep the workers alive
-        sys.stderr.write(("\r\x1b[2K" if sys.stderr.isatty() else "") + text + "\n")
-        sys.stderr.flush()
+        to.write(("\r\x1b[2K" if to.isatty() else "") + text + "\n")
+        to.flush()
 
 
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 1-3`` or ``ranks 1, 4``."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    first, last = min(ranks), max(ranks)
+    if first == last:
+        return f"rank {first}"
+    return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
 def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
@@ -200,7 +199,7 @@ def _watch(parent: int) -> None:
     os._exit(75)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> Worker:
+def _start(command: Sequence[str], environment: Mapping[str, str], to: TextIO) -> Worker:
     """One worker, in a session of its own: Ctrl-C reaches it through the launcher only. Rank 0 inherits the output."""
     rank = int(environment["RANK"])
     words, words_end = os.pipe()
@@ -208,7 +207,8 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> Worker:
     try:
         process = subprocess.Popen(
             command, env={**environment, LAUNCHED_BY: f"{os.getpid()} {words_end}"}, stdin=subprocess.DEVNULL,
-            stdout=output_end, stderr=output_end, pass_fds=[words_end], start_new_session=True,
+            stdout=output_end, stderr=to if output_end is None else output_end, pass_fds=[words_end],
+            start_new_session=True,
         )  # fmt: skip
     finally:
         for pipe in (words_end, output_end):

@@ -5,7 +5,7 @@ its masters, and gradients are added up in float32. The same arithmetic as one p
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ class ZeroEngine(SteppingEngine):
         plugin = DeepSpeedPlugin(hf_ds_config=self._config)
         self._accelerator, group = join(world, parallel, device, deepspeed_plugin=plugin)
         plugin.dschf = None  # while it lives transformers builds every model in parts of its own
-        super().__init__(device, group)
+        super().__init__(device, group, parallel.backend)
 
     def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
         limit = self._settings.max_grad_norm
@@ -54,6 +54,9 @@ class ZeroEngine(SteppingEngine):
             keep_adapter_whole(self._zero, adapter.values())
         prepared: nn.Module = engine
         return prepared
+
+    def part_of(self, shape: Sequence[int]) -> int:
+        return math.ceil(math.prod(shape) / (self.world_size if self.shards_base else 1))
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._forward.set_gradient_accumulation_boundary(last)  # type: ignore[operator]

@@ -1,0 +1,120 @@
+"""Run real training steps in several processes: ``python -m tests.ranks FOLDER``, under torchrun or alone.
+
+FOLDER/cases.json lists the cases; the first process writes FOLDER/<name>.pt for each.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorakit.data import Batches, RowSettings, prepare_rows
+from lorakit.engine import Engine, NonFiniteStep, StepSettings, open_engine
+from lorakit.engine.calm import calm, without_deprecations
+from lorakit.engine.processes import part
+from lorakit.engine.world import find_world
+from lorakit.job import checkpoint_layers
+from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.model import find_base, load_base, load_tokenizer
+from lorakit.optim import build_optimizer
+from lorakit.recipe import ParallelSection
+from lorakit.sharded import BaseTensors, load_hollow
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
+    """The case's model in the engine."""
+    dtype = DTYPES[case.get("dtype", "float32")]
+    model = load_hollow(base, dtype) if engine.shards_base else load_base(base, dtype, engine.device)
+    spec = AdapterSpec(
+        "lora", case.get("rank", 3), 2.0 * case.get("rank", 3), case.get("dropout", 0.0), "all-linear", None, None, {}, {}, "gaussian"
+    )
+    attach(model, find_targets(model, spec), spec, 0)
+    if case.get("checkpointing"):
+        checkpoint_layers(model)
+    read = BaseTensors(base, model).read if engine.shards_base else None
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    engine.prepare(
+        model,
+        optimizer,
+        StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
+        read,
+    )
+    if "loss_scale" in case:
+        engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
+
+
+def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> Batches:
+    """Steps of 7 rows of 41: the last of an epoch has 6."""
+    tokenizer = load_tokenizer(find_base("builtin:tiny"))
+    prepared = prepare_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+    return Batches(
+        prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
+        engine.group.rank, engine.group.size,
+    )  # fmt: skip
+
+
+def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """What the case's steps gave."""
+    build(engine, base, case)
+    batches = batches_of(engine, rows, case)
+    first = 0
+    if "resume" in case:
+        saved = torch.load(case["resume"])
+        engine.restore(saved["adapter"], saved["optimizer"])
+        first = len(saved["losses"])
+    losses, norms = [], []
+    for step in range(first, case.get("steps", 12)):
+        micro_batches = batches.step(step)
+        if case.get("not_finite") == [step, engine.rank]:
+            engine._model.get_input_embeddings().register_forward_hook(
+                lambda module, args, output: output * float("nan")
+            )  # type: ignore[attr-defined]
+        try:
+            report = engine.step(step, micro_batches)
+        except NonFiniteStep as problem:
+            return {
+                "not_finite": list(problem.rows),
+                "rank": engine.rank,
+                "adapter": engine.gather(),
+                "all": engine.group.all(list(problem.rows)),
+            }
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    evaluated = engine.evaluate(
+        (batch for chosen in batches.every_row_once() for batch in batches.cut(chosen)), lambda: False
+    )
+    return {
+        "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
+        "optimizer": engine.gather_optimizer(), "unreached": engine.unreached(), "ranks": engine.group.all(engine.observed()),
+        "scale": engine._scale.value,  # type: ignore[attr-defined]
+    }  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    told = json.loads((folder / "cases.json").read_text())
+    world = find_world(os.environ)
+    for case in told["cases"]:
+        parallel = ParallelSection(processes=world.size if world else 1, **case["parallel"])
+        with calm():
+            engine = open_engine(parallel, world)
+        with without_deprecations():
+            result = run(engine, Path(told["base"]), Path(told["rows"]), case)
+        if engine.rank == 0:
+            torch.save(result, folder / f"{case['name']}.pt")
+        if world:
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState._reset_state()
+            engine.group.sums(0)
+    part()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
