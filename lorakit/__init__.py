@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lorakit.merge import merge
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
-    from lorakit.train import train
+    from lorakit.start import train
 
 _HOMES: Final = {
     "AdaptedModel": "lorakit.adapted", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.combine",
     "convert": "lorakit.convert", "diff": "lorakit.diff", "extract": "lorakit.extract", "inject": "lorakit.lora",
     "load": "lorakit.adapted", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
-    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.train",
+    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.start",
     "write_patch": "lorakit.patch",
 }  # fmt: skip
 

@@ -1,11 +1,12 @@
 """The lorakit command: parse, call one workflow, print."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from lorakit.commands import asking, patches, training
-from lorakit.errors import LorakitError
+from lorakit.errors import ElsewhereError, LorakitError
 from lorakit.version import VERSION
 
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except LorakitError as problem:
         gap = "\n" if "\n" in str(problem) else " "
-        print(f"lorakit {options.command}:{gap}{problem}", file=sys.stderr)
+        say_last(f"lorakit {options.command}:{gap}{problem}", of_another=isinstance(problem, ElsewhereError))
         return problem.exit_code
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):  # the reader of our output has gone, as in `lorakit show X | head`
@@ -38,6 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"lorakit {options.command}: interrupted; the same command begins again or goes on", file=sys.stderr)
         return 75
+
+
+def say_last(text: str, *, of_another: bool) -> None:
+    """Print why the command ends. A worker leaves it to lorakit's launcher, which hears the one that failed itself."""
+    if "LORAKIT_PARENT" in os.environ:
+        from lorakit.engine.workers import last_words
+
+        if last_words("" if of_another else text):
+            return
+    print(text, file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

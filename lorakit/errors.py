@@ -8,6 +8,7 @@ LorakitError                    exit code 2: one block, no traceback
 ├── PatchError                  a patch that is cut, foreign, or belongs to another base
 ├── MergeError                  a merge that would lose or misplace part of an adapter
 ├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
+├── ElsewhereError              another process of the run failed; its exit code is that one's
 └── TryAgainLater               exit code 75: state is kept, the same command continues
 """
 
@@ -47,6 +48,14 @@ class MergeError(LorakitError):
 
 class RunError(LorakitError):
     """A run that must not start or had to stop."""
+
+
+class ElsewhereError(LorakitError):
+    """Another process of the run failed, and this one ends with it; the message says which and why."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class TryAgainLater(LorakitError):

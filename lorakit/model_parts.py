@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lorakit.errors import BaseModelError
-from lorakit.model import _quiet, load_skeleton
+from lorakit.model import _explained, _quiet, load_skeleton
 
 ELSEWHERE: Final = "use backend single, ddp or zero2, which load whole tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
@@ -35,6 +35,7 @@ def load_promised(folder: Path, dtype: torch.dtype, stored: Mapping[str, Any]) -
                 None, config=config, state_dict=dict(stored), dtype=dtype, ignore_mismatched_sizes=True,
                 output_loading_info=True, local_files_only=True,
             )  # fmt: skip
+        with _explained(folder):
             _name(model, folder)
     return model, report
 

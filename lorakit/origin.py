@@ -14,6 +14,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+ORIGIN: Final = "lorakit_origin"
+"""the attribute in which a tensor without data carries its origin"""
 MAX_BLOCKS: Final = 1 << 16  # more, and reading them one by one takes longer than doing the operation again
 
 
@@ -126,23 +128,22 @@ class Computed(Origin):
 class Traced(Tensor):
     """A tensor without data that knows its origin; use ``traced`` and ``origin_of``."""
 
-    _origin: Origin | None
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         several = isinstance(results, (tuple, list))
         for index, made in enumerate(results if several else [results]):
-            if isinstance(made, Traced) and "_origin" not in vars(made):
+            if isinstance(made, Traced) and ORIGIN not in vars(made):
                 shapes = [tuple(each.shape) for each in results] if several else [tuple(made.shape)]
-                made._origin = _derive(func, args, kwargs or {}, shapes, index if several else None, made.dtype)
+                which = index if several else None
+                vars(made)[ORIGIN] = _derive(func, args, kwargs or {}, shapes, which, made.dtype)
         return results
 
 
 def traced(origin: Origin) -> Traced:
     """A stand-in for a tensor of this origin."""
     tensor = torch.empty(origin.shape, dtype=origin.dtype, device="meta").as_subclass(Traced)
-    tensor._origin = origin
+    vars(tensor)[ORIGIN] = origin
     return tensor
 
 
@@ -150,7 +151,8 @@ def origin_of(tensor: Tensor) -> Origin | None:
     """Where a tensor's elements come from, or None when that is not known."""
     if not isinstance(tensor, Traced) or tensor._version > 0:  # something was written into it
         return None
-    return tensor._origin
+    origin: Origin | None = vars(tensor)[ORIGIN]
+    return origin
 
 
 class _Unknown(Exception):

@@ -20,15 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from lorakit.errors import BaseModelError
 from lorakit.model_parts import ELSEWHERE, load_promised, tied_names
-from lorakit.origin import Origin, Stored, Traced, origin_of, traced
+from lorakit.origin import ORIGIN, Origin, Stored, Traced, origin_of, traced
 from lorakit.patch.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.patch.tensor_file import Entry
 
 PIECE_BYTES: Final = 1 << 24
-ORIGIN: Final = "lorakit_origin"
-"""the attribute of a hollow model's parameters that holds their origin"""
-TRACES: Final = ("_origin", "_is_param")
-"""attributes that only the traced ones need"""
 
 
 def load_hollow(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -199,12 +195,11 @@ def _fill_buffers(model: nn.Module, shards: _Shards) -> None:
 
 
 def _tie_equals(model: nn.Module, shards: _Shards) -> None:
-    """Tie what the config ties and the files hold twice: when both are equal, as transformers does, which has no
-    values to compare here."""
-    names = tied_names(model)
+    """Tie what the config ties and the files hold twice, if both are equal: transformers has no values to compare."""
+    names, parameters = tied_names(model), dict(model.named_parameters(remove_duplicate=False))
     for target, source in list(names.items()):
-        one, other = model.get_parameter(target), model.get_parameter(source)
-        if one is other:
+        one, other = parameters.get(target), parameters.get(source)
+        if one is other or one is None or other is None:
             continue
         if _equal(origin_of(one), origin_of(other), shards):
             _put(model, target, other)
@@ -234,8 +229,7 @@ def _keep_origins(files: BaseFiles, model: nn.Module) -> None:
             if origin is None:
                 raise _unreadable(files, name)
             made = nn.Parameter(torch.empty(origin.shape, dtype=origin.dtype, device="meta"), parameter.requires_grad)
-            vars(made).update({key: value for key, value in vars(parameter).items() if key not in TRACES})
-            vars(made)[ORIGIN] = origin
+            vars(made).update(vars(parameter))  # the origin, and what transformers noted
             plain[id(parameter)] = made
         _put(model, name, plain[id(parameter)])
 

@@ -1,20 +1,20 @@
 """Train one adapter: the whole run, readable top to bottom."""
 
-import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from lorakit.data import Ahead
 from lorakit.durable import disk_full_is_temporary, sweep_folder
 from lorakit.engine import Engine, NonFiniteStep
 from lorakit.engine.joined import joined
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.finish import already_finished, discard, finish
 from lorakit.job import Job, assemble
-from lorakit.recipe import Recipe, load_recipe
+from lorakit.recipe import Recipe
 from lorakit.run.checkpoint import Progress
 from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
@@ -24,17 +24,6 @@ from lorakit.run.summary import announce, end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
 SHOWN_ROWS = 8
-
-
-def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
-    """Train from a recipe file; ``overrides`` are recipe keys, as in ``**{"train.learning_rate": 2e-3}``.
-
-    Returns the folder of the patch. Raises as ``run``, and RecipeError for what is wrong with the recipe.
-    """
-    return run(
-        load_recipe(recipe, tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())),
-        fresh=fresh,
-    )
 
 
 def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = announce) -> Path:
@@ -76,7 +65,8 @@ def run_on(engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, sa
             config=flatten(settings), shown=group.leads,
         ) as report:  # fmt: skip
             stop.patient = True
-            loop(job, progress, report, stop)
+            with closing(Ahead(job.batches, job.total_steps)) as batches:
+                loop(job, batches, progress, report, stop)
         finish(job, progress, record, time.monotonic() - began)
         say(end_summary(job, progress))
     return output
@@ -94,7 +84,7 @@ def silent(text: str) -> None:
     """What the other processes say."""
 
 
-def loop(job: Job, progress: Progress, report: Report | Silence, stop: StopRequest) -> None:
+def loop(job: Job, batches: Ahead, progress: Progress, report: Report | Silence, stop: StopRequest) -> None:
     """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
@@ -110,7 +100,7 @@ def loop(job: Job, progress: Progress, report: Report | Silence, stop: StopReque
         if stopping:
             asked_by = next(filter(None, job.engine.group.all(stop.asked_by)))
             raise TryAgainLater(f"{asked_by}: {saved(progress)}; the same command goes on from there")
-        take_step(job, progress, report)
+        take_step(job, batches, progress, report)
 
 
 def saved(progress: Progress) -> str:
@@ -118,12 +108,12 @@ def saved(progress: Progress) -> str:
     return f"saved after step {progress.step}" if progress.step else "before the first step"
 
 
-def take_step(job: Job, progress: Progress, report: Report | Silence) -> None:
+def take_step(job: Job, batches: Ahead, progress: Progress, report: Report | Silence) -> None:
     """One optimizer step."""
     began = time.perf_counter()
     job.engine.phase(f"step {progress.step + 1}")
     try:
-        result = job.engine.step(progress.step, job.batches.step(progress.step))
+        result = job.engine.step(progress.step, batches.step(progress.step))
     except NonFiniteStep as problem:
         raise RunError(explain_non_finite(job, progress, problem)) from None
     progress.step += 1

@@ -32,7 +32,16 @@ def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     dtype = DTYPES[case.get("dtype", "float32")]
     model = load_hollow(base, dtype) if engine.shards_base else load_base(base, dtype, engine.device)
     spec = AdapterSpec(
-        "lora", case.get("rank", 3), 2.0 * case.get("rank", 3), case.get("dropout", 0.0), "all-linear", None, None, {}, {}, "gaussian"
+        "lora",
+        case.get("rank", 3),
+        2.0 * case.get("rank", 3),
+        case.get("dropout", 0.0),
+        "all-linear",
+        None,
+        None,
+        {},
+        {},
+        "gaussian",
     )
     attach(model, find_targets(model, spec), spec, 0)
     if case.get("checkpointing"):

@@ -30,6 +30,7 @@ LAYERS: list[list[str]] = [
     ["run.summary"],
     ["binding", "prompts", "finish"],
     ["train", "merge", "adapted", "combine", "extract", "diff", "convert"],
+    ["start", "clusters"],
     ["check", "show", "score", "doctor"],
     ["commands"],
     ["cli"],

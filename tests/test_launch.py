@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pty
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,10 @@ import os, signal, sys, time
 from pathlib import Path
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 """
+TOGETHER = """
+(folder / f"up{rank}").touch()
+while not all((folder / f"up{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
+"""
 LIGHT = f"""
 import sys, types
 sys.path.insert(0, {str(ENGINE.parent.parent)!r})
@@ -56,6 +61,8 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
 
     def start(code: str, processes: int = 3, python: tuple[str, ...] = ("-S", "-E"), **options: Any) -> Any:
         (tmp_path / "worker.py").write_text(WORKER + code)
+        for old in tmp_path.glob("up*"):
+            old.unlink()
         command = [sys.executable, *python, str(tmp_path / "worker.py")]
         exit_code = launch(command, processes=processes, **{**ALONE, **options})
         return exit_code, *capfd.readouterr()
@@ -76,8 +83,27 @@ def test_rank_0_writes_itself_and_the_others_are_passed_on_with_their_rank(run: 
     ]  # fmt: skip
 
 
+def test_in_a_terminal_rank_0_has_it_and_others_write_above_its_progress_bar(run: Any) -> None:
+    terminal, end = pty.openpty()
+    before = os.dup(2)
+    os.dup2(end, 2)
+    try:
+        code = run(
+            "while rank and not (folder / 'said').exists(): time.sleep(0.01)\n"
+            "print(sys.stderr.isatty(), file=sys.stderr); (folder / 'said').touch()", processes=2,
+        )[0]  # fmt: skip
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+    assert code == 0
+    assert os.read(terminal, 1000) == b"True\r\n\r\x1b[2K[rank 1] False\r\n"
+    os.close(terminal)
+    os.close(end)
+
+
 def test_lines_that_several_ranks_say_at_once_are_said_once(run: Any) -> None:
-    code, _, err = run('sys.stderr.write("a warning\\nin two lines" + "\\n" * (rank < 3))', processes=5)
+    code, _, err = run(TOGETHER + 'sys.stderr.write("a warning\\nin two lines" + "\\n" * (rank < 3))', processes=5)
 
     assert code == 0
     lines = [line for line in err.splitlines() if line.startswith("[")]
@@ -100,27 +126,37 @@ def test_a_worker_knows_its_place_and_its_share_of_the_cores(run: Any, monkeypat
 
 def test_a_failing_worker_ends_the_others_and_gives_the_exit_code(run: Any, tmp_path: Path) -> None:
     began = time.monotonic()
-    code, out, err = run("""
+    code, out, err = run(
+        """
 (folder / f"pid{rank}").write_text(str(os.getpid()))
-while not all((folder / f"pid{other}").exists() for other in range(3)): time.sleep(0.01)
-if rank == 2: sys.exit("row 7 is bad")
+"""
+        + TOGETHER
+        + """
+if rank == 2:
+    import subprocess
+    (folder / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    sys.exit("row 7 is bad")
 time.sleep(60)
-""")
+"""
+    )
 
     assert code == 1
     assert time.monotonic() - began < 10
     assert err.splitlines() == [
         "[rank 2] row 7 is bad", "lorakit train: rank 2 failed (exit code 1); what it said is above",
     ]  # fmt: skip
-    assert not any(alive(int((tmp_path / f"pid{rank}").read_text())) for rank in range(3))
+    assert not any(alive(int((tmp_path / name).read_text())) for name in ("pid0", "pid1", "pid2", "child"))
 
 
 def test_what_only_follows_from_a_failure_is_not_taken_for_it(run: Any) -> None:
-    code, _, err = run("""
+    code, _, err = run(
+        TOGETHER
+        + """
 if rank == 0: os.abort()                            # a library that lost its peer
 if rank == 1: sys.exit(75)                          # our watch, which noticed
-if rank == 2: time.sleep(0.3); print("I was it"); sys.exit(2)
-""")
+if rank == 2: time.sleep(0.2); print("I was it"); sys.exit(2)
+"""
+    )
 
     assert code == 2
     assert err.splitlines()[-1].startswith("lorakit train: rank 2 failed (exit code 2)")
@@ -140,13 +176,16 @@ def test_a_killed_worker_is_named_with_what_to_do(run: Any) -> None:
 def test_a_worker_that_does_not_end_is_killed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.5)
     began = time.monotonic()
-    code, _, err = run("""
+    code, _, err = run(
+        """
 signal.signal(signal.SIGTERM, lambda *_: print("still here", flush=True))
-(folder / str(rank)).touch()
-while not all((folder / str(other)).exists() for other in range(3)): time.sleep(0.01)
+"""
+        + TOGETHER
+        + """
 if rank == 1: sys.exit(1)
 while True: time.sleep(1)
-""")
+"""
+    )
 
     assert code == 1
     assert "[rank 2] still here" in err
@@ -154,7 +193,7 @@ while True: time.sleep(1)
 
 
 def test_last_words_are_said_once_and_at_the_end(run: Any) -> None:
-    same = LIGHT + "from lorakit.engine.workers import last_words\n"
+    same = LIGHT + "from lorakit.engine.workers import last_words\n" + TOGETHER
     code, _, err = run(same + 'last_words("lorakit train: no such file"); print("noise"); sys.exit(2)')
     assert code == 2
     assert err.splitlines() == ["[ranks 1-2] noise", "lorakit train: no such file"]
@@ -172,23 +211,28 @@ def test_outside_the_launcher_last_words_are_not_taken() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False False\n"
 
 
-STOPPABLE = """
+STOPPABLE = (
+    """
 got = []
 signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
 signal.signal(signal.SIGINT, lambda number, _: got.append(number))
-(folder / str(rank)).touch()
-while not all((folder / str(other)).exists() for other in range(3)): time.sleep(0.01)
+"""
+    + TOGETHER
+    + """
 if rank == 1: os.kill(os.getppid(), signal.SIGINT)
 """
+)
 
 
 def test_a_signal_reaches_each_worker_once_as_sigterm_and_they_may_save(run: Any) -> None:
-    code, out, err = run(STOPPABLE + "while not got: time.sleep(0.01)\ntime.sleep(1); print(got); sys.exit(75)")
+    code, out, err = run(STOPPABLE + "while not got: time.sleep(0.01)\ntime.sleep(1)\n"
+                         "print(got, os.getsid(0) == os.getpid()); sys.exit(75)")  # fmt: skip
 
     assert code == 75
-    assert out == "[15]\n"
-    assert err.splitlines() == [
-        "[ranks 1-2] [15]", "lorakit train: stopped by SIGINT; the last checkpoint is kept, the same command goes on",
+    assert out == "[15] True\n"  # a session of its own: Ctrl-C in the terminal does not reach it besides
+    assert "".join(err.splitlines()[:-1]).count("[15] True") == len(err.splitlines()) - 1  # once, or once for each
+    assert err.splitlines()[-1:] == [
+        "lorakit train: stopped by SIGINT; the last checkpoint is kept, the same command goes on",
     ]  # fmt: skip
 
 
@@ -217,13 +261,15 @@ def test_a_run_that_ends_although_it_was_asked_to_stop_has_ended(run: Any) -> No
 def test_after_a_failure_all_start_again_and_it_is_said(run: Any) -> None:
     code, out, err = run("""
 count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print("start", count, flush=True)
+print("start", count, os.environ["MASTER_PORT"], flush=True)
 if rank == 1 and count == "0": os.kill(os.getpid(), signal.SIGSEGV)
 time.sleep(60 if count == "0" else 0)
 """, max_restarts=2)  # fmt: skip
 
     assert code == 0
-    assert out == "start 0\nstart 1\n"
+    starts = [line.split() for line in out.splitlines()]
+    assert [count for _, count, _ in starts] == ["0", "1"]
+    assert starts[0][2] != starts[1][2]  # a new store: nothing of the first start is left in it
     assert "lorakit train: rank 1 was killed by SIGSEGV; all start again from the last checkpoint (1 of 2)\n" in err
 
 
@@ -366,10 +412,15 @@ def test_two_machines_form_one_run_and_name_the_one_that_dies(
     assert capfd.readouterr().err == ""  # and no stack of torch's
 
 
+@pytest.mark.parametrize("others", ["sys.exit(75)  # our watch, which noticed", "time.sleep(60)  # nobody noticed"])
 def test_a_failure_on_one_machine_ends_the_other_with_its_words_and_code(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    others: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    worker = 'time.sleep(0.5 if rank else 60); print("oh"); sys.exit(2)'
+    worker = f"""
+if rank == 1: print("oh"); (folder / "dead").touch(); sys.exit(2)
+while not (folder / "dead").exists(): time.sleep(0.01)
+{others}
+"""
     code, second = two_machines(tmp_path, worker, 2, lambda second: None)
 
     assert (code, second.wait(20)) == (2, 2)
@@ -418,11 +469,15 @@ def test_a_program_that_accepts_and_never_answers_is_no_rendezvous() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
+        began = time.monotonic()
         place = find_place(
             f"127.0.0.1:{other.getsockname()[1]}", node_rank=None, nodes=2, local_size=1, wait_seconds=0.5
         )
         with pytest.raises(RunError, match="is in use by another program"), meeting(place):
             pass
+        assert time.monotonic() - began < 15
+        other.close()
+        time.sleep(0.3)  # torch's thread notices, and says so
 
 
 # ---------------------------------------------------------------------------------------------- who launched this?
@@ -618,7 +673,6 @@ os.write(1, f"{find_world(os.environ)} {'torch' in sys.modules}\\n".encode())  #
 """
 )
 REAL = {
-    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
     "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"],
 }  # fmt: skip
@@ -639,12 +693,12 @@ def places(command: list[str], tmp_path: Path, launcher: str, **environment: str
 
 @pytest.mark.parametrize("launcher", list(REAL))
 def test_real_launchers(launcher: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(launcher if launcher != "torchrun" else "torch") is None:
+    if importlib.util.find_spec(launcher) is None:
         pytest.skip(f"{launcher} is not installed")
     places([sys.executable, *REAL[launcher]], tmp_path, launcher, DS_ACCELERATOR="cpu")
 
 
-def test_torchrun_in_a_pod_of_a_trainjob(tmp_path: Path) -> None:
+def test_real_torchrun_told_by_the_variables_of_a_trainjobs_pod(tmp_path: Path) -> None:
     pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
     places(
         [sys.executable, "-m", "torch.distributed.run"], tmp_path, "torchrun", **pod, PET_MASTER_PORT=str(free_port())

@@ -119,9 +119,10 @@ def the_host_of_the_store_finds_an_error(watch: Watch) -> None:
     wait_elsewhere(watch)
 
 
-def all_find_the_same_error(watch: Watch) -> None:
+def each_finds_an_error_at_once(watch: Watch) -> None:
     watch.at("reading the recipe")
-    raise UserError("no such base")
+    time.sleep(2 - time.time() % 1 + watch.rank / 30)  # before it is heard of the others
+    raise UserError(f"error {watch.rank} of the user")
 
 
 def they_wait_for_each_other(watch: Watch) -> None:
@@ -180,6 +181,8 @@ class Scene(NamedTuple):
     """seconds by which a rank starts late"""
     store: int = 0
     """the rank that holds the store"""
+    ending_seconds: float = 2
+    """how long a rank that was told why takes to end: longer than the grace"""
     first: Callable[[int], None] = lambda rank: None
     """what a rank does between joining the store and watching"""
     meanwhile: Callable[[dict[int, int]], None] = lambda pids: None
@@ -209,6 +212,7 @@ def pause_all(pids: dict[int, int]) -> None:
 
 SCENES = {
     "killed": Scene(one_is_killed),
+    "killed, others do not end": Scene(one_is_killed, ending_seconds=HANG_SECONDS),
     "killed, others blocked": Scene(one_is_killed_while_nobody_talks_to_it),
     "killed among many": Scene(
         lambda watch: (later(1.2, signal.SIGKILL) if watch.rank == 11 else None, wait_elsewhere(watch))[1],
@@ -221,20 +225,20 @@ SCENES = {
     "store stopped": Scene(the_store_is_stopped, meanwhile=continue_the_stopped),
     "error": Scene(one_finds_an_error),
     "host's error": Scene(the_host_of_the_store_finds_an_error, group=False),
-    "same error": Scene(all_find_the_same_error),
+    "errors at once": Scene(each_finds_an_error_at_once, size=4, group=False),
     "deadlock": Scene(they_wait_for_each_other, settings={"stuck_seconds": 3}),
     "deadlock of many": Scene(
         lambda watch: wait_elsewhere(watch, f"step {3 - (watch.rank == 11)}: reading rows"),
         size=12, group=False, settings={"stuck_seconds": 2},
     ),
-    "broken": Scene(a_collective_breaks_although_all_live, group_seconds=1),
+    "broken": Scene(a_collective_breaks_although_all_live, group_seconds=4),
     "first ends": Scene(the_first_ends_well_long_before),
     "another ends": Scene(another_ends_well_long_before),
     "starts late": Scene(lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, delays={2: 2 * SILENT}),
-    "store answers late": Scene(lambda watch: time.sleep(1), group=False, first=host_stops, meanwhile=continue_the_host),
+    "store answers late": Scene(lambda watch: time.sleep(3 * SILENT), group=False, first=host_stops, meanwhile=continue_the_host),
     "never starts": Scene(wait_elsewhere, group=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS}),
     "hard work": Scene(all_work_hard, size=4, group=False),
-    "paused": Scene(lambda watch: time.sleep(2 * SILENT), group=False, meanwhile=pause_all),
+    "paused": Scene(lambda watch: time.sleep(3 * SILENT), group=False, meanwhile=pause_all),
 }  # fmt: skip
 
 
@@ -255,7 +259,8 @@ def act(scene: Scene, watch: Watch, join: Callable[[], None]) -> int:
         if not is_collective_error(error):
             raise
         reason = watch.explain(error)
-        print(f"lorakit: {reason}", file=sys.stderr)
+        print(f"lorakit: {reason}", file=sys.stderr, flush=True)
+        time.sleep(scene.ending_seconds)
         return reason.exit_code
     watch.close()
     return 0
@@ -367,9 +372,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     with process.stdin as told:  # all at once: mostly they wait
         told.write("".join(json.dumps([name, str(folder)]) + "\n" for name, folder in folders.items()).encode())
 
+    until = time.monotonic() + HANG_SECONDS + 30
+
     def played(name: str) -> Played:
-        done, until = folders[name] / "codes.json", time.monotonic() + HANG_SECONDS + 30
+        done = folders[name] / "codes.json"
         while not done.exists():
+            assert process.poll() in (None, 0), "the stage broke"
             assert time.monotonic() < until, "the stage hangs"
             time.sleep(0.05)
         codes = json.loads(done.read_text())
@@ -389,8 +397,9 @@ def names_once(said: str, *words: str) -> bool:
     return said.count("lorakit: stopped") == 1 and all(word in said for word in words) and "gloo" not in said
 
 
-def test_a_killed_rank_is_named_by_all_others(played: Callable[[str], Played]) -> None:
-    codes, said = played("killed")
+@pytest.mark.parametrize("scene", ["killed", "killed, others do not end"])
+def test_a_killed_rank_is_named_by_all_others(played: Callable[[str], Played], scene: str) -> None:
+    codes, said = played(scene)
 
     assert codes == [75, -9, 75], said
     for rank in (0, 2):
@@ -458,11 +467,14 @@ def test_an_error_of_the_host_of_the_store_is_told_before_the_store_goes(played:
     assert all(names_once(words, "rank 0 (", "rows.jsonl:7: no text") for words in said[1:]), said
 
 
-def test_an_error_of_all_ranks_is_told_once_by_each(played: Callable[[str], Played]) -> None:
-    codes, said = played("same error")
+def test_of_errors_at_once_the_same_one_is_told_by_all(played: Callable[[str], Played]) -> None:
+    codes, said = played("errors at once")
 
-    assert codes == [2, 2, 2], said
-    assert all(words.count("no such base") == 1 for words in said), said
+    assert codes == [2] * 4, said
+    first = [rank for rank, words in enumerate(said) if words == f"lorakit: error {rank} of the user\n"]
+    assert len(first) == 1, said
+    others = [words for rank, words in enumerate(said) if rank != first[0]]
+    assert all(names_once(words, f"rank {first[0]} (", f"error {first[0]} of the user") for words in others), said
 
 
 def test_ranks_that_wait_for_each_other_say_who_is_where(played: Callable[[str], Played]) -> None:

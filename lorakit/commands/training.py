@@ -22,10 +22,11 @@ def _train(options: argparse.Namespace) -> int:
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
     recipe = load_recipe(options.recipe, tuple(options.overrides))
-    from lorakit.train import run
+    from lorakit.engine.workers import die_with_parent
+    from lorakit.start import start
 
-    run(recipe, fresh=options.fresh)
-    return 0
+    die_with_parent()
+    return start(recipe, options.recipe, options.overrides, fresh=options.fresh)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ CONSEQUENCES: Final = {-signal.SIGABRT, -signal.SIGTERM, TRY_AGAIN}  # how worke
 
 def cause(failed: Sequence[Worker]) -> Worker:
     """Of workers that failed within a moment, the one the others followed: the most telling, else the first."""
-    return min(failed, key=how_telling)
+    return min(failed, key=lambda worker: (how_telling(worker), not worker.words))
 
 
 def how_telling(worker: Worker) -> int:

@@ -15,7 +15,7 @@ from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import environment_of, part
 from lorakit.engine.watch import Watch
 from lorakit.engine.world import World, contradictions, find_world
-from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.errors import ElsewhereError, LorakitError, RunError
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
@@ -37,15 +37,6 @@ def place_of(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
     return world
 
 
-def needs_workers(recipe: Recipe, environment: Mapping[str, str]) -> bool:
-    """Whether this process must start the run's processes rather than be one of them."""
-    return place_of_any(recipe, environment) is None and recipe.parallel.backend != "single"
-
-
-def place_of_any(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
-    return find_world(environment, recipe.parallel.rendezvous)
-
-
 @contextmanager
 def joined(recipe: Recipe) -> Iterator[Engine]:
     """The recipe's engine, once all its processes are there and agree on what they run.
@@ -57,8 +48,8 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
         TryAgainLater: another process is gone; what was saved is kept.
     """
     world = place_of(recipe, os.environ)
-    if world is None or recipe.parallel.backend == "single":
-        if recipe.parallel.backend != "single":
+    if world is None or not recipe.parallel.is_spread:
+        if recipe.parallel.is_spread:
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
@@ -103,7 +94,7 @@ def how_it_ends(watch: Watch, problem: Exception) -> Exception:
         own = True
     if own:
         return problem
-    return (TryAgainLater if reason.exit_code == TryAgainLater.exit_code else RunError)(str(reason))
+    return ElsewhereError(str(reason), reason.exit_code)
 
 
 def shared_facts(recipe: Recipe) -> dict[str, Any]:

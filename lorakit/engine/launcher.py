@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Final, TextIO
 
@@ -170,7 +171,8 @@ class _Agent(SimpleElasticAgent):
     def _common_environment(self, group: Any) -> dict[str, str]:
         """As torchrun sets it. The workers' store is new for every start: no key of the last one is left in it."""
         if group.group_rank == 0:
-            self._server = TCPStore(self._place.host, 0, is_master=True, wait_for_workers=False)
+            seconds = timedelta(seconds=max(1.0, self._place.wait_seconds))
+            self._server = TCPStore(self._place.host, 0, is_master=True, wait_for_workers=False, timeout=seconds)
             group.store.set("port", str(self._server.port))
         added = {
             "LOCAL_WORLD_SIZE": str(group.spec.local_world_size), "GROUP_RANK": str(group.group_rank),
@@ -240,8 +242,7 @@ class _Agent(SimpleElasticAgent):
     def _end(self, seconds: float) -> None:
         """SIGTERM, time to save, SIGKILL; at once after a second signal to the launcher."""
         if self._workers is not None:
-            self._workers.ask_to_stop()
-            self._workers.wait(seconds, self._hurried)
+            self._workers.end(seconds, self._hurried)
             self._workers.lines.tell(now=True)
 
     def _hurried(self) -> bool:

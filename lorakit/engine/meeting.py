@@ -110,6 +110,11 @@ def _busy(place: str) -> RunError:
     )
 
 
+def _patience(place: Place) -> float:
+    """For a store that is there: a busy machine may take seconds to answer."""
+    return max(5.0, place.wait_seconds)
+
+
 def _own_address(place: Place) -> str:
     """This machine's address on the way to the host; nothing is sent."""
     if place.hosted_here:
@@ -143,7 +148,13 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
     except RendezvousClosedError:
         raise TryAgainLater("the run has ended on another machine, which says why") from None
     except (RendezvousConnectionError, DistError):
-        raise (host_is_gone(place) if handler is not None and handler.joined else _busy(str(place))) from None
+        if handler is not None and handler.joined:
+            raise host_is_gone(place) from None
+        if place.hosted_here and _can_listen(place.host, place.port):
+            raise RunError(
+                f"{place} could not be opened for the other machines within {_patience(place):g} s"
+            ) from None
+        raise _busy(str(place)) from None
 
 
 def host_is_gone(place: Place) -> TryAgainLater:
@@ -163,10 +174,10 @@ def _connect(place: Place) -> RendezvousHandler:
 
 def _handler(place: Place, *, is_host: bool) -> RendezvousHandler:
     """In a thread that may be left behind: torch waits for ever for a program that accepts and never answers."""
-    seconds = max(1, round(place.wait_seconds))
     parameters = RendezvousParameters(
         "c10d", f"{place.host}:{place.port}", f"lorakit-{place.nodes}x{place.local_size}", place.nodes, place.nodes,
-        local_addr=_own_address(place), is_host=is_host, join_timeout=seconds, read_timeout=seconds, close_timeout=5,
+        local_addr=_own_address(place), is_host=is_host, join_timeout=max(1, round(place.wait_seconds)),
+        read_timeout=round(_patience(place)), close_timeout=5,
     )  # fmt: skip
     made: list[RendezvousHandler | RendezvousConnectionError] = []
 
@@ -178,7 +189,7 @@ def _handler(place: Place, *, is_host: bool) -> RendezvousHandler:
 
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
-    thread.join(place.wait_seconds + 2)
+    thread.join(_patience(place) + 2)
     if not made or isinstance(made[0], RendezvousConnectionError):
         raise RendezvousConnectionError(f"no store at {place}")
     return made[0]

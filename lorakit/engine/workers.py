@@ -47,7 +47,6 @@ class Workers:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
         self.lines = Lines(to)
-        self._asked_to_stop = False
         try:
             for environment in environments:
                 self.all.append(_start(command, environment, to))
@@ -78,13 +77,6 @@ class Workers:
     def failed(self) -> list[Worker]:
         return [worker for worker in self.ended if worker.code != 0]
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM to every living worker, once however often this is called."""
-        if not self._asked_to_stop:
-            self._asked_to_stop = True
-            for worker in self.living:
-                worker.process.terminate()
-
     def kill(self) -> None:
         """SIGKILL to the living and whatever they started, and wait for it."""
         for worker in self.living:
@@ -101,10 +93,12 @@ class Workers:
             time.sleep(LOOK_SECONDS)
             self.look()
 
-    def wait(self, seconds: float, meanwhile: Callable[[], bool] = lambda: False) -> None:
-        """Until all have ended; who still lives after ``seconds``, or once ``meanwhile()`` says so, is killed."""
+    def end(self, seconds: float, hurried: Callable[[], bool]) -> None:
+        """SIGTERM to the living; who still lives after ``seconds``, or once ``hurried()`` says so, is killed."""
+        for worker in self.living:
+            worker.process.terminate()
         until = time.monotonic() + seconds
-        while self.living and time.monotonic() < until and not meanwhile():
+        while self.living and time.monotonic() < until and not hurried():
             time.sleep(LOOK_SECONDS)
             self.look()
         self.kill()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lorakit.engine.base import BuildOptimizer, ReadRange
 from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.engine.observe import bytes_held
+from lorakit.engine.prerequisites import check_deepspeed
 from lorakit.engine.processes import join
 from lorakit.engine.stepping import SteppingEngine, to_cpu
 from lorakit.engine.world import World
@@ -29,6 +30,7 @@ class ZeroEngine(SteppingEngine):
     """A DeepSpeedEngine."""
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
+        check_deepspeed(parallel)
         from accelerate.utils import DeepSpeedPlugin
 
         self._stage = STAGES[parallel.backend]
@@ -103,15 +105,25 @@ class ZeroEngine(SteppingEngine):
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        for name, tensor in adapter_tensors(self._model).items():
-            safe_set_full_fp32_param(tensor, adapter[name].to(self.device))
-            for part in MOMENTS:
-                if name in state:
-                    safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
         steps = next((parts["step"] for parts in state.values()), None)
         if steps is not None:
-            for held in self._zero.optimizer.state.values():
-                held["step"] = steps.to(held["step"].device) if isinstance(held.get("step"), Tensor) else steps.clone()
+            self._begin_state(steps)
+        for name, tensor in adapter_tensors(self._model).items():
+            safe_set_full_fp32_param(tensor, adapter[name].to(self.device))
+            for part in MOMENTS if name in state else ():
+                safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
+
+    def _begin_state(self, steps: Tensor) -> None:
+        """The optimizer makes its state at the first update; there must be one to put moments into."""
+        flat = (
+            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        )
+        for tensor in flat:
+            held = self._zero.optimizer.state[tensor]
+            held["step"] = steps.clone()
+            for part in MOMENTS:
+                if part not in held:
+                    held[part] = torch.zeros_like(tensor)
 
     def held(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())

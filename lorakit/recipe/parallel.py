@@ -55,6 +55,11 @@ class ParallelSection(Section):
         return self
 
     @property
+    def is_spread(self) -> bool:
+        """Whether processes of its own are started for the run, be it one."""
+        return self.backend != "single"
+
+    @property
     def offloads(self) -> OffloadSection:
         """Where optimizer and parameters rest, one word spelt out as far as the backend can move things."""
         if isinstance(self.offload, OffloadSection):

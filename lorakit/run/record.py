@@ -44,9 +44,9 @@ class RunRecord:
                     f"{self._path}: {key} has changed since this run began ({', '.join(differing)});"
                     " put it back, or start over with --fresh"
                 )
-        self.values.setdefault("starts", []).append(
-            {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
-        )
+        start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
+        start["parallel"] = self.values["recipe"]["parallel"]
+        self.values.setdefault("starts", []).append(start)
         self.values |= {"status": "running", **facts}
         write_json(self._path, self.values)
 

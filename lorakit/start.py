@@ -1,0 +1,49 @@
+"""A recipe is run: in this process, or in as many as it asks for, which this one starts and waits for."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lorakit.engine.joined import place_of
+from lorakit.engine.launcher import launch
+from lorakit.errors import RunError, TryAgainLater
+from lorakit.model import find_base
+from lorakit.recipe import Recipe, load_recipe
+from lorakit.train import run
+
+
+def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
+    """Train from a recipe file; ``overrides`` are recipe keys, as in ``**{"train.learning_rate": 2e-3}``.
+
+    Starts the recipe's processes, unless a launcher such as torchrun has. Returns the folder of the patch. Raises as
+    ``lorakit.train.run``, and RecipeError for what is wrong with the recipe.
+    """
+    texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
+    loaded = load_recipe(recipe, texts)
+    code = start(loaded, recipe, texts, fresh=fresh)
+    if code:
+        raise (TryAgainLater if code == TryAgainLater.exit_code else RunError)(
+            "the run's processes ended with an error; it is printed above"
+        )
+    return Path(loaded.output)
+
+
+def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool) -> int:
+    """Run the recipe; returns the exit code of its workers, or 0. ``path`` and ``overrides`` are what it was made of.
+
+    Raises:
+        LorakitError: as ``lorakit.train.run``, of a run in this process; or it cannot be started.
+    """
+    parallel = recipe.parallel
+    if place_of(recipe, os.environ) is not None or not parallel.is_spread:
+        run(recipe, fresh=fresh)
+        return 0
+    find_base(recipe.base.model, recipe.base.revision)  # said once here rather than by every worker
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides, *(["--fresh"] if fresh else [])]
+    return launch(
+        command, processes=parallel.processes, nodes=parallel.nodes, node_rank=None, rendezvous=parallel.rendezvous,
+        max_restarts=parallel.max_restarts, threads=None, silent_seconds=parallel.silent_seconds,
+    )  # fmt: skip
