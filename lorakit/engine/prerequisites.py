@@ -24,7 +24,8 @@ def check_deepspeed(parallel: ParallelSection) -> None:
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
         )
-    for lock in stale_locks(extensions_folder()):
+    parts = "*" if parallel.nvme_path is not None else "deepspeed_shm_comm"
+    for lock in stale_locks(extensions_folder(), parts):
         raise RunError(
             f"{lock}: a compile was cut off and left this lock, for which every later run would wait for ever;"
             f" remove it: rm {lock}"
@@ -42,9 +43,9 @@ def extensions_folder() -> Path:
     return Path.home() / ".cache" / "torch_extensions" / f"{python}_{kind}"
 
 
-def stale_locks(folder: Path, patience_seconds: float = 3.0) -> list[Path]:
+def stale_locks(folder: Path, parts: str = "*", patience_seconds: float = 3.0) -> list[Path]:
     """Locks of compiles that nobody is working on: still there after a moment, and no process works in their folder."""
-    locks = [lock for lock in folder.glob("*/lock") if lock.parent not in set(_working_folders())]
+    locks = [lock for lock in folder.glob(f"{parts}/lock") if lock.parent not in set(_working_folders())]
     if not locks:
         return []
     time.sleep(patience_seconds)  # another process may only just have made it

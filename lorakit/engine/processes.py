@@ -60,7 +60,9 @@ def join(
 
     talk = communication(parallel, device)
     waits = InitProcessGroupKwargs(backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds))
-    accelerator = Accelerator(cpu=device.type == "cpu" and not plugins, kwargs_handlers=[waits, *handlers], **plugins)
+    accelerator = Accelerator(
+        cpu=device.type == "cpu" and not plugins, mixed_precision="no", kwargs_handlers=[waits, *handlers], **plugins
+    )
     if not dist.is_initialized() or dist.get_world_size() != world.size or dist.get_rank() != world.rank:
         raise RunError(f"the processes did not form a group of {world.size}: {accelerator.state}")
     if process_group_name() != talk:

@@ -19,7 +19,7 @@ from lorakit.engine.prerequisites import check_deepspeed
 from lorakit.engine.processes import join
 from lorakit.engine.stepping import SteppingEngine, to_cpu
 from lorakit.engine.world import World
-from lorakit.engine.zero3 import here, keep_adapter_whole, partition
+from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole
 from lorakit.lora.inject import adapter_tensors
 from lorakit.recipe import ParallelSection
 
@@ -109,7 +109,8 @@ class ZeroEngine(SteppingEngine):
         if steps is not None:
             self._begin_state(steps)
         for name, tensor in adapter_tensors(self._model).items():
-            safe_set_full_fp32_param(tensor, adapter[name].to(self.device))
+            safe_set_full_fp32_param(tensor, adapter[name].to(self.device))  # the masters; and what computes:
+            put_whole(tensor, adapter[name], self.group)
             for part in MOMENTS if name in state else ():
                 safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
 
@@ -124,6 +125,8 @@ class ZeroEngine(SteppingEngine):
             for part in MOMENTS:
                 if part not in held:
                     held[part] = torch.zeros_like(tensor)
+        if self._stage < 3:
+            self._zero._lazy_init_hp_params_optimizer_state()  # ties it to the tensors, as the first update would
 
     def held(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())

@@ -39,6 +39,15 @@ def keep_adapter_whole(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
     tensors[0].all_gather(tensors)  # type: ignore[attr-defined]
 
 
+def put_whole(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
+    """A new value for an adapter's tensor, which is whole on every rank, and for this rank's part beside it."""
+    tensor.data.copy_(value)
+    part = getattr(tensor, "ds_tensor", None)
+    if part is not None:
+        start, stop = part_of(value.numel(), group)
+        part.data[: stop - start].copy_(value.reshape(-1)[start:stop])
+
+
 def part_of(num_elements: int, group: Group) -> tuple[int, int]:
     """The range of a flattened tensor that lies on this rank."""
     size = math.ceil(num_elements / group.size)
