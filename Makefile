@@ -31,7 +31,7 @@ quickstart: install
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
 test: install lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ TRAINER: Final = "trainer.kubeflow.org"
 
 def slurm_job(
     recipe: str, *, processes: int, nodes: int, gpus_per_process: int = 1, cpus_per_process: int = 8,
-    time_limit: str = "24:00:00", name: str = "lorakit",
+    time_limit: str = "24:00:00", name: str = "lorakit", overrides: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """An sbatch script that runs one task per process, saves before the time limit and queues itself again.
 
@@ -49,7 +49,7 @@ def slurm_job(
 # srun starts one lorakit per process and gives each its rank; lorakit finds the rest in Slurm's variables.
 # Two minutes before the time limit the tasks (not this script) get SIGTERM: they save and exit with 75.
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"{bind} lorakit train {shlex.quote(recipe)}
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"{bind} lorakit train {shlex.join([recipe, *overrides])}
 code=$?
 
 # 75 is "try again later": queue again, the same command goes on from the last checkpoint.
@@ -62,7 +62,7 @@ exit "$code"
 
 def kubernetes_job(
     recipe: str, *, processes: int, nodes: int, image: str, claim: str, folder: str = "/work", name: str = "lorakit",
-    kind: Literal["TrainJob", "PyTorchJob"] = "TrainJob", gpus_per_process: int = 1,
+    kind: Literal["TrainJob", "PyTorchJob"] = "TrainJob", gpus_per_process: int = 1, overrides: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """YAML for Kubeflow: a pod per node, in each torchrun starts ``processes / nodes`` lorakit processes.
 
@@ -79,7 +79,7 @@ def kubernetes_job(
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", what):
             raise RunError(f"{what!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
-    train = ["-m", "lorakit.cli", "train", recipe]
+    train = ["-m", "lorakit.cli", "train", recipe, *overrides]
     if kind == "TrainJob":  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
         pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
         return "---\n".join(_lines(part) for part in _train_job(name, nodes, local, pod))

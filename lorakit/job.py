@@ -1,11 +1,11 @@
 """A training run, assembled: engine, base with its adapter, rows, optimizer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import AdapterSection, DataSection, Recipe
 from lorakit.run.checkpoint import Checkpoints
 from lorakit.sharded import BaseTensors, load_hollow
+
+CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 
 
 @dataclass(frozen=True)
@@ -153,13 +155,34 @@ def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
         )
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Keep only layer inputs in forward, and compute the rest again in backward."""
+def checkpoint_layers(model: nn.Module, *, on_host: bool = False) -> None:
+    """Keep only layer inputs in forward, in host memory if asked, and compute the rest again in backward.
+
+    Raises:
+        RunError: no layer of this model can do it.
+    """
     settings = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)  # type: ignore[operator]
     else:  # transformers before 5.2x
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
+    layers = [
+        m for m in model.modules() if getattr(m, CHECKPOINTS, None) and getattr(m, "gradient_checkpointing", False)
+    ]
+    if not layers:
+        raise RunError(f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none")
+    for layer in layers if on_host else ():
+        setattr(layer, CHECKPOINTS, _kept_on_host(getattr(layer, CHECKPOINTS)))
+
+
+def _kept_on_host(recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with what it saves (a layer's input) copied to host memory until backward needs it."""
+
+    def layer(*inputs: Any, **settings: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return recompute(*inputs, **settings)
+
+    return layer
 
 
 def _batches(recipe: Recipe, rows: TokenRows, group: Group) -> Batches:
@@ -173,7 +196,7 @@ def _batches(recipe: Recipe, rows: TokenRows, group: Group) -> Batches:
 def _prepare_engine(job: Job, read: ReadRange | None) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
-        checkpoint_layers(job.model)
+        checkpoint_layers(job.model, on_host=settings.activation_offload)
     optimizer = partial(
         build_optimizer, betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,

@@ -45,7 +45,7 @@ def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     )
     attach(model, find_targets(model, spec), spec, 0)
     if case.get("checkpointing"):
-        checkpoint_layers(model)
+        checkpoint_layers(model, on_host=case["checkpointing"] == "offload")
     read = BaseTensors(base, model).read if engine.shards_base else None
     optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
     engine.prepare(

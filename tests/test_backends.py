@@ -1,9 +1,10 @@
-"""Law 3: for every backend and number of processes, a run equals one process given all the rows; and each is what it says."""
+"""Law 3: with every backend and number of processes a run equals one process given all rows; and each is what it says."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,154 +15,179 @@ import torch
 from tests.conftest import chat, make_base, write_rows
 
 ROOT = Path(__file__).parent.parent
-SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-PLAIN: dict[str, Any] = {"name": "plain"}
-ACCUMULATED: dict[str, Any] = {"name": "accumulated", "micro_batch_size": 2, "rank": 1, "checkpointing": True}
-PADDED: dict[str, Any] = {"name": "padded", "micro_batch_size": 3, "rank": 8, "packing": False, "max_grad_norm": None}
-HALF: dict[str, Any] = {"name": "half", "dtype": "bfloat16", "micro_batch_size": 3}
-FLOAT16: dict[str, Any] = {"name": "float16", "dtype": "float16", "loss_scale": 2.0**30, "steps": 6}
+Case = dict[str, Any]
+PLAIN: Case = {"name": "plain"}
+ACCUMULATED: Case = {"name": "accumulated", "micro_batch_size": 2, "rank": 1, "checkpointing": True}
+PADDED: Case = {"name": "padded", "micro_batch_size": 3, "rank": 8, "packing": False, "max_grad_norm": None}
+HALF: Case = {"name": "half", "dtype": "bfloat16", "micro_batch_size": 3}
+FLOAT16: Case = {"name": "float16", "dtype": "float16", "loss_scale": 2.0**30, "steps": 6}
+KEPT_ON_HOST: Case = {"name": "kept-on-host", "micro_batch_size": 2, "rank": 1, "checkpointing": "offload"}
+FIRST_HALF: Case = {"name": "first-half", "steps": 6}
+ALONE = [PLAIN, ACCUMULATED, PADDED, HALF, FLOAT16, KEPT_ON_HOST, FIRST_HALF]
+EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
+BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+# a launch of several processes costs more than its cases: one for each backend and number of processes
+spread = pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in BACKENDS])
+Find = Callable[[str, int], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Any]:
-    """A base with odd widths and 41 rows of uneven length, and a way to run cases on it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    base = make_base(
-        folder / "base", tokenizer, hidden_size=36, intermediate_size=50, num_attention_heads=3, num_key_value_heads=3,
-        head_dim=10,
-    )  # fmt: skip
-    rows = write_rows(folder / "rows.jsonl", [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(41)])
-    references: dict[str, Any] = {}
-
-    def alone(case: dict[str, Any]) -> Any:
-        name = json.dumps(case)
-        if name not in references:
-            references[name] = launch(folder, base, rows, 1, [case | {"parallel": {"backend": "single"}}])[case["name"]]
-        return references[name]
-
-    def spread(processes: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
-        return launch(folder, base, rows, processes, cases)
-
-    return {"alone": alone, "spread": spread, "base": base, "rows": rows}
-
-
-def launch(folder: Path, base: Path, rows: Path, processes: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    place = folder / f"case-{len(list(folder.iterdir()))}"
-    place.mkdir()
-    (place / "cases.json").write_text(json.dumps({"base": str(base), "rows": str(rows), "cases": cases}))
+def launch(folder: Path, processes: int, cases: list[Case]) -> dict[str, Any]:
+    """What each case gave, from as many processes; the ``single`` backend is started without a launcher."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    told = {"base": str(folder / "base"), "rows": str(folder / "rows.jsonl"), "cases": cases}
+    (place / "cases.json").write_text(json.dumps(told))
     command = [sys.executable, "-m", "tests.ranks", str(place)]
     if cases[0]["parallel"]["backend"] != "single":
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            *command[1:],
-        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *torchrun, *command[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]
     return {case["name"]: torch.load(place / f"{case['name']}.pt") for case in cases}
 
 
-def assert_same(found: Any, expected: Any, *, adapter: float = 1e-4, losses: float = 1e-6) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=losses)
-    assert found["eval"] == pytest.approx(expected["eval"], rel=losses)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=max(1e-4, 10 * losses))
-    assert found["adapter"].keys() == expected["adapter"].keys()
-    for tensors in (found["optimizer"], expected["optimizer"]):
-        tensors.pop("loss_scale", None)  # how large a gradient may be depends on how the step is cut
-    for part in ("adapter", "optimizer"):
-        assert found[part].keys() == expected[part].keys()
-        for name, tensor in expected[part].items():
-            limit = adapter * (10 if part == "optimizer" else 1)
-            assert found[part][name].shape == tensor.shape, name
-            assert (found[part][name] - tensor).norm() <= limit * tensor.norm() + 1e-12, name
-    assert found["unreached"] == []
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A base of odd widths, and 41 rows of uneven length."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_base(
+        folder / "base", tokenizer, hidden_size=36, intermediate_size=50, num_attention_heads=3, num_key_value_heads=3,
+        head_dim=10,
+    )  # fmt: skip
+    write_rows(folder / "rows.jsonl", [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(41)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Find:
+    """The results of a backend's cases; they are run when first asked for."""
+    results: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def find(backend: str, processes: int) -> dict[str, Any]:
+        key = (backend, processes)
+        if key not in results:
+            if backend != "single":
+                torch.save(find("single", 1)["first-half"], folder / "half.pt")
+            results[key] = launch(folder, processes, cases_of(backend, processes, folder))
+        return results[key]
+
+    return find
+
+
+def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
+    plain = {"backend": backend} | ({"prefetch_mb": 0} if backend == "zero3" else {})
+    if backend == "single":
+        return [case | {"parallel": plain} for case in ALONE]
+    if processes == 1:
+        return [PLAIN | {"parallel": plain}]
+    cases = [case | {"parallel": plain} for case in EVERYWHERE]
+    if processes == 2:
+        resumed = {"name": "resumed", "resume": str(folder / "half.pt")}
+        cases += [case | {"parallel": plain} for case in (HALF, FLOAT16, KEPT_ON_HOST, PLAIN | resumed)]
+        if backend != "ddp":
+            cases.append(ACCUMULATED | {"name": "offloaded", "parallel": plain | {"offload": "cpu"}})
+        if backend == "zero3":
+            cases.append(PLAIN | {"name": "prefetched", "parallel": {"backend": backend}})
+    return cases
+
+
+def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: float = 1e-6) -> None:
+    assert result["losses"] == pytest.approx(expected["losses"], rel=losses)
+    assert result["eval"] == pytest.approx(expected["eval"], rel=losses)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=max(1e-4, 10 * losses))
+    for part, limit in (("adapter", adapter), ("optimizer", 10 * adapter)):
+        names = {name for name in expected[part] if name != "loss_scale"}  # it depends on how a step is cut
+        assert {name for name in result[part] if name != "loss_scale"} == names
+        for name in names:
+            one, other = result[part][name], expected[part][name]
+            assert one.shape == other.shape, name
+            assert (one - other).norm() <= limit * other.norm() + 1e-12, name
+    assert result["unreached"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("backend", SPREAD)
-def test_backends_agree(world: Any, backend: str, processes: int) -> None:
-    cases = [PLAIN, ACCUMULATED, PADDED] if processes > 1 else [PLAIN]
-
-    found = world["spread"](processes, [case | {"parallel": {"backend": backend}} for case in cases])
-
-    for case in cases:
-        assert_same(found[case["name"]], world["alone"](case))
+@spread
+def test_backends_agree(found: Find, backend: str, processes: int) -> None:
+    for case in [PLAIN] if processes == 1 else EVERYWHERE:
+        assert_same(found(backend, processes)[case["name"]], found("single", 1)[case["name"]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", SPREAD)
-def test_backends_agree_in_half_precision(world: Any, backend: str) -> None:
-    found = world["spread"](2, [case | {"parallel": {"backend": backend}} for case in (HALF, FLOAT16)])
+@spread
+def test_backends_agree_in_half_precision(found: Find, backend: str) -> None:
+    alone, result = found("single", 1), found(backend, 2)
 
-    assert_same(found["half"], world["alone"](HALF), adapter=2e-2, losses=2e-3)
-    assert_same(found["float16"], world["alone"](FLOAT16), adapter=1e-2, losses=1e-3)
-    assert 1 < found["float16"]["scale"] < 2.0**30  # it overflowed, and recovered
-    assert 1 < world["alone"](FLOAT16)["scale"] < 2.0**30
-
-
-Spread = Callable[[int, list[dict[str, Any]]], dict[str, Any]]
+    assert_same(result["half"], alone["half"], adapter=2e-2, losses=2e-3)
+    assert_same(result["float16"], alone["float16"], adapter=1e-2, losses=1e-3)
+    for scaled in (result["float16"], alone["float16"]):
+        assert 1 < scaled["scale"] < 2.0**30  # it overflowed, and recovered
+    assert alone["float16"]["losses"] == pytest.approx(alone["plain"]["losses"][:6], rel=2e-2)  # no step was left out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3", "fsdp2"])
-def test_offloading_changes_nothing(world: Any, backend: str, tmp_path: Path) -> None:
-    cases = [ACCUMULATED | {"parallel": {"backend": backend, "offload": "cpu"}}]
+@spread
+def test_offloading_changes_nothing(found: Find, backend: str) -> None:
+    alone, result = found("single", 1), found(backend, 2)
+
+    assert alone["kept-on-host"]["losses"] == alone["accumulated"]["losses"]
+    assert_same(result["kept-on-host"], alone["accumulated"])
+    if backend != "ddp":
+        assert_same(result["offloaded"], alone["accumulated"])
     if backend == "zero3":
-        nvme = {"backend": backend, "offload": "nvme", "nvme_path": str(tmp_path)}
-        cases.append(ACCUMULATED | {"name": "nvme", "parallel": nvme})
-
-    found = world["spread"](2, cases)
-
-    for case in cases:
-        assert_same(found[case["name"]], world["alone"](ACCUMULATED))
+        assert_same(result["prefetched"], alone["plain"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", SPREAD)
-def test_state_moves_between_backends(world: Any, backend: str, tmp_path: Path) -> None:
-    """Half of the steps alone, half in several processes with the state taken over; and the other way round."""
-    half = world["alone"](PLAIN | {"steps": 6})
-    torch.save(half, tmp_path / "half.pt")
-    cases: list[dict[str, Any]] = [PLAIN | {"resume": str(tmp_path / "half.pt"), "parallel": {"backend": backend}}]
-    if backend == "zero3":
-        offloads = {"backend": backend, "offload": "nvme", "nvme_path": str(tmp_path)}
-        cases.append(cases[0] | {"name": "nvme", "parallel": offloads})
+@spread
+def test_state_moves_to_a_backend(found: Find, backend: str) -> None:
+    """The first half of the steps alone, the second in several processes that took its state over."""
+    alone = found("single", 1)
+    half, rest = alone["first-half"], found(backend, 2)["resumed"]
 
-    found = world["spread"](2, cases)
+    joined = rest | {key: half[key] + rest[key] for key in ("losses", "norms")}
 
-    whole = world["alone"](PLAIN)
-    for case in cases:
-        rest = found[case["name"]]
-        assert_same(rest | {"losses": half["losses"] + rest["losses"], "norms": half["norms"] + rest["norms"]}, whole)
+    assert_same(joined, alone["plain"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", SPREAD)
-def test_what_is_held_and_sent(world: Any, backend: str) -> None:
+@spread
+def test_what_is_held_and_sent(found: Find, backend: str) -> None:
     """Bytes and messages are counted, not assumed."""
-    alone = world["alone"](PLAIN)["ranks"][0]
-    base, adapter = alone["base_bytes"], alone["adapter_bytes"]
-    assert adapter == sum(tensor.nbytes for tensor in world["alone"](PLAIN)["adapter"].values())
+    alone = found("single", 1)["plain"]
+    base, adapter = alone["ranks"][0]["base_bytes"], alone["ranks"][0]["adapter_bytes"]
+    assert adapter == sum(tensor.nbytes for tensor in alone["adapter"].values())
 
-    settings = {"backend": backend} | ({"prefetch_mb": 0} if backend == "zero3" else {})
-    result = world["spread"](2, [PLAIN | {"parallel": settings}])["plain"]
+    ranks = found(backend, 2)["plain"]["ranks"]
 
-    optimizer = sum(rank["optimizer_bytes"] for rank in result["ranks"])
+    optimizer = sum(rank["optimizer_bytes"] for rank in ranks)
     assert optimizer == pytest.approx((4 if backend == "ddp" else 2) * adapter, rel=0.05)
     splits_base = backend in ("zero3", "fsdp2")
-    for rank in result["ranks"]:
+    for rank in ranks:
         assert rank["backend"] == backend
         assert rank["base_bytes"] == (pytest.approx(base / 2, rel=0.02) if splits_base else base)
         sent = {kind: count["bytes"] for kind, count in rank["collectives_of_a_step"].items()}
         added = sent.get("all_reduce", 0) + sent.get("reduce_scatter", 0)
-        assert adapter <= added <= 1.1 * adapter + 1024  # the adapter's gradients meet once, nothing of the base does
+        assert adapter <= added <= 1.2 * adapter + 1024  # the adapter's gradients meet once, nothing of the base does
         if splits_base:
-            assert base < sent["all_gather"] <= 2 * (base + adapter) * 1.1  # no part is gathered a third time
+            assert base < sent["all_gather"] <= 2.2 * (base + adapter)  # no part is gathered a third time
         else:
             assert sent.get("all_gather", 0) <= 1.1 * adapter
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("zero3")
+def test_offloading_to_a_disk_changes_nothing(found: Find, folder: Path, tmp_path: Path) -> None:
+    if not Path("/usr/include/libaio.h").exists():
+        pytest.skip("libaio is not installed (Debian: apt-get install libaio-dev)")
+    alone = found("single", 1)
+    parallel = {"backend": "zero3", "offload": "nvme", "nvme_path": str(tmp_path / "disk")}
+    torch.save(alone["first-half"], folder / "half.pt")
+    resumed = PLAIN | {"resume": str(folder / "half.pt"), "name": "resumed"}
+
+    result = launch(folder, 2, [case | {"parallel": parallel} for case in (ACCUMULATED, resumed)])
+
+    assert_same(result["accumulated"], alone["accumulated"])
+    first = alone["first-half"]
+    joined = result["resumed"] | {key: first[key] + result["resumed"][key] for key in ("losses", "norms")}
+    assert_same(joined, alone["plain"])

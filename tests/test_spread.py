@@ -16,6 +16,7 @@ from lorakit.patch.tensor_file import open_tensors
 from lorakit.run.metrics import read_metrics
 
 Recipe = Callable[..., Path]
+ROOT = Path(__file__).parent.parent
 STEPS = 40
 
 
@@ -28,7 +29,9 @@ def environment() -> dict[str, str]:
 
 
 def train(recipe: Path, *overrides: str, code: int = 0) -> str:
-    done = subprocess.run(command(recipe, *overrides), env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command(recipe, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -164,3 +167,18 @@ def test_a_step_that_is_not_finite_on_one_rank_ends_all_and_names_the_rows(recip
 
     assert said.count("nothing was updated") == 1
     assert f"Rows in it: {rows}:" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
+    overrides = ("train.steps=3", "train.warmup_steps=0", "data.eval=null", f"output={tmp_path / 'out'}")
+
+    said = train(ROOT / "recipes" / f"{backend}.yaml", *overrides)
+
+    assert f"engine     {backend} on cpu" in said
+    assert "2 processes through gloo" in said
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["status"] == "finished"
+    assert run["engine"]["backend"] == backend
+    assert len(run["ranks"]) == 1

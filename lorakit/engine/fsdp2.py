@@ -74,7 +74,8 @@ class ShardedEngine(WholeEngine):
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in adapter_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            tensor.detach().to_local().copy_(rows_of(adapter[name], self.world_size, self.rank))
+            there: DTensor = tensor.detach()  # type: ignore[assignment]
+            there.to_local().copy_(rows_of(adapter[name], self.world_size, self.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
                     part: self._in_parts(value, tensor) for part, value in state[name].items()

@@ -139,6 +139,12 @@ class TrainSection(Section):
     """Experiment trackers, besides `metrics.jsonl`."""
 
     @model_validator(mode="after")
+    def _host_memory_is_for_layer_inputs(self) -> "TrainSection":
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError("activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it")
+        return self
+
+    @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give `epochs` or `steps`, not both")

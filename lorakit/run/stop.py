@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM: finish the step, save, exit 75. A second signal stops at once."""
+"""SIGINT and SIGTERM: finish the step, save, exit 75. A second SIGINT stops at once.
+
+SIGTERM counts once however often it comes: schedulers send it again while a run is saving.
+"""
 
 import contextlib
 import signal
@@ -20,7 +23,7 @@ class StopRequest:
         return self.asked_by is not None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked_by = self.asked(), signal.Signals(number).name
+        again, self.asked_by = self.asked() and number == signal.SIGINT, signal.Signals(number).name
         if again or not self.patient:
             raise TryAgainLater(
                 f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint"

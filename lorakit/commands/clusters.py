@@ -1,0 +1,54 @@
+"""launch: the job file of a cluster for a recipe, written instead of run."""
+
+import argparse
+from pathlib import Path
+
+from lorakit.commands.options import Add, recipe_arguments
+from lorakit.errors import RecipeError
+
+
+def add_to(command: Add) -> None:
+    """The command and its options."""
+    launch = command("launch", _launch, "write a cluster's job file for a recipe: --slurm or --k8s")
+    recipe_arguments(launch)
+    kind = launch.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--slurm", action="store_true", help="an sbatch script")
+    kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
+    kind.add_argument("--pytorchjob", action="store_true", help="a Kubeflow PyTorchJob, for the older operator")
+    launch.add_argument("--out", help="file to write (default: standard output)")
+    launch.add_argument("--name", default="lorakit", help="name of the job")
+    launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
+    launch.add_argument("--cpus-per-process", type=int, default=8, help="slurm: cores per process (default: 8)")
+    launch.add_argument("--time", default="24:00:00", help="slurm: time limit (default: 24:00:00)")
+    launch.add_argument("--image", help="k8s: container image with lorakit in it")
+    launch.add_argument("--claim", help="k8s: PersistentVolumeClaim with recipe, data and output")
+    launch.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from lorakit.clusters import kubernetes_job, slurm_job
+    from lorakit.recipe import load_recipe
+
+    parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
+    if options.slurm:
+        text = slurm_job(
+            options.recipe, processes=parallel.processes, nodes=parallel.nodes, name=options.name,
+            gpus_per_process=options.gpus_per_process, cpus_per_process=options.cpus_per_process,
+            time_limit=options.time, overrides=options.overrides,
+        )  # fmt: skip
+    else:
+        if options.image is None or options.claim is None:
+            raise RecipeError("--k8s and --pytorchjob need --image (with lorakit in it) and --claim (a shared volume)")
+        text = kubernetes_job(
+            options.recipe, processes=parallel.processes, nodes=parallel.nodes, image=options.image,
+            claim=options.claim, folder=options.folder, name=options.name,
+            kind="TrainJob" if options.k8s else "PyTorchJob", gpus_per_process=options.gpus_per_process,
+            overrides=options.overrides,
+        )  # fmt: skip
+    if options.out is None:
+        print(text, end="")
+        return 0
+    from lorakit.durable import write_file
+
+    write_file(Path(options.out), text)
+    return 0
