@@ -397,6 +397,24 @@ def names_once(said: str, *words: str) -> bool:
     return said.count("lorakit: stopped") == 1 and all(word in said for word in words) and "gloo" not in said
 
 
+@pytest.mark.usefixtures("played")  # first: the scenes are played meanwhile
+def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    runs = {}
+    for scene in ("killed", "error"):
+        folder = tmp_path / scene
+        folder.mkdir()
+        runs[scene] = subprocess.Popen([*torchrun, scene, folder], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    reports = {scene: run.communicate(timeout=HANG_SECONDS)[1] for scene, run in runs.items()}
+    said = {scene: (tmp_path / scene / "0").read_text() for scene in runs}
+
+    assert [run.returncode for run in runs.values()] == [1, 1]  # torchrun's own
+    assert names_once(said["killed"], "rank 1 (", "ended without a word"), said
+    assert names_once(said["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), said
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 75 ", reports["killed"]), reports["killed"]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", reports["error"]), reports["error"]
+
+
 @pytest.mark.parametrize("scene", ["killed", "killed, others do not end"])
 def test_a_killed_rank_is_named_by_all_others(played: Callable[[str], Played], scene: str) -> None:
     codes, said = played(scene)
@@ -537,23 +555,6 @@ def test_hard_work_is_no_silence(played: Callable[[str], Played]) -> None:
 
 def test_a_run_that_is_stopped_and_continued_as_a_whole_goes_on(played: Callable[[str], Played]) -> None:
     assert played("paused") == ([0] * 3, [""] * 3)
-
-
-def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    runs = {}
-    for scene in ("killed", "error"):
-        folder = tmp_path / scene
-        folder.mkdir()
-        runs[scene] = subprocess.Popen([*torchrun, scene, folder], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    reports = {scene: run.communicate(timeout=HANG_SECONDS)[1] for scene, run in runs.items()}
-    said = {scene: (tmp_path / scene / "0").read_text() for scene in runs}
-
-    assert [run.returncode for run in runs.values()] == [1, 1]  # torchrun's own
-    assert names_once(said["killed"], "rank 1 (", "ended without a word"), said
-    assert names_once(said["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), said
-    assert re.search(r"rank +: 0 .*\n +exitcode +: 75 ", reports["killed"]), reports["killed"]
-    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", reports["error"]), reports["error"]
 
 
 if __name__ == "__main__" and len(sys.argv) > 1:
