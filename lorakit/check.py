@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lorakit.data import TokenRows
+from lorakit.engine.prerequisites import check_prerequisites
 from lorakit.errors import LorakitError
 from lorakit.isolation import check_positions
 from lorakit.job import adapter_spec, check_vocabulary, count_steps, count_warmup_steps, read_rows
@@ -45,6 +46,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             if model is not None and rows is not None:
                 attempt(check_vocabulary, model, rows)
                 attempt(check_positions, model, recipe.data.max_tokens)
+    attempt(check_prerequisites, recipe.parallel)
     if Path(recipe.output).exists():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:

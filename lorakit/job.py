@@ -12,7 +12,7 @@ from torch import nn
 
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
-from lorakit.engine import Engine, Group, ReadRange, StepSettings
+from lorakit.engine import Engine, Group, ReadInto, StepSettings
 from lorakit.errors import BaseModelError, RunError
 from lorakit.isolation import check_isolation, check_positions
 from lorakit.lora import AdapterSpec, Target, attach, find_targets
@@ -81,7 +81,7 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
         type(model).__name__,
     )  # fmt: skip
     group.together(lambda: check_positions(model, recipe.data.max_tokens))
-    _prepare_engine(job, BaseTensors(folder, model).read if engine.shards_base else None)
+    _prepare_engine(job, BaseTensors(folder, model).read_into if engine.shards_base else None)
     if recipe.data.packing:
         check_isolation(model, job.batches, engine.device)
     return job
@@ -193,7 +193,7 @@ def _batches(recipe: Recipe, rows: TokenRows, group: Group) -> Batches:
     )
 
 
-def _prepare_engine(job: Job, read: ReadRange | None) -> None:
+def _prepare_engine(job: Job, read: ReadInto | None) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(job.model, on_host=settings.activation_offload)

@@ -12,9 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lorakit.engine.prerequisites import extensions_folder
 from lorakit.model import find_base
 
 torch.set_num_threads(1)
+
+
+os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())  # compiled once, not anew in every own cache
 
 
 @pytest.fixture(scope="session", autouse=True)

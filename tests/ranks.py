@@ -5,6 +5,7 @@ FOLDER/cases.json lists the cases; the first process writes FOLDER/<name>.pt for
 
 import json
 import os
+import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     attach(model, find_targets(model, spec), spec, 0)
     if case.get("checkpointing"):
         checkpoint_layers(model, on_host=case["checkpointing"] == "offload")
-    read = BaseTensors(base, model).read if engine.shards_base else None
+    read = BaseTensors(base, model).read_into if engine.shards_base else None
     optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
     engine.prepare(
         model,
@@ -70,6 +71,13 @@ def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> Batches:
 
 def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[str, Any]:
     """What the case's steps gave."""
+    if "limit_bytes" in case:
+        used = next(
+            int(line.split()[1])
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmData")
+        )
+        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + case["limit_bytes"],) * 2)
     build(engine, base, case)
     batches = batches_of(engine, rows, case)
     first = 0

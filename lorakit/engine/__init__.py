@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from lorakit.engine.base import Engine, NonFiniteStep, ReadRange, StepReport, StepSettings
+from lorakit.engine.base import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
 from lorakit.engine.ddp import ReplicatedEngine
 from lorakit.engine.fsdp2 import ShardedEngine
 from lorakit.engine.group import Group
@@ -40,4 +40,4 @@ def open_engine(parallel: ParallelSection, world: World | None = None) -> Engine
     return BACKENDS[parallel.backend](world, parallel, device)
 
 
-__all__ = ["BACKENDS", "Engine", "Group", "NonFiniteStep", "ReadRange", "StepReport", "StepSettings", "open_engine"]
+__all__ = ["BACKENDS", "Engine", "Group", "NonFiniteStep", "ReadInto", "StepReport", "StepSettings", "open_engine"]

@@ -38,8 +38,8 @@ class StepSettings:
     """float16: gradients are computed larger than they are, so that small ones are not lost"""
 
 
-ReadRange = Callable[[str, int, int], Tensor]
-"""(parameter name, start, stop) -> those elements of the flattened frozen parameter, from the base's files."""
+ReadInto = Callable[[str, int, Tensor], None]
+"""(parameter name, start, tensor): fills the tensor with the frozen parameter's elements from start on, from files."""
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -64,7 +64,7 @@ class Engine(Protocol):
     """The base is built without weights, and ``prepare`` reads this rank's part of each."""
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadRange | None = None
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None
     ) -> None:
         """Take ownership, once, after the adapter is attached. ``read`` fills parameters that are still on meta."""
 

@@ -1,10 +1,12 @@
-"""What a rank says of itself, and the words for what may become of it. No store, no thread, no clock."""
+"""What ranks say of themselves, and the words for what may become of them. No store, no thread, no clock."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
+
+from torch.distributed import DistError
 
 from lorakit.errors import TryAgainLater
 
@@ -54,6 +56,42 @@ class Beat:
         return bool(machine) and machine == self.machine and born(self.pid) not in (self.born, None)
 
 
+@final
+class Others:
+    """What a rank heard of those it listens to, and when, in seconds of its own."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.beats: dict[int, Beat] = {}
+        """the last of each rank that was ever asked for"""
+        self._ranks = ranks
+        self._heard: dict[int, float] = {}
+        self._missed: dict[int, float] = {}
+
+    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+        for rank, beat in beats.items():
+            if rank not in self.beats or self.beats[rank].count != beat.count:
+                self.beats[rank], self._heard[rank] = beat, now
+
+    def gone(self, machine: str, now: float, is_settled: Callable[[float], bool]) -> list[Beat]:
+        """Those whose process left this machine so long ago that all it wrote is known."""
+        for beat in self._live():
+            if beat.rank not in self._missed and beat.has_left(machine):
+                self._missed[beat.rank] = now
+        return [beat for beat in self._live() if beat.rank in self._missed and is_settled(self._missed[beat.rank])]
+
+    def silent(self, now: float, seconds: float, almost: float) -> list[Beat]:
+        """Those not heard of for ``seconds``, and with them those for ``almost`` so long: they died together."""
+        silence = [(beat, now - self._heard[beat.rank]) for beat in self._live()]
+        late = any(passed > seconds for _, passed in silence)
+        return [beat for beat, passed in silence if late and passed > almost]
+
+    def absent(self) -> list[int]:
+        return [rank for rank in self._ranks if rank not in self.beats]
+
+    def _live(self) -> list[Beat]:
+        return [self.beats[rank] for rank in self._ranks if rank in self.beats and not self.beats[rank].ended]
+
+
 def this_machine() -> str:
     """What tells this machine and its numbering of processes from any other; empty where the system does not say."""
     try:
@@ -71,6 +109,15 @@ def born(pid: int) -> str | None:
     except OSError:
         return None
     return "" if state in "ZX" else fields[18]
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an error may be the echo of another rank's failure, so that ``Watch.explain`` should be asked.
+
+    Source: what torch 2.13's gloo says when a peer is killed, stopped or gone; NCCL's errors are DistBackendErrors.
+    """
+    told = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
+    return isinstance(error, DistError) or (type(error) is RuntimeError and told)
 
 
 def places(beats: Sequence[Beat]) -> str:

@@ -64,9 +64,9 @@ class Board:
             if key not in self._made:
                 store.compare_set(key, "", _NOTHING)
                 self._made.add(key)
-        store.set(_key(beat.rank), json.dumps(asdict(beat)))
         if beat.ended and not self._said_ended:
             self._said_ended = store.add(_ENDED, 1) > 0
+        store.set(_key(beat.rank), json.dumps(asdict(beat)))
         if offered:
             store.compare_set(_REASON, _NOTHING, json.dumps(asdict(offered)))  # the first one stays
         if knowing and not self._said_knowing:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.world import World
@@ -26,7 +26,7 @@ class ReplicatedEngine(WholeEngine):
         self._accelerator, group = join(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(model).values())
         prepared: nn.Module = self._accelerator.prepare(model)
         return prepared

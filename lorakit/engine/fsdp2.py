@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
-from lorakit.engine.stepping import to_cpu
+from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.engine.world import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.recipe import ParallelSection
@@ -33,7 +33,7 @@ class ShardedEngine(WholeEngine):
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
@@ -44,6 +44,7 @@ class ShardedEngine(WholeEngine):
         fully_shard(model, mesh=mesh, offload_policy=policy)
         self._rests_on = torch.device("cpu") if offload else self.device
         fill(model, self._rests_on, self.rank, read)
+        buffers_to(model, self.device)
         self._optimizer = build(adapter_tensors(model).values())
         return model
 
@@ -58,8 +59,12 @@ class ShardedEngine(WholeEngine):
         (loss * self.world_size).backward()  # it averages over ranks
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(tensors, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        parts = [_here(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        squares = sum((part.float().square().sum() for part in parts), torch.zeros((), device=self._rests_on))
+        norm = math.sqrt(self.group.sums(float(squares))[0])
+        for part in parts if norm > limit else ():
+            part.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        return norm
 
     def gather(self) -> dict[str, Tensor]:
         return {name: _whole(tensor, self.device) for name, tensor in adapter_tensors(self._model).items()}
@@ -74,8 +79,7 @@ class ShardedEngine(WholeEngine):
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in adapter_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            there: DTensor = tensor.detach()  # type: ignore[assignment]
-            there.to_local().copy_(rows_of(adapter[name], self.world_size, self.rank))
+            _here(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
                     part: self._in_parts(value, tensor) for part, value in state[name].items()
@@ -120,7 +124,7 @@ def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
     return any(inner in layer.modules() for outer in lists for layer in outer)
 
 
-def fill(model: nn.Module, device: torch.device, rank: int, read: ReadRange | None) -> None:
+def fill(model: nn.Module, device: torch.device, rank: int, read: ReadInto | None) -> None:
     """Memory for the shards that are on meta, and this rank's rows of the base in them."""
     waiting = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
@@ -133,13 +137,19 @@ def fill(model: nn.Module, device: torch.device, rank: int, read: ReadRange | No
         if local.numel():
             per_row = parameter.numel() // parameter.shape[0]
             start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * per_row
-            local.detach().view(-1).copy_(read(name, start, start + local.numel()))
+            read(name, start, local.detach())
 
 
 def rows_of(whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     """This rank's rows of a tensor, as fully_shard cuts it; the last ranks may have none."""
     parts = torch.chunk(whole, num_ranks)
     return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def _here(value: Tensor) -> Tensor:
+    """This rank's rows; what is written into them is written into the whole."""
+    assert isinstance(value, DTensor)
+    return value.to_local()
 
 
 def _whole(value: Tensor, device: torch.device) -> Tensor:

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import torch
 
+from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.errors import RunError
 from lorakit.recipe import ParallelSection
+
+
+def check_prerequisites(parallel: ParallelSection) -> None:
+    """Passes when this machine can run the backend. Errors as ``check_deepspeed``, and RecipeError for its keys."""
+    if parallel.backend in STAGES:
+        deepspeed_config(parallel, parallel.processes)
+        check_deepspeed(parallel)
 
 
 def check_deepspeed(parallel: ParallelSection) -> None:
@@ -35,12 +43,14 @@ def check_deepspeed(parallel: ParallelSection) -> None:
 
 
 def extensions_folder() -> Path:
-    """Where torch keeps what it compiles, as torch.utils.cpp_extension decides it."""
+    """Where torch keeps what it compiles for DeepSpeed; the folder need not exist."""
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from torch.utils.cpp_extension import get_default_build_root
+
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return Path.home() / ".cache" / "torch_extensions" / f"{python}_{kind}"
+    return Path(get_default_build_root()) / f"{python}_{kind}"
 
 
 def stale_locks(folder: Path, parts: str = "*", patience_seconds: float = 3.0) -> list[Path]:
@@ -51,6 +61,15 @@ def stale_locks(folder: Path, parts: str = "*", patience_seconds: float = 3.0) -
     time.sleep(patience_seconds)  # another process may only just have made it
     busy = set(_working_folders())
     return [lock for lock in locks if lock.exists() and lock.parent not in busy]
+
+
+def tell_of_compiling(parallel: ParallelSection, device: torch.device) -> None:
+    """A line on standard error when a first use is about to compile, which takes a while."""
+    parts = ["async_io"] if parallel.nvme_path is not None else []
+    parts += ["deepspeed_shm_comm"] if device.type == "cpu" else []
+    missing = [part for part in parts if not (extensions_folder() / part / f"{part}.so").exists()]
+    if missing:
+        print(f"compiling DeepSpeed's {' and '.join(missing)}, once; this takes a few minutes", file=sys.stderr)
 
 
 def _working_folders() -> Iterator[Path]:

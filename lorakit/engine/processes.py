@@ -1,5 +1,7 @@
 """Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
 
+import ctypes
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +15,8 @@ from lorakit.engine.observe import process_group_name
 from lorakit.engine.world import World
 from lorakit.errors import RunError
 from lorakit.recipe import ParallelSection
+
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -74,6 +78,18 @@ def join(
         )
     small = None if talk == "gloo" else dist.new_group(backend="gloo")
     return accelerator, Group(world.rank, world.size, world.local_rank, small)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """On a CPU: freed tensors of a megabyte and more go back to the system at once.
+
+    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces that
+    the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB).
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def part() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.stepping import SteppingEngine, to_cpu
 from lorakit.lora.inject import adapter_tensors
@@ -16,7 +16,7 @@ from lorakit.lora.inject import adapter_tensors
 class WholeEngine(SteppingEngine):
     """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(model).values())
         return model
 

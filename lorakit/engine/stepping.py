@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.batch import Batch
-from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadRange, StepReport, StepSettings
+from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
 from lorakit.engine.calm import calm
 from lorakit.engine.confirm import Expected, confirm_layout, confirm_step
 from lorakit.engine.group import Group
 from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
+from lorakit.engine.processes import give_memory_back
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.loss import loss_sum
@@ -39,7 +40,7 @@ class SteppingEngine(ABC):
     # --- what a backend fills in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         """Spread the model and build its optimizer; returns the module to call for a forward pass."""
 
     @abstractmethod
@@ -83,7 +84,7 @@ class SteppingEngine(ABC):
     # --- what all of them share ------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadRange | None = None
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None
     ) -> None:
         self._model, self._settings = model.train(), settings
         self._unreached = set(adapter_tensors(model))
@@ -94,6 +95,8 @@ class SteppingEngine(ABC):
             self._backend, self.world_size, sum(p.nbytes for p in base), adapter_bytes,
             sum(self.part_of(p.shape) * p.itemsize for p in base),
         )  # fmt: skip
+        if self.shards_base:
+            give_memory_back(self.device)
         with calm():
             self._forward = self.take(model, optimizer, read)
         self.group.together(lambda: confirm_layout(self._expected, self.observed()))
@@ -194,6 +197,14 @@ class SteppingEngine(ABC):
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """The state of dropout for a micro-batch: a function of these numbers, so that nothing has to be saved."""
     return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{micro_batch}".encode()).digest()[:7], "little")
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Move what is neither base nor adapter, such as the frequencies of rotary positions, to where it is computed."""
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = value.to(device)
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

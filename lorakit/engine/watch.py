@@ -17,15 +17,14 @@ import threading
 import time
 from typing import Final, final
 
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lorakit.engine import beats
-from lorakit.engine.beats import Beat, Reason
+from lorakit.engine.beats import Beat, Others, Reason
 from lorakit.engine.board import Board
 from lorakit.errors import TryAgainLater
 
-_NEIGHBOURS: Final = 8  # a rank listens to the next 8: whatever group dies, a survivor is before it; traffic is linear
+_NEIGHBOURS: Final = 8  # a rank listens to rank 0 and the next 8: whatever group dies, a survivor is before it
 _SETTLE_SECONDS: Final = 5.0  # for the others to read the reason before a process, and maybe the store with it, goes
 _LAST_SECONDS: Final = 10.0  # for the main thread to end by itself once it was told
 _STEP: Final = re.compile(r"step (\d+)")
@@ -57,22 +56,20 @@ class Watch:
         self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
         self._start_seconds, self._grace_seconds = start_seconds, grace_seconds
         self._every_seconds = min(1.0, silent_seconds / 10)
-        self._neighbours = [(rank + i) % size for i in range(1, min(size - 1, _NEIGHBOURS) + 1)]
+        others = {0, *((rank + i) % size for i in range(1, _NEIGHBOURS + 1))} - {rank}
+        self._neighbours = sorted(other for other in others if other < size)
+        self._others = Others(self._neighbours)
         self._board = Board(store)
-        self._host, self._pid = socket.gethostname(), os.getpid()
-        self._machine, self._born = beats.this_machine(), beats.born(self._pid)
+        self._who = (socket.gethostname(), os.getpid(), beats.this_machine(), beats.born(os.getpid()))
         self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
         self._news = threading.Condition()
         self._now = self._moved = self._answered = 0.0  # in seconds this process was awake since start()
         self._tried, self._failed = -1.0, False  # when the last round that is over began, and how it went
         self._count = self._num_ended = self._num_knowing = 0
-        self._beats: dict[int, Beat] = {}
-        self._heard: dict[int, float] = {}
-        self._missed: dict[int, float] = {}  # rank -> since when its process is gone from this machine
         self._offered: tuple[Reason, float] | None = None  # to be said in the store, which keeps the first
         self._reason: tuple[Reason, float] | None = None
         self._told: float | None = None  # when the main thread asked: it prints the words itself
-        self._reached = self._ended = self._stopped = False
+        self._reached = self._ended = self._said_ended = self._said_knowing = self._stopped = False
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._judge)]
 
     def start(self) -> None:
@@ -87,13 +84,17 @@ class Watch:
         self._place = (now_at, calls + 1 if now_at == step else 0, phase[:200])
 
     def close(self) -> None:
-        """This rank ends well; waits seconds for the others to end or to read so. Does nothing after a failure."""
+        """This rank ends well; rank 0, with whom the store may go, waits until the others do or have read so."""
+
+        def is_said() -> bool:
+            return self._said_ended and (self.rank > 0 or self._num_ended >= self.size)
+
         with self._news:
             if self._reason or self._ended:
                 return
             self._ended = True
             self._news.notify_all()
-            self._news.wait_for(lambda: self._num_ended >= self.size, min(3.0, 4 * self._every_seconds))
+            self._news.wait_for(lambda: is_said() or self._is_over(), min(3.0, 4 * self._every_seconds))
             self._stopped = True
             self._news.notify_all()
         for thread in self._threads:
@@ -109,7 +110,8 @@ class Watch:
         """Why a collective failed here: another rank's failure, waited for; else the error, and where the ranks are."""
         with self._news:
             self._told = self._now
-            self._news.wait_for(lambda: self._offered or self._reason, self._silent_seconds + 3 * self._every_seconds)
+            limit = self._silent_seconds + 3 * self._every_seconds
+            self._news.wait_for(lambda: self._offered or self._reason or self._is_over(), limit)
             where = beats.places(self._all())
         words = f"{self._beat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
         return self._settle(Reason(None, f"{words}\n{where}\n{beats.AGAIN}"))
@@ -121,6 +123,8 @@ class Watch:
             offered, since = self._offered = self._offered or (own, self._now)
             self._news.notify_all()
             self._news.wait_for(lambda: self._is_known() or self._is_alone(since), _SETTLE_SECONDS)
+            if self.rank == 0:
+                self._news.wait(self._every_seconds / 2)  # for the others to see that all know
             return self._adopt(offered)
 
     def _adopt(self, reason: Reason) -> Reason:
@@ -135,7 +139,8 @@ class Watch:
         while not self._stopped:
             began, failed = self._now, True
             with contextlib.suppress(RuntimeError, OSError):  # the store's; how long it lasts is for the other thread
-                self._exchange()
+                if self._has_to_talk():
+                    self._exchange()
                 failed = False
             with self._news:
                 self._tried, self._failed = began, failed
@@ -148,13 +153,13 @@ class Watch:
         mine, all_others = self._beat(), [rank for rank in range(self.size) if rank != self.rank]
         ranks = all_others if mine.still_seconds >= self._stuck_seconds else self._neighbours
         offered = self._offered[0] if self._offered and not self._reason else None
-        news = self._board.exchange(mine, ranks, offered, knowing=self._reason is not None)
+        knowing = self._reason is not None
+        news = self._board.exchange(mine, ranks, offered, knowing)
         with self._news:
+            self._said_ended, self._said_knowing = mine.ended, knowing
             self._reached, self._answered = True, self._now
             self._num_ended, self._num_knowing = news.num_ended, news.num_knowing
-            for rank, beat in news.beats.items():
-                if rank not in self._beats or self._beats[rank].count != beat.count:
-                    self._beats[rank], self._heard[rank] = beat, self._now
+            self._others.hear(news.beats, self._now)
             if news.reason:
                 self._adopt(news.reason)
 
@@ -183,43 +188,48 @@ class Watch:
             _end("", reason.exit_code)
 
     def _verdict(self) -> Reason | None:
-        live = [self._beats[rank] for rank in self._neighbours if rank in self._beats and not self._beats[rank].ended]
-        for beat in live:
-            if beat.rank not in self._missed and beat.has_left(self._machine):
-                self._missed[beat.rank] = self._now
-        left = [beat for beat in live if beat.rank in self._missed]
-        gone = [beat for beat in left if self._has_looked(self._missed[beat.rank]) or self._cut_off()]
-        if gone:
+        if self._is_over():
+            return self._stuck()
+        if gone := self._others.gone(self._who[2], self._now, self._has_looked):
             return beats.gone(gone)
         if self._cut_off():
-            return beats.unreachable(self._board.address, self._silent_seconds, self._beats.get(0), self.size)
-        silence = {beat.rank: self._answered - self._heard[beat.rank] for beat in live}
-        if max(silence.values(), default=0.0) > self._silent_seconds:
-            almost = self._silent_seconds - 2 * self._every_seconds  # what died together is named together
-            return beats.silent([beat for beat in live if silence[beat.rank] > almost], self._silent_seconds)
-        absent = [rank for rank in self._neighbours if rank not in self._beats]
-        if absent and self._answered > self._start_seconds:
+            first = self._others.beats.get(0)
+            return beats.unreachable(self._board.address, self._silent_seconds, first, self.size)
+        almost = self._silent_seconds - 2 * self._every_seconds
+        if silent := self._others.silent(self._answered, self._silent_seconds, almost):
+            return beats.silent(silent, self._silent_seconds)
+        if self._answered > self._start_seconds and (absent := self._others.absent()):
             return beats.absent(absent, self._board.address, self._start_seconds)
         return self._stuck()
 
     def _stuck(self) -> Reason | None:
-        everyone = self._all()
+        everyone = [self._beat()] if self._is_over() else self._all()
         still = min(beat.still_seconds for beat in everyone if not beat.ended)
-        nobody = len(everyone) == self.size and still >= self._stuck_seconds
+        nobody = still >= self._stuck_seconds and (self._is_over() or len(everyone) == self.size)
         return beats.stuck(everyone, still) if nobody else None
 
+    def _is_over(self) -> bool:
+        """Whether rank 0 ended well: nothing can be told any more, and the store may go with it."""
+        return 0 in self._others.beats and self._others.beats[0].ended
+
+    def _has_to_talk(self) -> bool:
+        """Whether anything is left to say or to learn; torch prints pages when it finds the store gone."""
+        waiting = self._told is not None and not self._is_known()
+        return not self._is_over() and (self._reason is None or not self._said_knowing or waiting)
+
     def _cut_off(self) -> bool:
-        """Whether the store is out of reach; once a rank ended well, its host may have ended well too."""
+        """Whether the store is out of reach."""
         limit = self._silent_seconds if self._reached else self._start_seconds  # connecting: as slow as DNS
-        return self._now > self._answered + limit and self._num_ended == 0
+        return self._now > self._answered + limit
 
     def _has_looked(self, since: float) -> bool:
         """Whether what others wrote before then would be known here, or nothing can be learned any more."""
-        return self._tried > since or self._now > since + _SETTLE_SECONDS
+        return self._tried > since or self._now > since + _SETTLE_SECONDS or self._cut_off()
 
     def _is_alone(self, since: float) -> bool:
         """Whether what was offered then cannot be told."""
-        return self._now > since + _SETTLE_SECONDS or self._cut_off() or (self._failed and self._tried > since)
+        refused = self._failed and self._tried > since
+        return refused or self._now > since + _SETTLE_SECONDS or self._cut_off() or self._is_over()
 
     def _is_known(self) -> bool:
         """Whether every rank that can read knows the reason."""
@@ -227,20 +237,10 @@ class Watch:
         return self._num_knowing + self._num_ended + lost >= self.size
 
     def _beat(self) -> Beat:
-        who = (self.rank, self._count, self._host, self._pid, self._machine, self._born)
-        return Beat(*who, *self._place, self._now - self._moved, self._ended)
+        return Beat(self.rank, self._count, *self._who, *self._place, self._now - self._moved, self._ended)
 
     def _all(self) -> list[Beat]:
-        return [beat for _, beat in sorted({**self._beats, self.rank: self._beat()}.items())]
-
-
-def is_collective_error(error: BaseException) -> bool:
-    """Whether an error may be the echo of another rank's failure, so that ``Watch.explain`` should be asked.
-
-    Source: what torch 2.13's gloo says when a peer is killed, stopped or gone; NCCL's errors are DistBackendErrors.
-    """
-    told = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
-    return isinstance(error, DistError) or (type(error) is RuntimeError and told)
+        return [beat for _, beat in sorted({**self._others.beats, self.rank: self._beat()}.items())]
 
 
 def _end(words: str, exit_code: int) -> None:

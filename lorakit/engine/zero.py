@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import BuildOptimizer, ReadRange
+from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.engine.observe import bytes_held
-from lorakit.engine.prerequisites import check_deepspeed
+from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling
 from lorakit.engine.processes import join
-from lorakit.engine.stepping import SteppingEngine, to_cpu
+from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
+from lorakit.engine.unpinned import unpinned
 from lorakit.engine.world import World
 from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole
 from lorakit.lora.inject import adapter_tensors
@@ -31,6 +32,8 @@ class ZeroEngine(SteppingEngine):
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         check_deepspeed(parallel)
+        if world.rank == 0:
+            tell_of_compiling(parallel, device)
         from accelerate.utils import DeepSpeedPlugin
 
         self._stage = STAGES[parallel.backend]
@@ -41,12 +44,13 @@ class ZeroEngine(SteppingEngine):
         plugin.dschf = None  # while it lives transformers builds every model in parts of its own
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadRange | None) -> nn.Module:
+    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         limit = self._settings.max_grad_norm
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
             partition(model, config, self.group, read)
+            buffers_to(model, self.device)
         adapter = adapter_tensors(model)
         for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
             tensor.register_hook(lambda gradient, name=name: self.reached([name]))
@@ -62,7 +66,7 @@ class ZeroEngine(SteppingEngine):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._forward.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
-        return nullcontext()
+        return unpinned() if self._stage == 3 else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self._forward.backward(loss * self.world_size, scale_wrt_gas=False)  # type: ignore[operator] # it averages

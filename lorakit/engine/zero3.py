@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import ReadRange
+from lorakit.engine.base import ReadInto
 from lorakit.engine.group import Group
 
 
-def partition(model: nn.Module, config: dict[str, Any], group: Group, read: ReadRange | None) -> None:
+def partition(model: nn.Module, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:
     """Give every parameter DeepSpeed's partitioned form; ``read`` fills this rank's part of those on meta.
 
     A whole frozen tensor never exists: memory is asked for, but only this rank's range of it is ever touched.
@@ -23,6 +23,8 @@ def partition(model: nn.Module, config: dict[str, Any], group: Group, read: Read
         if parameter.is_meta:
             assert read is not None
             parameter = _replace(model, parameter, _touched_in_part(name, parameter, group, read))
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(init.local_device)
         init._convert_to_deepspeed_param(parameter)
         parameter.ds_persist = parameter.requires_grad  # type: ignore[attr-defined]
         parameter.partition()  # type: ignore[attr-defined]
@@ -55,11 +57,11 @@ def part_of(num_elements: int, group: Group) -> tuple[int, int]:
     return start, min(start + size, num_elements)
 
 
-def _touched_in_part(name: str, parameter: nn.Parameter, group: Group, read: ReadRange) -> nn.Parameter:
+def _touched_in_part(name: str, parameter: nn.Parameter, group: Group, read: ReadInto) -> nn.Parameter:
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
     start, stop = part_of(parameter.numel(), group)
     if start < stop:
-        whole.view(-1)[start:stop] = read(name, start, stop)
+        read(name, start, whole.view(-1)[start:stop])
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
