@@ -28,6 +28,13 @@ from lorakit.sharded import BaseTensors, load_hollow
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def limit_data(more_bytes: int) -> None:
+    """From here on this process may take so much memory more."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes,) * 2)
+
+
 def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     """The case's model in the engine."""
     dtype = DTYPES[case.get("dtype", "float32")]
@@ -72,12 +79,8 @@ def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> Batches:
 def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[str, Any]:
     """What the case's steps gave."""
     if "limit_bytes" in case:
-        used = next(
-            int(line.split()[1])
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmData")
-        )
-        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + case["limit_bytes"],) * 2)
+        load_hollow(base, torch.float32)  # imports are not what is limited
+        limit_data(case["limit_bytes"])
     build(engine, base, case)
     batches = batches_of(engine, rows, case)
     first = 0

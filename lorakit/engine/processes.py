@@ -83,8 +83,8 @@ def join(
 def give_memory_back(device: torch.device) -> None:
     """On a CPU: freed tensors of a megabyte and more go back to the system at once.
 
-    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces that
-    the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB).
+    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces
+    that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB).
     """
     if device.type == "cpu" and sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

@@ -32,13 +32,13 @@ def _keep(saved: Tensor) -> Tensor | _Place:
     owner: Any = saved if hasattr(saved, "ds_id") else saved._base
     if owner is None or not hasattr(owner, "ds_id") or owner.ds_persist:
         return saved
-    return _Place(owner, tuple(saved.size()), tuple(saved.stride()), saved.storage_offset())
+    return _Place(owner, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
 
 def _find(kept: Tensor | _Place) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    whole = kept.parameter.data
+    whole: Tensor = kept.parameter.data
     if whole.numel() != kept.parameter.ds_numel:
         raise RuntimeError(f"parameter {tuple(kept.parameter.ds_shape)} was not gathered for backward")
     return whole.as_strided(kept.size, kept.stride, kept.offset)
