@@ -170,7 +170,7 @@ def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
 
 
 def test_a_lock_that_a_cut_off_compile_left_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
-    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock = tmp_path / "extensions" / "async_io" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     command = [*TRAIN, str(recipe()), "parallel.backend=zero1", "parallel.processes=2"]

@@ -242,7 +242,7 @@ def test_a_second_signal_ends_at_once(run: Any) -> None:
         STOPPABLE
         + """
 while not got: time.sleep(0.01)
-if rank == 2: os.kill(os.getppid(), signal.SIGTERM)
+if rank == 2: os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)
 """
     )

@@ -97,6 +97,12 @@ def one_is_stopped(watch: Watch) -> None:
     reduce_for_ever(watch)
 
 
+def two_are_stopped(watch: Watch) -> None:
+    if watch.rank > 0:
+        later(3, signal.SIGSTOP)
+    reduce_for_ever(watch)
+
+
 def the_store_is_stopped(watch: Watch) -> None:
     if watch.rank == 0:
         later(3, signal.SIGSTOP)
@@ -192,9 +198,13 @@ class Scene(NamedTuple):
 
 def continue_the_stopped(pids: dict[int, int]) -> None:
     """Once all others have ended."""
-    while len(pids) > 1:
+
+    def is_stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    while not all(is_stopped(pid) for pid in pids.copy().values()):
         time.sleep(0.1)
-    for pid in pids.values():
+    for pid in pids.copy().values():
         os.kill(pid, signal.SIGCONT)
 
 
@@ -223,6 +233,7 @@ SCENES = {
     "store killed, port open": Scene(the_store_is_killed_but_its_port_stays_open, group=False),
     "store apart killed": Scene(wait_elsewhere, size=2, group=False, store=APART),
     "stopped": Scene(one_is_stopped, meanwhile=continue_the_stopped),
+    "two stopped": Scene(two_are_stopped, meanwhile=continue_the_stopped),
     "store stopped": Scene(the_store_is_stopped, meanwhile=continue_the_stopped),
     "error": Scene(one_finds_an_error),
     "host's error": Scene(the_host_of_the_store_finds_an_error, group=False),
@@ -468,6 +479,13 @@ def test_a_stopped_rank_is_named_and_ends_too_when_it_wakes_up(played: Callable[
     assert codes == [75, 75, 75], said
     for rank in (0, 2):
         assert names_once(said[rank], "rank 1 (", "not been heard of for 4 s", "all-reduce"), said[rank]
+
+
+def test_ranks_that_fell_silent_together_are_named_together(played: Callable[[str], Played]) -> None:
+    codes, said = played("two stopped")
+
+    assert codes == [75, 75, 75], said
+    assert names_once(said[0], "rank 1 (", "rank 2 (", "have not been heard of for 4 s"), said[0]
 
 
 def test_a_stopped_host_of_the_store_is_named_by_its_address_and_rank(played: Callable[[str], Played]) -> None:

@@ -29,6 +29,11 @@ def how_telling(worker: Worker) -> int:
     return 1 if code < 0 else 2
 
 
+def only_followed(failed: Sequence[Worker]) -> bool:
+    """Whether all that failed ended as workers do when another one has gone, and none says more."""
+    return all(how_telling(worker) == 3 and not worker.words for worker in failed)
+
+
 def exit_code(worker: Worker) -> int:
     """What the launcher's own exit code says of this end; a death by signal can be tried again."""
     return TRY_AGAIN if worker.code is None or worker.code < 0 else worker.code

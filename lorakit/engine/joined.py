@@ -11,11 +11,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lorakit.engine import open_engine
 from lorakit.engine.base import Engine
+from lorakit.engine.beats import is_collective_error
 from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import environment_of, part
 from lorakit.engine.watch import Watch
 from lorakit.engine.world import World, contradictions, find_world
-from lorakit.errors import ElsewhereError, LorakitError, RunError
+from lorakit.errors import ElsewhereError, LorakitError, RunError, TryAgainLater
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
@@ -54,7 +55,7 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
         yield open_engine(recipe.parallel)
         return
     os.environ.update(environment_of(world))
-    with calm():
+    with calm(), meeting_in_words(world):
         engine = open_engine(recipe.parallel, world)
     watch = Watch(
         _get_default_store(), world.rank, world.size,
@@ -74,6 +75,27 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
         raise ending from None
     finally:
         part()
+
+
+@contextmanager
+def meeting_in_words(world: World) -> Iterator[None]:
+    """torch's errors, should the processes not find each other, in words."""
+    where = f"{world.address}:{world.port}"
+    try:
+        yield
+    except RuntimeError as problem:
+        if not is_collective_error(problem):
+            raise
+        if "EADDRINUSE" in str(problem):
+            raise RunError(
+                f"{where}, where the processes are to meet, is in use by another program: choose another port"
+                " (MASTER_PORT, or the launcher's)"
+            ) from None
+        raise TryAgainLater(
+            f"rank {world.rank} and the other {world.size - 1} did not find each other at {where}:"
+            f" {str(problem).splitlines()[0][:300]}. One of them did not start or has gone, or this machine cannot be"
+            " reached: if it has several networks, name one in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+        ) from None
 
 
 def how_it_ends(watch: Watch, problem: Exception) -> Exception:

@@ -33,6 +33,7 @@ from lorakit.engine.endings import (
     for_elsewhere,
     how_telling,
     may_start_again,
+    only_followed,
     stopped,
 )
 from lorakit.engine.machines import Failure, Machines, Over
@@ -41,6 +42,7 @@ from lorakit.engine.workers import LOOK_SECONDS, Workers, say
 from lorakit.errors import RunError
 
 SETTLE_SECONDS: Final = 0.5  # the first to end may have fallen over one that is only just ending
+CAUSE_SECONDS: Final = 6.0  # longer than a rank that failed waits for the others to know (watch.py)
 GRACE_SECONDS: Final = 5.0  # for the others, when one has failed
 YIELD_SECONDS: Final = 20.0  # for the others, when one stopped to be tried again: it may have been asked to, like them
 SAVE_SECONDS: Final = 60.0  # after a signal to the launcher
@@ -91,7 +93,8 @@ class _Asked:
         self.by, self.times, self.waiting = "", 0, True
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        self.by, self.times = signal.Signals(number).name, self.times + 1
+        if not self.by or number == signal.SIGINT:  # SIGTERM again is the same request: schedulers repeat it
+            self.by, self.times = signal.Signals(number).name, self.times + 1
         if self.waiting:
             raise Over(TRY_AGAIN, f"{COMMAND} stopped by {self.by}; the same command begins again or goes on")
 
@@ -210,6 +213,8 @@ class _Agent(SimpleElasticAgent):
     def _failed(self, workers: Workers, machines: Machines) -> RunResult:
         """End the others; then start all again, or say why not."""
         workers.settle(0 if self._asked.by else SETTLE_SECONDS)
+        if not self._asked.by and only_followed(workers.failed):  # the cause is telling the others, and ends after them
+            workers.settle(CAUSE_SECONDS, until=lambda: not only_followed(workers.failed))
         failed = list(workers.failed)
         first = cause(failed)
         workers.lines.tell(first.rank)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
 from lorakit.engine.endings import COMMAND, for_elsewhere
-from lorakit.engine.meeting import Place, host_is_gone, this_machine
+from lorakit.engine.meeting import Place, answered, host_is_gone, this_machine
 from lorakit.errors import TryAgainLater
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Machines:
         self._store, self._rank, self._place = store, rank, place
         self._heard = {other: (News(), time.monotonic()) for other in range(place.nodes) if other != rank}
         self._beats, self._beaten, self._state = 0, 0.0, "running"
+        self._lost = False
 
     def listen(self, state: str = "running") -> None:
         """Tell the others that this machine is there, and hear whether they are; at most once a second.
@@ -134,8 +135,11 @@ class Machines:
 
     def _reached(self, call: Callable[[], T]) -> T:
         try:
-            return call()
-        except RuntimeError:  # torch's DistError: the connection is gone
+            if self._lost:
+                raise RuntimeError
+            return answered(call, self._place.silent_seconds)
+        except RuntimeError:  # torch's DistError: the connection is gone, or nobody answers
+            self._lost = True
             raise host_is_gone(self._place) from None
 
 

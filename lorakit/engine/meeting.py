@@ -11,9 +11,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Final, TypeVar, final
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
@@ -29,6 +29,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lorakit.engine.world import DEFAULT_PORT, split_endpoint
 from lorakit.errors import RunError, TryAgainLater
+
+T = TypeVar("T")
+_LEAVE_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
         try:
             yield handler
         finally:
-            handler.shutdown()
+            with contextlib.suppress(DistError):
+                answered(handler.shutdown, _LEAVE_SECONDS)
     except RendezvousTimeoutError:
         raise RunError(
             f"not all of the {place.nodes} machines came to {place} within {place.wait_seconds:g} s. Start the same"
@@ -163,6 +167,31 @@ def host_is_gone(place: Place) -> TryAgainLater:
         f"the machine that hosts the rendezvous, {place}, no longer answers; the last checkpoint is kept, the same"
         " command on every machine goes on"
     )
+
+
+def answered(call: Callable[[], T], seconds: float) -> T:
+    """What ``call`` returns or raises. It may be left behind: a store whose host was cut off never answers.
+
+    Raises:
+        DistError: it did not return in time.
+    """
+    done: list[tuple[T | None, Exception | None]] = []
+
+    def work() -> None:
+        try:
+            done.append((call(), None))
+        except Exception as problem:
+            done.append((None, problem))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise DistError(f"no answer for {seconds:g} s")
+    result, problem = done[0]
+    if problem is not None:
+        raise problem
+    return result  # type: ignore[return-value]
 
 
 def _connect(place: Place) -> RendezvousHandler:
@@ -230,7 +259,7 @@ class _Numbered(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
+        return answered(self._inner.num_nodes_waiting, self._place.silent_seconds)
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()

@@ -32,8 +32,7 @@ def check_deepspeed(parallel: ParallelSection) -> None:
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
         )
-    parts = "*" if parallel.nvme_path is not None else "deepspeed_shm_comm"
-    for lock in stale_locks(extensions_folder(), parts):
+    for lock in stale_locks(extensions_folder()) if parallel.nvme_path is not None else ():
         raise RunError(
             f"{lock}: a compile was cut off and left this lock, for which every later run would wait for ever;"
             f" remove it: rm {lock}"
@@ -53,9 +52,9 @@ def extensions_folder() -> Path:
     return Path(get_default_build_root()) / f"{python}_{kind}"
 
 
-def stale_locks(folder: Path, parts: str = "*", patience_seconds: float = 3.0) -> list[Path]:
+def stale_locks(folder: Path, patience_seconds: float = 3.0) -> list[Path]:
     """Locks of compiles that nobody is working on: still there after a moment, and no process works in their folder."""
-    locks = [lock for lock in folder.glob(f"{parts}/lock") if lock.parent not in set(_working_folders())]
+    locks = [lock for lock in folder.glob("*/lock") if lock.parent not in set(_working_folders())]
     if not locks:
         return []
     time.sleep(patience_seconds)  # another process may only just have made it
@@ -63,13 +62,17 @@ def stale_locks(folder: Path, parts: str = "*", patience_seconds: float = 3.0) -
     return [lock for lock in locks if lock.exists() and lock.parent not in busy]
 
 
-def tell_of_compiling(parallel: ParallelSection, device: torch.device) -> None:
+def without_shared_memory() -> None:
+    """Keep DeepSpeed from compiling its messages through shared memory, which only its inference sends."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def tell_of_compiling(parallel: ParallelSection) -> None:
     """A line on standard error when a first use is about to compile, which takes a while."""
-    parts = ["async_io"] if parallel.nvme_path is not None else []
-    parts += ["deepspeed_shm_comm"] if device.type == "cpu" else []
-    missing = [part for part in parts if not (extensions_folder() / part / f"{part}.so").exists()]
-    if missing:
-        print(f"compiling DeepSpeed's {' and '.join(missing)}, once; this takes a few minutes", file=sys.stderr)
+    if parallel.nvme_path is not None and not (extensions_folder() / "async_io" / "async_io.so").exists():
+        print("compiling DeepSpeed's async_io, once; this takes a few minutes", file=sys.stderr)
 
 
 def _working_folders() -> Iterator[Path]:

@@ -1,12 +1,17 @@
 """Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
 
+import contextlib
 import ctypes
+import ipaddress
+import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -105,7 +110,29 @@ def part() -> None:
 
 def environment_of(world: World) -> Mapping[str, str]:
     """The variables torch and accelerate read, whatever launched this process."""
-    return {
+    found = {
         "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(world.local_size), "MASTER_ADDR": world.address, "MASTER_PORT": str(world.port),
     }  # fmt: skip
+    if world.size > world.local_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(world.address)
+        found |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return found
+
+
+def interface_towards(address: str) -> str | None:
+    """This machine's network interface on the way to ``address``, or that of its other ways out; None if it has none.
+
+    Gloo would take the one its own name leads to: often 127.0.0.1. Nothing is sent.
+    """
+    for towards in (address, "192.0.2.1"):  # a name may lead home on its own machine; then the default route
+        with contextlib.suppress(OSError):
+            family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)
+                own = probe.getsockname()[0]
+            for name, addresses in psutil.net_if_addrs().items():
+                known = {entry.address.partition("%")[0] for entry in addresses}
+                if own in known and not ipaddress.ip_address(own).is_loopback:
+                    return str(name)
+    return None

@@ -86,10 +86,10 @@ class Workers:
             worker.process.wait()
         self.look()
 
-    def settle(self, seconds: float) -> None:
-        """Look on for a moment, without ending anybody."""
-        until = time.monotonic() + seconds
-        while self.living and time.monotonic() < until:
+    def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Look on for a moment, or until something is so, without ending anybody."""
+        end = time.monotonic() + seconds
+        while self.living and time.monotonic() < end and not until():
             time.sleep(LOOK_SECONDS)
             self.look()
 

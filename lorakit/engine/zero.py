@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.engine.base import BuildOptimizer, ReadInto
+from lorakit.engine.calm import calm
 from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.engine.observe import bytes_held
-from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling
+from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling, without_shared_memory
 from lorakit.engine.processes import join
 from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
 from lorakit.engine.unpinned import unpinned
@@ -33,7 +34,9 @@ class ZeroEngine(SteppingEngine):
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         check_deepspeed(parallel)
         if world.rank == 0:
-            tell_of_compiling(parallel, device)
+            tell_of_compiling(parallel)
+        with calm():
+            without_shared_memory()
         from accelerate.utils import DeepSpeedPlugin
 
         self._stage = STAGES[parallel.backend]
