@@ -173,7 +173,8 @@ def test_a_lock_that_a_cut_off_compile_left_is_named(recipe: Recipe, start: Any,
     lock = tmp_path / "extensions" / "async_io" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    command = [*TRAIN, str(recipe()), "parallel.backend=zero1", "parallel.processes=2"]
+    nvme = ["parallel.backend=zero3", "parallel.offload=nvme", f"parallel.nvme_path={tmp_path / 'disk'}"]
+    command = [*TRAIN, str(recipe()), *nvme, "parallel.processes=2"]
 
     code, said = ended(start(command, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))
 

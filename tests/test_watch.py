@@ -99,7 +99,7 @@ def one_is_stopped(watch: Watch) -> None:
 
 def two_are_stopped(watch: Watch) -> None:
     if watch.rank > 0:
-        later(3, signal.SIGSTOP)
+        later(2.7 + 0.3 * watch.rank, signal.SIGSTOP)
     reduce_for_ever(watch)
 
 

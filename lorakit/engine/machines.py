@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
+from lorakit.engine.answered import answered
 from lorakit.engine.endings import COMMAND, for_elsewhere
-from lorakit.engine.meeting import Place, answered, host_is_gone, this_machine
+from lorakit.engine.meeting import Place, host_is_gone, this_machine
 from lorakit.errors import TryAgainLater
 
 T = TypeVar("T")

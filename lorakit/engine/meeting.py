@@ -9,11 +9,10 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar, final
+from typing import Final, final
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
@@ -27,10 +26,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from lorakit.engine.answered import answered
 from lorakit.engine.world import DEFAULT_PORT, split_endpoint
 from lorakit.errors import RunError, TryAgainLater
 
-T = TypeVar("T")
 _LEAVE_SECONDS: Final = 3.0
 
 
@@ -167,31 +166,6 @@ def host_is_gone(place: Place) -> TryAgainLater:
         f"the machine that hosts the rendezvous, {place}, no longer answers; the last checkpoint is kept, the same"
         " command on every machine goes on"
     )
-
-
-def answered(call: Callable[[], T], seconds: float) -> T:
-    """What ``call`` returns or raises. It may be left behind: a store whose host was cut off never answers.
-
-    Raises:
-        DistError: it did not return in time.
-    """
-    done: list[tuple[T | None, Exception | None]] = []
-
-    def work() -> None:
-        try:
-            done.append((call(), None))
-        except Exception as problem:
-            done.append((None, problem))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
-        raise DistError(f"no answer for {seconds:g} s")
-    result, problem = done[0]
-    if problem is not None:
-        raise problem
-    return result  # type: ignore[return-value]
 
 
 def _connect(place: Place) -> RendezvousHandler:
