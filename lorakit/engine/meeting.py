@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
