@@ -31,7 +31,8 @@ quickstart: install
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 -m "not spread"
+	$(BIN)/python -m pytest -m spread
 
 lint: install
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ import torch
 
 from tests.conftest import chat, make_base, write_rows
 
+pytestmark = pytest.mark.spread
+
 ROOT = Path(__file__).parent.parent
 Case = dict[str, Any]
 PLAIN: Case = {"name": "plain"}
@@ -27,7 +29,7 @@ ALONE = [PLAIN, ACCUMULATED, PADDED, HALF, FLOAT16, KEPT_ON_HOST, FIRST_HALF]
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 # a launch of several processes costs more than its cases: one for each backend and number of processes
-spread = pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in BACKENDS])
+spread = pytest.mark.parametrize("backend", BACKENDS)
 Find = Callable[[str, int], dict[str, Any]]
 
 
@@ -176,7 +178,6 @@ def test_what_is_held_and_sent(found: Find, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("zero3")
 def test_offloading_to_a_disk_changes_nothing(found: Find, folder: Path, tmp_path: Path) -> None:
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio is not installed (Debian: apt-get install libaio-dev)")

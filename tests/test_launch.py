@@ -45,6 +45,8 @@ LAUNCH = """
 import json, sys
 from lorakit.engine.launcher import launch
 from lorakit.errors import LorakitError
+
+pytestmark = pytest.mark.spread
 try:
     code = launch([sys.executable, *sys.argv[2:]], **json.loads(sys.argv[1]))
 except LorakitError as problem:

@@ -15,6 +15,8 @@ import pytest
 from lorakit.patch.tensor_file import open_tensors
 from lorakit.run.metrics import read_metrics
 
+pytestmark = pytest.mark.spread
+
 Recipe = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
 STEPS = 40

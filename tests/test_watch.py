@@ -30,6 +30,8 @@ sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []
 from lorakit.engine.beats import is_collective_error  # noqa: E402
 from lorakit.engine.watch import Watch  # noqa: E402
 
+pytestmark = pytest.mark.spread
+
 SILENT = 4.0  # seconds; a rank speaks ten times as often
 HANG_SECONDS = 60.0
 ENVIRONMENT = {

@@ -103,7 +103,7 @@ def how_it_ends(watch: Watch, problem: Exception) -> Exception:
     if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
         problem = RunError(
             f"out of memory ({str(problem).splitlines()[0][:300]}). Lower train.micro_batch_size, set"
-            " train.activation_checkpointing: layers, or see `lorakit plan` for a backend that fits"
+            " train.activation_checkpointing: layers, or spread the base with zero3 or fsdp2"
         )
     if isinstance(problem, LorakitError):
         reason = watch.fail(str(problem), problem.exit_code)

@@ -17,9 +17,9 @@ class OffloadSection(Section):
 
 
 class ParallelSection(Section):
-    backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
+    backend: Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
     """How training is spread: `single` one process; `ddp` a whole base in each; `zero1`, `zero2` the optimizer (and
-    gradients) in parts; `zero3`, `fsdp2` the base in parts too; `auto` what `lorakit plan` advises."""
+    gradients) in parts; `zero3`, `fsdp2` the base in parts too."""
     processes: Count = 1
     """Processes over all machines, one per GPU."""
     nodes: Count = 1
@@ -73,7 +73,7 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
     kinds = {offloads.optimizer, offloads.parameters}
     zero = backend in ("zero1", "zero2", "zero3")
     if backend == "single" and section.processes > 1:
-        yield f"backend `single` has one process, got processes: {section.processes}; choose another or auto"
+        yield f"backend `single` has one process, got processes: {section.processes}; choose ddp, zero1-3 or fsdp2"
     if section.processes % section.nodes:
         yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
     if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):

@@ -121,8 +121,8 @@ class TrainSection(Section):
     """Gradients are scaled down to this norm; null turns clipping off."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Start of every random stream: A, the order of rows, dropout."""
-    activation_checkpointing: Literal["none", "layers", "auto"] = "none"
-    """`layers` keeps only layer inputs and recomputes the rest in backward; `auto` does so if memory asks for it."""
+    activation_checkpointing: Literal["none", "layers"] = "none"
+    """`layers` keeps only layer inputs and recomputes the rest in backward."""
     activation_offload: bool = False
     """Keep layer inputs in host memory between forward and backward (with `activation_checkpointing: layers`)."""
     save_every_steps: Count = 50
