@@ -312,7 +312,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
+def wait_for(what: Callable[[], bool], seconds: float = 60) -> bool:
     until = time.monotonic() + seconds
     while not what() and time.monotonic() < until:
         time.sleep(0.05)
@@ -354,7 +354,7 @@ def test_a_killed_launcher_leaves_no_worker_behind(tmp_path: Path) -> None:
     process.kill()
     process.wait()
 
-    assert wait_for(lambda: not any(map(alive, workers)), seconds=5)
+    assert wait_for(lambda: not any(map(alive, workers)), seconds=20)
 
 
 def test_a_worker_whose_launcher_has_gone_already_ends(tmp_path: Path) -> None:

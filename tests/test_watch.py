@@ -389,23 +389,23 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         [sys.executable, __file__], stdin=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True
     )
     assert process.stdin
-    with process.stdin as told:  # all at once: mostly they wait
-        told.write("".join(json.dumps([name, str(folder)]) + "\n" for name, folder in folders.items()).encode())
-
+    for name, folder in folders.items():  # all at once: mostly they wait
+        process.stdin.write(json.dumps([name, str(folder)]).encode() + b"\n")
+    process.stdin.flush()
     until = time.monotonic() + HANG_SECONDS + 30
 
     def played(name: str) -> Played:
         done = folders[name] / "codes.json"
         while not done.exists():
-            assert process.poll() in (None, 0), "the stage broke"
+            assert process.poll() is None, "the stage broke"
             assert time.monotonic() < until, "the stage hangs"
             time.sleep(0.05)
         codes = json.loads(done.read_text())
         return Played(codes, [said_by(folders[name] / str(rank)) for rank in range(len(codes))])
 
     yield played
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)  # it waits for more scenes, so the group is still its own
+    process.stdin.close()
     process.wait()
 
 
