@@ -36,7 +36,7 @@ def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = ann
         LorakitError: something the user can fix; what was saved before is kept.
         TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
     """
-    with joined(recipe) as engine, catching_signals() as stop:
+    with catching_signals() as stop, joined(recipe, stop.wait) as engine:
         return run_on(engine, recipe, stop, fresh=fresh, say=say if engine.group.leads else silent)
 
 

@@ -25,6 +25,8 @@ from lorakit.engine.slurm import node_names
 from lorakit.engine.world import World, contradictions, find_world, split_endpoint
 from lorakit.errors import LorakitError, RunError, TryAgainLater
 
+pytestmark = pytest.mark.spread
+
 ENGINE = Path(__file__).parent.parent / "lorakit" / "engine"
 WORKER = """
 import os, signal, sys, time
@@ -45,8 +47,6 @@ LAUNCH = """
 import json, sys
 from lorakit.engine.launcher import launch
 from lorakit.errors import LorakitError
-
-pytestmark = pytest.mark.spread
 try:
     code = launch([sys.executable, *sys.argv[2:]], **json.loads(sys.argv[1]))
 except LorakitError as problem:
@@ -312,7 +312,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> bool:
+def wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
     until = time.monotonic() + seconds
     while not what() and time.monotonic() < until:
         time.sleep(0.05)
@@ -341,7 +341,7 @@ time.sleep(90)
 
 
 def pids(tmp_path: Path, count: int) -> list[int]:
-    assert wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(count)))
+    assert wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(count)), seconds=60)
     time.sleep(0.2)
     return [int((tmp_path / f"pid{rank}").read_text()) for rank in range(count)]
 

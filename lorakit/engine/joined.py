@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,10 +39,10 @@ def place_of(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
 
 
 @contextmanager
-def joined(recipe: Recipe) -> Iterator[Engine]:
+def joined(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
     """The recipe's engine, once all its processes are there and agree on what they run.
 
-    A failure of one ends all, with the same words and exit code.
+    A failure of one ends all, with the same words and exit code; ``ending`` is called before they tell each other.
 
     Raises:
         RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
@@ -69,10 +69,11 @@ def joined(recipe: Recipe) -> Iterator[Engine]:
             yield engine
         watch.close()
     except Exception as problem:
-        ending = how_it_ends(watch, problem)
-        if ending is problem:
+        ending()
+        last = how_it_ends(watch, problem)
+        if last is problem:
             raise
-        raise ending from None
+        raise last from None
     finally:
         part()
 

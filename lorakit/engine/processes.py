@@ -68,7 +68,9 @@ def join(
     from accelerate.utils import InitProcessGroupKwargs
 
     talk = communication(parallel, device)
-    waits = InitProcessGroupKwargs(backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds))
+    waits = InitProcessGroupKwargs(
+        backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds + 60)
+    )  # the watch speaks first
     accelerator = Accelerator(
         cpu=device.type == "cpu" and not plugins, mixed_precision="no", kwargs_handlers=[waits, *handlers], **plugins
     )

@@ -124,7 +124,7 @@ class Watch:
             self._news.notify_all()
             self._news.wait_for(lambda: self._is_known() or self._is_alone(since), _SETTLE_SECONDS)
             if self.rank == 0:
-                self._news.wait(self._every_seconds / 2)  # for the others to see that all know
+                self._news.wait_for(lambda: False, self._every_seconds / 2)  # for the others to see that all know
             return self._adopt(offered)
 
     def _adopt(self, reason: Reason) -> Reason:

@@ -22,6 +22,10 @@ class StopRequest:
     def asked(self) -> bool:
         return self.asked_by is not None
 
+    def wait(self) -> None:
+        """From here on a signal interrupts nothing."""
+        self.patient = True
+
     def receive(self, number: int, frame: FrameType | None) -> None:
         again, self.asked_by = self.asked() and number == signal.SIGINT, signal.Signals(number).name
         if again or not self.patient:
