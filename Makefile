@@ -1,4 +1,5 @@
 # The two commands of the README are `make quickstart` and `make test`; both set everything up first.
+# `make attack` kills, stops, cuts off and starves runs over processes and hosts; it takes a quiet machine and a while.
 PYTHON ?= python3
 BIN := .venv/bin
 LORAKIT := $(BIN)/lorakit
@@ -6,7 +7,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart test attack lint clean
 
 install: .venv/installed
 
@@ -32,7 +33,10 @@ quickstart: install
 
 test: install lint
 	$(BIN)/python -m pytest -n 2 -m "not spread"
-	$(BIN)/python -m pytest -m spread
+	$(BIN)/python -m pytest -m "spread and not attack"
+
+attack: install
+	$(BIN)/python -m pytest -m attack
 
 lint: install
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from lorakit.run.metrics import read_metrics
 
 from .conftest import chat, make_base, write_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.spread]
+pytestmark = [pytest.mark.slow, pytest.mark.spread, pytest.mark.attack]
 
 Recipe = Callable[..., Path]
 PATIENCE_SECONDS = 180  # a hang guard, no expectation

@@ -19,7 +19,7 @@ import pytest
 from lorakit.patch.tensor_file import open_tensors
 from lorakit.run.metrics import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.spread]
+pytestmark = [pytest.mark.slow, pytest.mark.spread, pytest.mark.attack]
 
 Recipe = Callable[..., Path]
 PORT = 29400
