@@ -5,7 +5,6 @@ FOLDER/cases.json lists the cases; the first process writes FOLDER/<name>.pt for
 
 import json
 import os
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from lorakit.data import Batches, RowSettings, prepare_rows
-from lorakit.engine import Engine, NonFiniteStep, StepSettings, open_engine
+from lorakit.engine import Engine, StepSettings, open_engine
 from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import part
 from lorakit.engine.world import find_world
@@ -26,13 +25,6 @@ from lorakit.recipe import ParallelSection
 from lorakit.sharded import BaseTensors, load_hollow
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def limit_data(more_bytes: int) -> None:
-    """From here on this process may take so much memory more."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes,) * 2)
 
 
 def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
@@ -78,9 +70,6 @@ def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> Batches:
 
 def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[str, Any]:
     """What the case's steps gave."""
-    if "limit_bytes" in case:
-        load_hollow(base, torch.float32)  # imports are not what is limited
-        limit_data(case["limit_bytes"])
     build(engine, base, case)
     batches = batches_of(engine, rows, case)
     first = 0
@@ -90,20 +79,7 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
         first = len(saved["losses"])
     losses, norms = [], []
     for step in range(first, case.get("steps", 12)):
-        micro_batches = batches.step(step)
-        if case.get("not_finite") == [step, engine.rank]:
-            engine._model.get_input_embeddings().register_forward_hook(
-                lambda module, args, output: output * float("nan")
-            )  # type: ignore[attr-defined]
-        try:
-            report = engine.step(step, micro_batches)
-        except NonFiniteStep as problem:
-            return {
-                "not_finite": list(problem.rows),
-                "rank": engine.rank,
-                "adapter": engine.gather(),
-                "all": engine.group.all(list(problem.rows)),
-            }
+        report = engine.step(step, batches.step(step))
         losses.append(report.loss)
         norms.append(report.grad_norm)
     evaluated = engine.evaluate(
