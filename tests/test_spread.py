@@ -164,6 +164,7 @@ def test_problems_are_said_once_and_by_name(recipe: Recipe, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 def test_a_step_that_is_not_finite_on_one_rank_ends_all_and_names_the_rows(recipe: Recipe, rows: Path) -> None:
     said = train(recipe(train={"learning_rate": 1e30, "max_grad_norm": None}), *parallel("ddp", 2), code=2)
 
