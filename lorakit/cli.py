@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from lorakit.commands import asking, clusters, patches, training
+from lorakit.commands import asking, clusters, patches, planning, training
 from lorakit.errors import ElsewhereError, LorakitError
 from lorakit.version import VERSION
 
@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         return added
 
     training.add_to(command)
+    planning.add_to(command)
     clusters.add_to(command)
     asking.add_to(command)
     patches.add_to(command)

@@ -11,6 +11,7 @@ from lorakit.engine.joined import place_of
 from lorakit.engine.launcher import launch
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.model import find_base
+from lorakit.plan import choose
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.train import run
 
@@ -31,18 +32,29 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     return Path(loaded.output)
 
 
-def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool) -> int:
+def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:
     """Run the recipe; returns the exit code of its workers, or 0. ``path`` and ``overrides`` are what it was made of.
+
+    What it leaves open (`auto`) is chosen first; ``why`` tells a worker what it was chosen for.
 
     Raises:
         LorakitError: as ``lorakit.train.run``, of a run in this process; or it cannot be started.
     """
+    if place_of(recipe, os.environ) is not None:
+        run(recipe, fresh=fresh, why=why)
+        return 0
+    choice = choose(recipe, fresh=fresh)
+    recipe = choice.of(recipe)
     parallel = recipe.parallel
-    if place_of(recipe, os.environ) is not None or not parallel.is_spread:
-        run(recipe, fresh=fresh)
+    if not parallel.is_spread:
+        run(recipe, fresh=fresh, why=choice.why)
         return 0
     find_base(recipe.base.model, recipe.base.revision)  # said once here rather than by every worker
-    command = [sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides, *(["--fresh"] if fresh else [])]
+    command = [
+        sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides,
+        *(f"{key}={value}" for key, value in choice.values.items()),
+        *(["--fresh"] if fresh else []), *(["--why", choice.why] if choice.why else []),
+    ]  # fmt: skip
     return launch(
         command, processes=parallel.processes, nodes=parallel.nodes, node_rank=None, rendezvous=parallel.rendezvous,
         max_restarts=parallel.max_restarts, threads=None, silent_seconds=parallel.silent_seconds,

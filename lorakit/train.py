@@ -26,21 +26,25 @@ REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
 SHOWN_ROWS = 8
 
 
-def run(recipe: Recipe, *, fresh: bool = False, say: Callable[[str], None] = announce) -> Path:
+def run(
+    recipe: Recipe, *, fresh: bool = False, why: str = "", say: Callable[[str], None] = announce
+) -> Path:  # fmt: skip
     """Train the recipe's adapter, or go on with it; returns the folder of its patch.
 
     An unfinished run of the same recipe in the output folder is continued and ends bit-identical to one that was
-    never interrupted. ``fresh`` discards what the folder holds.
+    never interrupted. ``fresh`` discards what the folder holds; ``why`` is recorded: the reason for what was `auto`.
 
     Raises:
         LorakitError: something the user can fix; what was saved before is kept.
         TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
     """
     with catching_signals() as stop, joined(recipe, stop.wait) as engine:
-        return run_on(engine, recipe, stop, fresh=fresh, say=say if engine.group.leads else silent)
+        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.leads else silent)
 
 
-def run_on(engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, say: Callable[[str], None]) -> Path:
+def run_on(
+    engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, why: str, say: Callable[[str], None]
+) -> Path:  # fmt: skip
     """``run`` in one of the run's processes. The first of them alone writes, shows and says."""
     output, group, began = Path(recipe.output), engine.group, time.monotonic()
     settings = recipe.model_dump(mode="json")
@@ -57,9 +61,9 @@ def run_on(engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, sa
         ranks = group.all(engine.observed())
         group.lead(lambda: record.start(
             data=job.data_facts(), base=job.base_facts(), dtype=job.dtype.name, dtype_why=job.dtype.why,
-            engine=ranks[0], ranks=ranks[1:], total_steps=job.total_steps,
+            engine=ranks[0], ranks=ranks[1:], total_steps=job.total_steps, **({"auto": why} if why else {}),
         ))  # fmt: skip
-        say(start_summary(job, progress, ranks))
+        say(start_summary(job, progress, ranks, why))
         with reporting(
             output, last_step=progress.step, total_steps=job.total_steps, log_to=recipe.train.log_to,
             config=flatten(settings), shown=group.leads,

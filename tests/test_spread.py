@@ -85,7 +85,13 @@ def losses(out: Path) -> dict[int, tuple[float, int, int]]:
 @pytest.fixture
 def long_recipe(recipe: Recipe) -> Path:
     sections: dict[str, Any] = {
-        "train": {"steps": STEPS, "save_every_steps": 4, "batch_size": 7, "micro_batch_size": 2},
+        "train": {
+            "steps": STEPS,
+            "save_every_steps": 4,
+            "batch_size": 7,
+            "micro_batch_size": 2,
+            "eval_every_steps": 20,
+        },
         "adapter": {"dropout": 0.0, "rank": 3, "alpha": 6.0},
     }
     return recipe(**sections)

@@ -12,6 +12,7 @@ def add_to(command: Add) -> None:
     train = command("train", _train, "train an adapter from a recipe; goes on by itself after an interruption")
     recipe_arguments(train)
     train.add_argument("--fresh", action="store_true", help="discard what the output folder holds and start over")
+    train.add_argument("--why", default="", help=argparse.SUPPRESS)  # of a worker: why `auto` became what it is
     recipe_arguments(command("check", _check, "say everything about a recipe that needs no weights"))
     schema = command("schema", _schema, "write the JSON schema of recipes, for editors")
     schema.add_argument("--out", help="file to write (default: standard output)")
@@ -26,7 +27,7 @@ def _train(options: argparse.Namespace) -> int:
     from lorakit.start import start
 
     die_with_parent()
-    return start(recipe, options.recipe, options.overrides, fresh=options.fresh)
+    return start(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -49,6 +49,15 @@ def joined(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
         TryAgainLater: another process is gone; what was saved is kept.
     """
     world = place_of(recipe, os.environ)
+    left_open = [key for key, is_auto in (
+        ("parallel.backend", recipe.parallel.is_auto),
+        ("train.activation_checkpointing", recipe.train.activation_checkpointing == "auto"),
+    ) if is_auto]  # fmt: skip
+    if left_open:
+        raise RunError(
+            f"{', '.join(left_open)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
+            f" {world.launcher if world else 'nothing'} did: name what `lorakit plan` advises"
+        )
     if world is None or not recipe.parallel.is_spread:
         if recipe.parallel.is_spread:
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
@@ -103,8 +112,9 @@ def how_it_ends(watch: Watch, problem: Exception) -> Exception:
     """What this process ends with, once all know: its own problem, or that of the rank which failed first."""
     if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
         problem = RunError(
-            f"out of memory ({str(problem).splitlines()[0][:300]}). Lower train.micro_batch_size, set"
-            " train.activation_checkpointing: layers, or spread the base with zero3 or fsdp2"
+            f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would"
+            " fit: a lower train.micro_batch_size, train.activation_checkpointing: layers, or the base in parts with"
+            " zero3 or fsdp2"
         )
     if isinstance(problem, LorakitError):
         reason = watch.fail(str(problem), problem.exit_code)

@@ -17,9 +17,9 @@ class OffloadSection(Section):
 
 
 class ParallelSection(Section):
-    backend: Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
+    backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
     """How training is spread: `single` one process; `ddp` a whole base in each; `zero1`, `zero2` the optimizer (and
-    gradients) in parts; `zero3`, `fsdp2` the base in parts too."""
+    gradients) in parts; `zero3`, `fsdp2` the base in parts too; `auto` the fastest that fits (`lorakit plan`)."""
     processes: Count = 1
     """Processes over all machines, one per GPU."""
     nodes: Count = 1
@@ -49,10 +49,15 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
-        problems = list(_parallel_problems(self))
+        problems = list(_auto_problems(self) if self.is_auto else _parallel_problems(self))
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the plan chooses the backend, for the machine that starts the run."""
+        return self.backend == "auto"
 
     @property
     def is_spread(self) -> bool:
@@ -66,6 +71,14 @@ class ParallelSection(Section):
             return self.offload
         parameters = self.offload if self.backend in ("zero3", "fsdp2") else "none"
         return OffloadSection(optimizer=self.offload, parameters=parameters)
+
+
+def _auto_problems(section: ParallelSection) -> Iterator[str]:
+    if section.nodes > 1:
+        yield "backend `auto` looks at this machine alone; name what `lorakit plan RECIPE --gpu NAME --nodes N` advises"
+    given = [key for key in ("offload", "nvme_path", "deepspeed") if key in section.model_fields_set]
+    if given:
+        yield f"{', '.join(given)}: goes with a backend that is named, got `auto`; `lorakit plan` says what would help"
 
 
 def _parallel_problems(section: ParallelSection) -> Iterator[str]:

@@ -121,8 +121,9 @@ class TrainSection(Section):
     """Gradients are scaled down to this norm; null turns clipping off."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Start of every random stream: A, the order of rows, dropout."""
-    activation_checkpointing: Literal["none", "layers"] = "none"
-    """`layers` keeps only layer inputs and recomputes the rest in backward."""
+    activation_checkpointing: Literal["none", "layers", "auto"] = "none"
+    """`layers` keeps only layer inputs and recomputes the rest in backward; `auto` does so where memory asks for it
+    (`lorakit plan`)."""
     activation_offload: bool = False
     """Keep layer inputs in host memory between forward and backward (with `activation_checkpointing: layers`)."""
     save_every_steps: Count = 50
@@ -140,7 +141,7 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _host_memory_is_for_layer_inputs(self) -> "TrainSection":
-        if self.activation_offload and self.activation_checkpointing == "none":
+        if self.activation_offload and self.activation_checkpointing != "layers":
             raise ValueError("activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it")
         return self
 

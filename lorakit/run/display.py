@@ -1,6 +1,5 @@
 """What a person sees while training: a live bar in a terminal, plain lines elsewhere. All on standard error."""
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lorakit.engine import StepReport
+from lorakit.resident import peak_resident_bytes
 
 LINE_SECONDS = 10.0
 
@@ -65,5 +65,4 @@ def peak_memory_bytes() -> int:
     """The most memory this process has held: on the GPU when there is one, else resident."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    return peak_resident_bytes()

@@ -13,7 +13,7 @@ def announce(text: str) -> None:
     print(text, flush=True)
 
 
-def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]]) -> str:
+def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str) -> str:
     """What is about to be trained, on what, and how long."""
     recipe = job.recipe
     trainable = sum(target.num_parameters for target in job.targets)
@@ -38,6 +38,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]]) -> 
             f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
             f" {settings.schedule} from {settings.learning_rate:g}",
         ),
+        *([("auto", why)] if why else []),
         ("engine", _engine(ranks)),
         *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
         ("output", str(job.output)),

@@ -1,0 +1,195 @@
+"""What `lorakit plan` predicts beside what runs take: peak memory of a process, on CPUs.
+
+    python -m benchmarks.plan [--only fsdp2] [--keep]
+
+Every run is a whole `lorakit train` of three steps in processes of its own, on a random Llama; measured is the most
+that was resident in any of them (VmHWM), predicted is the plan made before it from config, headers and rows alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import keep, python, scratch, table
+
+LLAMAS: dict[str, dict[str, int]] = {
+    "40M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "vocab_size": 16000},
+    "90M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12,
+            "num_key_value_heads": 4, "vocab_size": 16000},
+    "160M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "vocab_size": 32000},
+}  # fmt: skip
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: rows of ``tokens`` tokens, ``lines`` of them in a micro-batch."""
+
+    backend: str
+    processes: int
+    base: str
+    tokens: int
+    rows: int
+    recompute: str
+    stored: str = "float32"
+    dtype: str = "float32"
+
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values())
+
+
+CASES: list[tuple[Any, ...]] = [
+    ("single", 1, "40M", 512, 1, "none"),
+    ("single", 1, "40M", 1024, 2, "layers"),
+    ("single", 1, "90M", 256, 1, "none"),
+    ("single", 1, "90M", 512, 2, "none"),
+    ("single", 1, "90M", 1024, 1, "layers"),
+    ("single", 1, "160M", 256, 2, "layers"),
+    ("single", 1, "90M", 256, 1, "layers", "bfloat16"),
+    ("single", 1, "40M", 128, 1, "none", "bfloat16", "bfloat16"),
+    ("ddp", 2, "40M", 512, 1, "none"),
+    ("ddp", 2, "90M", 256, 2, "none"),
+    ("ddp", 2, "160M", 256, 1, "layers"),
+    ("ddp", 4, "40M", 256, 1, "layers"),
+    ("zero1", 2, "90M", 256, 1, "none"),
+    ("zero1", 2, "40M", 512, 2, "layers"),
+    ("zero2", 2, "90M", 512, 1, "layers"),
+    ("zero2", 2, "40M", 512, 1, "none"),
+    ("zero2", 4, "40M", 256, 1, "none"),
+    ("zero3", 1, "90M", 256, 1, "none"),
+    ("zero3", 2, "40M", 512, 1, "none"),
+    ("zero3", 2, "90M", 256, 2, "none"),
+    ("zero3", 2, "90M", 256, 1, "layers"),
+    ("zero3", 2, "160M", 256, 1, "layers"),
+    ("zero3", 4, "40M", 256, 1, "layers"),
+    ("fsdp2", 1, "90M", 256, 1, "none"),
+    ("fsdp2", 2, "40M", 512, 1, "none"),
+    ("fsdp2", 2, "90M", 256, 2, "none"),
+    ("fsdp2", 2, "90M", 1024, 1, "layers"),
+    ("fsdp2", 2, "160M", 256, 1, "layers"),
+    ("fsdp2", 4, "40M", 256, 1, "layers"),
+    ("fsdp2", 2, "40M", 128, 1, "none", "bfloat16", "bfloat16"),
+]
+"""Fields of Case."""
+
+
+def make_base(shape: str, stored: str) -> Path:
+    """A random Llama with the built-in tokenizer; kept for the next run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lorakit.model import find_base, load_tokenizer
+
+    target = scratch() / f"plan-{shape}-{stored}"
+    if not (target / "tokenizer.json").exists():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMAS[shape], max_position_embeddings=8192))
+        model.to(getattr(torch, stored)).save_pretrained(target)
+        load_tokenizer(find_base("builtin:tiny")).save_pretrained(target)
+    return target
+
+
+def make_recipe(case: Case, folder: Path) -> Path:
+    """The recipe of a run, and its rows: random words, cut to the same length."""
+    words = ["so", "many", "of", "the", "green", "birds", "sing", "in", "old", "towns", "and", "we", "hear", "them"]
+    g = random.Random(0)
+    rows = folder / "rows.jsonl"
+    count = case.processes * case.rows * STEPS
+    rows.write_text(
+        "".join(json.dumps({"text": " ".join(g.choices(words, k=case.tokens))}) + "\n" for _ in range(count))
+    )
+    recipe = {
+        "base": {"model": str(make_base(case.base, case.stored)), "dtype": case.dtype},
+        "data": {"train": str(rows), "max_tokens": case.tokens, "on_long_rows": "truncate", "loss_on": "all"},
+        "train": {"steps": STEPS, "batch_size": case.processes * case.rows, "micro_batch_size": case.rows,
+                  "activation_checkpointing": case.recompute},
+        "parallel": {"backend": case.backend, "processes": case.processes},
+        "output": str(folder / "out"),
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def run(recipe: Path) -> list[int]:
+    """Peak bytes of every process of a run, as its record tells them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        python("-m", "lorakit.cli", "train", str(recipe)), env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{recipe.read_text()}: exit code {done.returncode}\n{done.stdout}{done.stderr[-4000:]}")
+    record = json.loads((recipe.parent / "out" / "run.json").read_text())
+    return [rank["peak_memory_bytes"] for rank in (record["engine"], *record["ranks"])]
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """A plan, then the run it is of."""
+    from lorakit.plan import run as plan_of
+    from lorakit.recipe import load_recipe
+
+    folder = scratch() / "plan-run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    recipe = make_recipe(case, folder)
+    plan = plan_of(load_recipe(recipe))
+    way = next(row.way for row in plan.advice.rows if row.way.backend == case.backend)
+    began = time.perf_counter()
+    peaks = run(recipe)
+    return {
+        **asdict(case), "predicted_bytes": way.memory.peak, "predicted": asdict(way.memory), "peaks": peaks,
+        "error": way.memory.peak / max(peaks) - 1, "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """The table, the worst and the median error, and whether anything said to fit would have failed."""
+    from lorakit.plan.memory import MARGIN
+
+    rows = [("run", "base", "tokens", "recompute", "predicted MB", "measured MB", "error")]
+    for one in found:
+        dtype = one["dtype"] if one["stored"] == one["dtype"] else f"{one['stored']} as {one['dtype']}"
+        rows.append((
+            f"{one['backend']} x {one['processes']}", f"{one['base']} {dtype}", f"{one['rows']} x {one['tokens']}",
+            one["recompute"], f"{one['predicted_bytes'] / 1e6:,.0f}", f"{max(one['peaks']) / 1e6:,.0f}",
+            f"{one['error']:+.1%}",
+        ))  # fmt: skip
+    table(rows)
+    errors = [abs(one["error"]) for one in found]
+    low = min(one["predicted_bytes"] * (1 + MARGIN) / max(one["peaks"]) for one in found)
+    print(
+        f"\n{len(found)} runs: worst error {max(errors):.1%}, median {statistics.median(errors):.1%};"
+        f" with the margin of {MARGIN:.0%} at least {low:.2f} times what was measured"
+    )
+
+
+def main() -> None:
+    """All cases, or those of one backend."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="cases whose name holds this")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
+    options = parser.parse_args()
+    found = []
+    for case in (Case(*fields) for fields in CASES):
+        if options.only is None or options.only in case.name():
+            found.append(measure(case))
+            print(json.dumps(found[-1]), file=sys.stderr)
+    show(found)
+    if options.keep:
+        keep("plan", {"steps": STEPS, "runs": found})
+
+
+if __name__ == "__main__":
+    main()

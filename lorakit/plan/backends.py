@@ -1,0 +1,120 @@
+"""What each backend splits, holds and sends: the only file of this package that knows backends by name.
+
+P: the base. A: the adapter in float32. N: processes. Bytes are those of rank 0, which has the largest parts.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from lorakit.plan.parts import Part, adapter_bytes, flat_part, rows_part, sum_of, whole, whole_and_part
+from lorakit.plan.passing import (
+    Gathered,
+    Traffic,
+    all_gathered,
+    broadcast,
+    ddp_messages,
+    fsdp2_gathered,
+    no_more,
+    nothing,
+    nothing_gathered,
+    reduced,
+    silence,
+    zero3_gathered,
+    zero3_messages,
+    zero12_messages,
+)  # fmt: skip
+from lorakit.plan.shapes import Shapes
+from lorakit.recipe import ParallelSection
+from lorakit.recipe.parallel import OffloadSection
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One backend. Bytes are those of rank 0, which has the largest parts."""
+
+    splits_base: bool
+    base: Part
+    adapter: Part
+    optimizer: Part
+    """Of one of AdamW's two moments."""
+    num_counters: Callable[[Shapes], int]
+    """Of steps, 4 bytes each."""
+    gradients: Callable[[Shapes, int], int]
+    """Gradients that rest between backward and update."""
+    messages: Callable[[Shapes, int, ParallelSection], int]
+    """Flat copies: of gradients for messages, of what an optimizer updates."""
+    gathered: Callable[[Shapes, int, ParallelSection], Gathered]
+    loading: Callable[[Shapes], int]
+    """Bytes above what is held, while the base is brought in."""
+    traffic: Callable[[Shapes, int, int], Traffic]
+    """(shapes, N, m)"""
+    alone: bool = False
+    """One process, whatever the recipe says."""
+    needs: str | None = None
+    """A package that may not be installed."""
+    adapter_rests_with_base: bool = False
+    """Whether what offloads the base takes the adapter along."""
+
+
+def _whole_adapter(shapes: Shapes, num_ranks: int) -> int:
+    return adapter_bytes(shapes)
+
+
+def _parts_of(part: Part) -> Callable[[Shapes, int], int]:
+    return lambda shapes, num_ranks: sum_of(shapes.adapter, part, num_ranks)
+
+
+def _each(shapes: Shapes) -> int:
+    return len(shapes.adapter)
+
+
+def _one(shapes: Shapes) -> int:
+    return 1
+
+
+LAYOUTS: Final[Mapping[str, Layout]] = {
+    "single": Layout(
+        splits_base=False, base=whole, adapter=whole, optimizer=whole, num_counters=_each, gradients=_whole_adapter,
+        messages=nothing, gathered=nothing_gathered, loading=no_more, traffic=silence, alone=True,
+    ),
+    "ddp": Layout(
+        splits_base=False, base=whole, adapter=whole, optimizer=whole, num_counters=_each, gradients=_whole_adapter,
+        messages=ddp_messages, gathered=nothing_gathered, loading=broadcast, traffic=reduced(2.0),
+    ),
+    "zero1": Layout(
+        splits_base=False, base=whole, adapter=whole, optimizer=flat_part, num_counters=_one,
+        gradients=_whole_adapter, messages=zero12_messages, gathered=nothing_gathered, loading=no_more,
+        traffic=reduced(3.0), needs="deepspeed",
+    ),
+    "zero2": Layout(
+        splits_base=False, base=whole, adapter=whole, optimizer=flat_part, num_counters=_one,
+        gradients=_parts_of(flat_part), messages=zero12_messages, gathered=nothing_gathered, loading=no_more,
+        traffic=reduced(3.0), needs="deepspeed",
+    ),
+    "zero3": Layout(
+        splits_base=True, base=flat_part, adapter=whole_and_part, optimizer=flat_part, num_counters=_one,
+        gradients=_parts_of(flat_part), messages=zero3_messages, gathered=zero3_gathered, loading=no_more,
+        traffic=all_gathered(with_adapter=False), needs="deepspeed",
+    ),
+    "fsdp2": Layout(
+        splits_base=True, base=rows_part, adapter=rows_part, optimizer=rows_part, num_counters=_each,
+        gradients=_parts_of(rows_part), messages=nothing, gathered=fsdp2_gathered, loading=no_more,
+        traffic=all_gathered(with_adapter=True), adapter_rests_with_base=True,
+    ),
+}  # fmt: skip
+SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
+"""Which is taken of those that are expected to be as fast."""
+
+
+def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:
+    """What a backend would do of the recipe's offloading."""
+    asked = parallel.offload
+    places = asked if isinstance(asked, OffloadSection) else OffloadSection(optimizer=asked, parameters=asked)
+    if backend in ("single", "ddp"):
+        return OffloadSection()
+    if not LAYOUTS[backend].splits_base:
+        return OffloadSection(optimizer="none" if places.optimizer == "nvme" else places.optimizer)
+    if backend == "fsdp2" and "cpu" in (places.optimizer, places.parameters):
+        return OffloadSection(optimizer="cpu", parameters="cpu")
+    return OffloadSection() if backend == "fsdp2" else places

@@ -1,0 +1,190 @@
+"""What a machine has: devices, host memory, cores, disk. Found out here, or described by the name of its GPU.
+
+Figures of GPUs are those of the vendors' data sheets, in decimal gigabytes and without sparsity.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lorakit.dtype import measure_all
+from lorakit.errors import LorakitError, nearest
+
+GB: Final = 1_000_000_000
+CGROUPS: Final = Path("/sys/fs/cgroup")
+UNLIMITED: Final = 1 << 60  # what cgroups write where there is no limit is larger than this
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, dense figures."""
+
+    name: str
+    memory_bytes: int
+    flops: float
+    """Operations per second with 16-bit numbers."""
+    memory_rate: float
+    """Bytes per second of its own memory."""
+    link_rate: float
+    """Bytes per second to its neighbours in one machine, in one direction."""
+    other_names: tuple[str, ...] = ()
+    """What drivers and people call it besides."""
+
+
+def _gpu(name: str, gigabytes: float, teraflops: float, memory: float, link: float, *other_names: str) -> Gpu:
+    return Gpu(name, round(gigabytes * GB), teraflops * 1e12, memory * GB, link * GB, other_names)
+
+
+GPUS: Final = (
+    #    name         GB    TFLOP/s  GB/s   GB/s to neighbours
+    _gpu("B200",      180,  2250,    8000,  900),
+    _gpu("H200",      141,  989,     4800,  450),
+    _gpu("H100",      80,   989,     3350,  450),
+    _gpu("A100-80",   80,   312,     2039,  300, "A100", "A100-SXM4-80GB", "A100 80GB PCIe"),
+    _gpu("A100-40",   40,   312,     1555,  300, "A100-SXM4-40GB", "A100-PCIE-40GB"),
+    _gpu("L40S",      48,   362,     864,   32),
+    _gpu("L4",        24,   121,     300,   32),
+    _gpu("RTX 4090",  24,   165,     1008,  32, "4090"),
+    _gpu("RTX 3090",  24,   71,      936,   32, "3090"),
+    _gpu("MI300X",    192,  1307,    5300,  448),
+)  # fmt: skip
+ORDINARY: Final = next(gpu for gpu in GPUS if gpu.name == "RTX 4090")  # rates of a card that is not in the table
+NETWORK_RATE: Final = 25e9  # bytes per second and GPU between machines: 200 Gbit/s, as usual beside such GPUs
+HOST_LINK_RATE: Final = 50e9  # between a GPU and host memory: PCIe 5 x16 (63 in the standard, 55 measured)
+DISK_RATE: Final = 3e9  # one NVMe disk
+HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, when nobody says
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines of a run, all alike. Without ``gpu`` the processors compute, and share the host's memory."""
+
+    gpu: Gpu | None
+    gpus_per_node: int
+    nodes: int
+    host_memory_bytes: int
+    """Of each node; here what is free now, within the limits of the control group."""
+    disk_bytes: int | None
+    """Free on each node's disk; None when nobody knows."""
+    described: bool
+    """Asked about rather than found here."""
+    cpu_flops: Mapping[str, float]
+    """dtype -> operations per second of one process on the CPU."""
+    cores: int
+
+    def words(self) -> str:
+        """The machine in one line."""
+        many = f"{self.nodes} x " if self.nodes > 1 else ""
+        host = f"{self.host_memory_bytes / GB:,.0f} GB of host memory{'' if self.described else ' free'}"
+        disk = "" if self.disk_bytes is None else f", {self.disk_bytes / GB:,.0f} GB of disk free"
+        if self.gpu is None:
+            return f"{many}{self.cores} processors, {host}{disk}"
+        return f"{many}{self.gpus_per_node} x {self.gpu.name} of {self.gpu.memory_bytes / GB:,.0f} GB, {host}{disk}"
+
+
+def this_machine(folder: Path, nodes: int = 1) -> Machine:
+    """The machine this runs on; disk space is that of ``folder``. Other nodes of the run are taken to be alike."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpu = _found_gpu() if num_gpus else None
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return Machine(
+        gpu, num_gpus, nodes, free_host_memory(), shutil.disk_usage(existing).free, False,
+        {} if gpu else {name: rate * 1e9 for name, rate in measure_all(torch.device("cpu")).items()}, _cores(),
+    )  # fmt: skip
+
+
+def described(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int | None) -> Machine:
+    """A machine with GPUs of a known name.
+
+    Raises:
+        LorakitError: no such name.
+    """
+    found = named_gpu(gpu)
+    if found is None:
+        names = [gpu.name for gpu in GPUS]
+        raise LorakitError(f"--gpu: {gpu!r} is not known.{nearest(gpu, names)} There are {', '.join(names)}")
+    memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes
+    return Machine(found, gpus_per_node, nodes, memory, None, True, {}, 0)
+
+
+def named_gpu(name: str) -> Gpu | None:
+    """The GPU of a name as people or drivers write it, such as `h200` or `NVIDIA H200`."""
+    known = [(_plain(other), gpu) for gpu in GPUS for other in (gpu.name, *gpu.other_names)]
+    inside = [(len(plain), gpu) for plain, gpu in known if plain in _plain(name)]
+    return max(inside, key=lambda found: found[0])[1] if inside else None
+
+
+def free_host_memory() -> int:
+    """Bytes that can still be taken on this host: what the system has available, within this process's cgroups."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sys.platform == "linux":
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        available = next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), available)
+    return min([available, *cgroup_rooms(CGROUPS, _own_cgroups())])
+
+
+def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
+    """What each limited control group above this process still allows. ``own``: controller -> group, as in /proc.
+
+    Pages of files that were read are not counted as taken: they are given up when memory is asked for.
+    """
+    rooms = []
+    for controller, limit, usage, key in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if controller not in own:
+            continue
+        group = root / controller / own[controller].lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            allowed = _number(folder / limit)
+            if allowed is not None and allowed < UNLIMITED:
+                rooms.append(max(0, allowed - (_number(folder / usage) or 0) + _stat(folder / "memory.stat", key)))
+    return rooms
+
+
+def _own_cgroups() -> dict[str, str]:
+    try:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(value) for name, value in words if name == key), 0)
+
+
+def _found_gpu() -> Gpu:
+    """The first GPU here: its true memory, and the data sheet's rates of the nearest kind."""
+    facts = torch.cuda.get_device_properties(0)
+    sheet = named_gpu(facts.name) or ORDINARY
+    return Gpu(facts.name, facts.total_memory, sheet.flops, sheet.memory_rate, sheet.link_rate)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

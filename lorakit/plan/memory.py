@@ -1,0 +1,218 @@
+"""Bytes of one process by what they are for: one function per category, each with its formula.
+
+P: the base. A: the adapter in float32. N: processes. What is measured rather than computed is what a micro-batch
+allocates (trace.py) and what a process takes on CPUs before it holds anything (process.py).
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from lorakit.plan.backends import LAYOUTS, Layout, offloads_of
+from lorakit.plan.parts import adapter_bytes, base_bytes, sum_of
+from lorakit.plan.passing import Gathered
+from lorakit.plan.process import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
+from lorakit.plan.shapes import Shapes
+from lorakit.plan.trace import Live
+from lorakit.recipe import ParallelSection
+from lorakit.recipe.parallel import OffloadSection
+
+MARGIN: Final = 0.15
+"""How much more than expected a process may take: what is predicted is said to fit with this much room to spare."""
+
+
+KEPT_LAYERS: Final = 5
+"""Layers whose activations would fill the freed blocks that glibc 2.36 keeps; measured (benchmarks/plan.py)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process where it computes, at the worst moment of a step; ``host`` and ``disk`` come besides."""
+
+    base: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward, with what a layer at work needs."""
+    logits: int
+    """Output head and loss, where they are the worst moment."""
+    gathered: int
+    """Split tensors that are whole for a while, and the messages they come in."""
+    messages: int
+    heap: int
+    """On CPUs: freed blocks that the C library keeps and cannot use again."""
+    process: int
+    loading: int
+    """Of the whole process while the base is brought in."""
+    saving: int
+    """Of the whole process while a checkpoint is written."""
+    host: int = 0
+    """On GPUs: of the process in host memory."""
+    disk: int = 0
+    """Checkpoints, patch, and what rests on a disk; of the whole machine's share of one process."""
+
+    @property
+    def training(self) -> int:
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.loading, self.saving)
+
+
+CATEGORIES: Final = tuple(
+    field.name for field in fields(Memory) if field.name not in ("loading", "saving", "host", "disk")
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What memory depends on besides shapes: one way to run the recipe."""
+
+    backend: str
+    num_processes: int
+    local_processes: int
+    parallel: ParallelSection
+    on_gpu: bool
+    converts: bool
+    """The files hold another dtype than the run's."""
+    stored_bytes: int
+    """Of the base in its files."""
+    keeps: int
+    """Checkpoints on disk."""
+    layer_bytes: int = 0
+    """What one layer keeps for backward when nothing is recomputed."""
+    activations_on_host: int = 0
+    """Bytes of layer inputs that wait in host memory for backward (train.activation_offload)."""
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.backend]
+
+    @property
+    def offloads(self) -> OffloadSection:
+        return offloads_of(self.backend, self.parallel)
+
+
+def memory_of(shapes: Shapes, setting: Setting, live: Live, evaluating: Live | None, process: int) -> Memory:
+    """Everything one process holds at the worst moment of a step."""
+    n, layout = setting.num_processes, setting.layout
+    start, layer, head = _moments(shapes, setting, live, evaluating)
+    activations, logits, gathered = max(start, layer, head, key=sum)
+    still = Memory(
+        base=base(shapes, setting), adapter=adapter(shapes, setting), gradients=gradients(shapes, setting),
+        optimizer=optimizer(shapes, setting), activations=activations, logits=logits, gathered=gathered,
+        messages=layout.messages(shapes, n, setting.parallel), heap=heap(setting),
+        process=process + communication(setting), loading=0, saving=0,
+    )  # fmt: skip
+    still = replace(still, loading=loading(shapes, setting, still), saving=saving(shapes, setting, still))
+    return replace(still, host=host(shapes, setting), disk=disk(shapes, setting))
+
+
+def base(shapes: Shapes, setting: Setting) -> int:
+    """P, or this rank's parts of it; 0 when they rest elsewhere (offload.parameters)."""
+    if setting.offloads.parameters != "none" and setting.on_gpu:
+        return 0
+    return sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
+
+
+def adapter(shapes: Shapes, setting: Setting) -> int:
+    """A; A / N for fsdp2; A + A / N for zero3, which keeps it whole beside its parts."""
+    if setting.layout.adapter_rests_with_base and setting.offloads.parameters != "none" and setting.on_gpu:
+        return 0
+    return sum_of(shapes.adapter, setting.layout.adapter, setting.num_processes)
+
+
+def gradients(shapes: Shapes, setting: Setting) -> int:
+    """A in float32, or A / N; 0 when the optimizer rests elsewhere."""
+    if setting.offloads.optimizer != "none" and setting.on_gpu:
+        return 0
+    return setting.layout.gradients(shapes, setting.num_processes)
+
+
+def optimizer(shapes: Shapes, setting: Setting) -> int:
+    """AdamW: two moments in float32, 2 A or 2 A / N, and step counters; 0 when it rests elsewhere."""
+    if setting.offloads.optimizer != "none" and setting.on_gpu:
+        return 0
+    return optimizer_state(shapes, setting)
+
+
+def optimizer_state(shapes: Shapes, setting: Setting) -> int:
+    """Wherever it rests."""
+    moments = 2 * sum_of(shapes.adapter, setting.layout.optimizer, setting.num_processes)
+    return moments + 4 * setting.layout.num_counters(shapes)
+
+
+def heap(setting: Setting) -> int:
+    """As much as some layers keep for backward, where freed blocks are not given back at once: whole bases on CPUs."""
+    if setting.on_gpu or setting.layout.splits_base:
+        return 0
+    return KEPT_LAYERS * setting.layer_bytes
+
+
+def communication(setting: Setting) -> int:
+    """On GPUs the channels of nccl, once there are neighbours; gloo's are small."""
+    return NCCL_BUFFERS if setting.on_gpu and setting.num_processes > 1 else 0
+
+
+def loading(shapes: Shapes, setting: Setting, still: Memory) -> int:
+    """What is held then (P or parts, A, the process), and what bringing it in needs besides.
+
+    On CPUs a base in the dtype of its files is mapped from them; else the mapped files come on top of its copy. DDP
+    then sends the whole base once, in two messages of 250 MB at a time. On GPUs files are read into host memory.
+    """
+    held = still.base + still.adapter + still.process
+    mapped = setting.stored_bytes if setting.converts and not setting.layout.splits_base else 0
+    return held + (0 if setting.on_gpu else mapped) + setting.layout.loading(shapes)
+
+
+def saving(shapes: Shapes, setting: Setting, still: Memory) -> int:
+    """All but activations; on CPUs with whole copies of adapter and moments, 3 A."""
+    held = still.base + still.adapter + still.gradients + still.optimizer + still.messages + still.process
+    return held + (0 if setting.on_gpu else 3 * adapter_bytes(shapes))
+
+
+def host(shapes: Shapes, setting: Setting) -> int:
+    """In host memory of a GPU's process: libraries, the base while it is loaded whole, what rests there, and 3 A.
+
+    Whole files are mapped, and shared by the processes of a machine; a converted base is each process's own.
+    """
+    if not setting.on_gpu:
+        return 0
+    n, layout = setting.num_processes, setting.layout
+    shared = 0 if layout.splits_base else setting.stored_bytes // setting.local_processes
+    own = base_bytes(shapes) if setting.converts and not layout.splits_base else 0
+    resting = sum_of(shapes.frozen, layout.base, n) if setting.offloads.parameters == "cpu" else 0
+    if setting.offloads.optimizer == "cpu":
+        resting += optimizer_state(shapes, setting) + 2 * sum_of(shapes.adapter, layout.optimizer, n)
+    waiting = resting + setting.activations_on_host + 3 * adapter_bytes(shapes)
+    return HOST_OF_GPU_PROCESS + max(shared + own, waiting)
+
+
+def disk(shapes: Shapes, setting: Setting) -> int:
+    """Per machine: 3 A for each kept checkpoint and two more; A for the patch; what rests there."""
+    resting = sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
+    moved = resting if setting.offloads.parameters == "nvme" else 0
+    if setting.offloads.optimizer == "nvme":
+        moved += 2 * optimizer_state(shapes, setting)
+    return (3 * (setting.keeps + 2) + 1) * adapter_bytes(shapes) + moved * setting.local_processes
+
+
+def _moments(
+    shapes: Shapes, setting: Setting, live: Live, evaluating: Live | None
+) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
+    """(activations, logits, gathered) in the three phases of a micro-batch that can be the worst."""
+    gathered = _gathered(shapes, setting)
+    saved = round(live.saved) - (setting.activations_on_host if setting.on_gpu else 0)
+    logits = max(round(live.head), round(evaluating.head) - saved if evaluating else 0)
+    return (
+        (0, 0, gathered.start),
+        (saved + round(live.layer), 0, gathered.layer),
+        (saved, logits, gathered.head),
+    )
+
+
+def _gathered(shapes: Shapes, setting: Setting) -> Gathered:
+    if not setting.layout.splits_base:
+        return Gathered()
+    return setting.layout.gathered(shapes, setting.num_processes, setting.parallel)

@@ -1,0 +1,85 @@
+"""What a process takes before it holds anything of a run: its libraries, and what they keep once they are in use.
+
+On CPUs that is measured: another process imports what a run imports, takes one step with the built-in base, and says
+how much of the memory it then holds is not the base's. On GPUs it is a stated constant.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from lorakit.resident import resident_bytes
+
+CUDA_CONTEXT: Final = 500_000_000  # driver, kernels and cuBLAS's workspace, in the GPU's memory
+NCCL_BUFFERS: Final = 400_000_000  # channels to the neighbours, once there are any
+HOST_OF_GPU_PROCESS: Final = 3_000_000_000  # libraries with their GPU code, in host memory
+TOKENS: Final = 256
+OPTIONAL: Final = ("deepspeed",)
+"""What some backends import besides."""
+
+
+def measured(folder: Path, dtype: str, needs: str | None) -> int:
+    """Resident bytes of a process that has everything but a base.
+
+    ``folder`` holds the base, whose tokenizer may be large; it computes in ``dtype``; ``needs`` is a package that the
+    backend imports besides.
+    """
+    found = _asked_of_a_fresh_one(folder, dtype)
+    return found["plain"] if needs is None else found.get(needs, found["plain"])
+
+
+@functools.cache
+def _asked_of_a_fresh_one(folder: Path, dtype: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "lorakit.plan.process", str(folder), dtype]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _take_a_step(folder: Path, dtype: str) -> None:
+    """Two packed rows, forward, backward and update, with the built-in base."""
+    import torch
+
+    import lorakit.train  # noqa: F401 - what a run imports
+    from lorakit.batch import Batch
+    from lorakit.dtype import DTYPES
+    from lorakit.errors import BaseModelError
+    from lorakit.lora import AdapterSpec, attach, find_targets
+    from lorakit.lora.inject import adapter_tensors
+    from lorakit.loss import loss_sum
+    from lorakit.model import find_base, load_base, load_tokenizer
+    from lorakit.optim import build_optimizer
+
+    with contextlib.suppress(BaseModelError):  # a base that is only described may have no tokenizer
+        tokenizer = load_tokenizer(folder)  # noqa: F841 - it is held, as in a run
+    model = load_base(find_base("builtin:tiny"), DTYPES[dtype], torch.device("cpu"))
+    attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
+    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    positions = torch.arange(TOKENS // 2).repeat(2)[None]
+    ids = torch.ones_like(positions)
+    loss_sum(model, Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).backward()
+    optimizer.step()
+    _ = torch.ones(TOKENS, 1024, dtype=DTYPES[dtype]) @ torch.ones(
+        1024, 1024, dtype=DTYPES[dtype]
+    )  # what the matrix library keeps for larger products
+
+
+def _report(folder: Path, dtype: str) -> dict[str, int]:
+    _take_a_step(folder, dtype)
+    found = {"plain": resident_bytes()}
+    for package in OPTIONAL:
+        if importlib.util.find_spec(package) is not None:
+            importlib.import_module(package)
+            found[package] = resident_bytes()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_report(Path(sys.argv[1]), sys.argv[2])))

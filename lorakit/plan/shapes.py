@@ -1,0 +1,189 @@
+"""What a base is, from its config and its model on the meta device: every tensor's shape, and nothing of its values.
+
+A base whose weights are not there, or cut short, can be planned for: of the files only headers are read.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lorakit.engine.fsdp2 import layer_groups
+from lorakit.job import adapter_spec
+from lorakit.lora import attach, find_targets
+from lorakit.lora.inject import adapter_tensors
+from lorakit.model import load_skeleton
+from lorakit.patch.base_files import INDEX, SINGLE
+from lorakit.patch.tensor_file import DTYPES, MAX_HEADER_BYTES
+from lorakit.recipe import AdapterSection
+
+ROOT: Final = "root"
+"""The group of what belongs to no layer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the adapted base. ``group`` names the module that a sharding engine gathers it with."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trains: bool
+    group: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The tensors of a base with its adapter; a tied tensor is one."""
+
+    architecture: str
+    pieces: tuple[Piece, ...]
+    embedding: str | None
+    head: str | None
+    """Names of the tensors of input embedding and output head; the same when they are tied."""
+    hidden_size: int
+    attention_width: int
+    """Heads times their size, of a layer."""
+    num_layers: int
+    stored_dtype: torch.dtype | None
+    """Of most of what the files hold; None when they say nothing."""
+
+    @property
+    def frozen(self) -> tuple[Piece, ...]:
+        return tuple(piece for piece in self.pieces if not piece.trains)
+
+    @property
+    def adapter(self) -> tuple[Piece, ...]:
+        return tuple(piece for piece in self.pieces if piece.trains)
+
+    def bytes_of_groups(self) -> dict[str, int]:
+        """group -> bytes of all its tensors."""
+        found: Counter[str] = Counter()
+        for piece in self.pieces:
+            found[piece.group] += piece.nbytes
+        return dict(found)
+
+    def num_matmul_parameters(self) -> int:
+        """Weights that take part in matrix products: matrices, without an embedding that is only looked up in."""
+        looked_up = self.embedding if self.embedding != self.head else None
+        return sum(p.numel for p in self.frozen if len(p.shape) > 1 and p.name != looked_up)
+
+
+def read_shapes(folder: Path, adapter: AdapterSection, dtype: torch.dtype) -> Shapes:
+    """The shapes of a base in a folder, with the adapter of a recipe, the base in ``dtype``.
+
+    Raises:
+        BaseModelError: no config, or an architecture transformers does not know.
+        TargetError: the adapter does not go onto it.
+    """
+    return shapes_of(adapted_skeleton(folder, adapter, dtype), stored_dtype(folder))
+
+
+def adapted_skeleton(folder: Path, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
+    """The base of a folder in ``dtype`` with an adapter on it, all of it on the meta device."""
+    model = load_skeleton(folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    spec = adapter_spec(adapter)
+    targets = find_targets(model, spec)
+    with torch.device("meta"):
+        return attach(model, targets, spec, seed=0)
+
+
+def shapes_of(model: nn.Module, stored: torch.dtype | None) -> Shapes:
+    """The shapes of an adapted model."""
+    config: Any = model.config
+    config = config.get_text_config()
+    trained = {id(tensor) for tensor in adapter_tensors(model).values()}
+    groups = _groups(model)
+    pieces = tuple(
+        Piece(
+            name, tuple(tensor.shape), tensor.dtype.itemsize, id(tensor) in trained, groups.get(id(tensor), ROOT)
+        )
+        for name, tensor in model.named_parameters()
+    )  # fmt: skip
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
+    return Shapes(
+        type(model).__name__, pieces, _weight_name(model, "get_input_embeddings", names),
+        _weight_name(model, "get_output_embeddings", names), hidden,
+        heads * int(getattr(config, "head_dim", None) or hidden // heads), int(config.num_hidden_layers), stored,
+    )  # fmt: skip
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of most bytes of a base's files, as their headers or else its config say. No tensor is read."""
+    sizes: Counter[torch.dtype] = Counter()
+    for path in _weight_files(folder):
+        for facts in _header(path).values():
+            if isinstance(facts, dict) and facts.get("dtype") in DTYPES and isinstance(facts.get("shape"), list):
+                sizes[DTYPES[facts["dtype"]]] += math.prod(facts["shape"]) * DTYPES[facts["dtype"]].itemsize
+    if sizes:
+        return sizes.most_common(1)[0][0]
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    told = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return told if isinstance(told, torch.dtype) else None
+
+
+def _weight_files(folder: Path) -> Iterable[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file; empty for one that is not there or has none."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _groups(model: nn.Module) -> dict[int, str]:
+    names = {module: name for name, module in model.named_modules()}
+    return {id(tensor): names[part] for part in layer_groups(model) for tensor in part.parameters()}
+
+
+def _weight_name(model: nn.Module, getter: str, names: dict[int, str]) -> str | None:
+    module = getattr(model, getter)()
+    return names.get(id(module.weight)) if module is not None else None
+
+
+def repeated_layers(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
+    """(parent, name, layers) of the longest list of layers of a model: its decoder's."""
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in _children(parent)
+    ]  # fmt: skip
+    return max(lists, key=lambda found: sum(p.numel() for p in found[2].parameters()))
+
+
+def _children(parent: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in parent.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield name, child

@@ -1,0 +1,146 @@
+"""What one micro-batch allocates: forward and backward of the model itself, on tensors without memory.
+
+Every operation runs on the meta device, so sizes are exact whatever the architecture, no weight is read and no
+product computed. Counted is what is alive at once: activations, gradients in flight, logits; not parameters and not
+the adapter's gradients. Layers that are alike are run once or twice and multiplied: memory is linear in their number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.batch import IGNORED, Batch
+from lorakit.errors import BaseModelError
+from lorakit.job import CHECKPOINTS, checkpoint_layers
+from lorakit.loss import loss_sum
+from lorakit.plan.counting import META, Attention, Count, MicroBatch
+from lorakit.plan.shapes import adapted_skeleton, repeated_layers
+from lorakit.recipe import AdapterSection
+
+
+@dataclass(frozen=True)
+class Live:
+    """Bytes alive at once: what forward keeps for backward, and the most above that, by what is computed."""
+
+    saved: float
+    head: float
+    """While output head and loss are computed, forward and backward."""
+    layer: float
+    """At any other time."""
+
+    def plus(self, other: "Live", times: float) -> "Live":
+        return Live(self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer)
+
+
+@final
+class Tracer:
+    """Runs micro-batches through the model of a folder."""
+
+    def __init__(self, folder: Path, adapter: AdapterSection, dtype: torch.dtype, *, checkpointing: bool) -> None:
+        self._model = adapted_skeleton(folder, adapter, dtype).train()
+        self._parent, self._name, self._layers = repeated_layers(self._model)
+        config: Any = self._model.config
+        self._config = config.get_text_config()
+        self._types = list(getattr(self._config, "layer_types", None) or [])
+        self._kinds = _kinds(self._layers, self._types)
+        if checkpointing:
+            checkpoint_layers(self._model)
+            for module in self._model.modules():
+                if getattr(module, CHECKPOINTS, None) is not None:
+                    setattr(module, CHECKPOINTS, partial(getattr(module, CHECKPOINTS), context_fn=_also_recomputing))
+
+    def training(self, batch: MicroBatch) -> Live:
+        """Of forward and backward."""
+        return self._multiplied(lambda: _training(self._model, batch))
+
+    def evaluating(self, batch: MicroBatch) -> Live:
+        """Of a forward that keeps nothing."""
+        return self._multiplied(lambda: _evaluating(self._model, batch))
+
+    def _multiplied(self, run: Callable[[], Live]) -> Live:
+        """For one layer of each kind, and for each kind what one more adds."""
+        firsts = [members[0] for members in self._kinds.values()]
+        total = one_each = self._with(firsts, run)
+        for members in self._kinds.values():
+            if len(members) > 1:
+                more = self._with(sorted([*firsts, members[1]]), run).plus(one_each, -1.0)
+                total = total.plus(more, len(members) - 1)
+        return Live(total.saved, max(0.0, total.head), max(0.0, total.layer))
+
+    def _with(self, chosen: list[int], run: Callable[[], Live]) -> Live:
+        setattr(self._parent, self._name, nn.ModuleList(self._layers[index] for index in chosen))
+        if self._types:
+            self._config.layer_types = [self._types[index] for index in chosen]
+        try:
+            return run()
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
+            raise BaseModelError(
+                f"{type(self._model).__name__} cannot be run without weights, so its memory is not known"
+                f" ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+            ) from problem
+        finally:
+            setattr(self._parent, self._name, self._layers)
+            if self._types:
+                self._config.layer_types = self._types
+
+
+def _kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int]]:
+    """Layers by what decides their memory: tensors, attention, and whether a gradient goes on to what is below."""
+    found: dict[Any, list[int]] = {}
+    reached = False
+    for index, layer in enumerate(layers):
+        tensors = tuple((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+        attention = types[index] if types else None
+        found.setdefault((type(layer), tensors, attention, reached), []).append(index)
+        reached = reached or any(p.requires_grad for p in layer.parameters())
+    return found
+
+
+def _training(model: nn.Module, batch: MicroBatch) -> Live:
+    count = Count(batch, model)
+    with count, Attention(), _noting_the_head(model, count):
+        loss_sum(model, _made(batch)).backward()
+    return Live(count.saved, count.peak["head"] - count.saved, count.peak["layer"] - count.saved)
+
+
+def _evaluating(model: nn.Module, batch: MicroBatch) -> Live:
+    count = Count(batch, model)
+    with count, Attention(), torch.no_grad():
+        loss_sum(model, _made(batch))
+    return Live(0.0, max(count.peak.values()), 0.0)
+
+
+def _made(batch: MicroBatch) -> Batch:
+    ids = torch.zeros(batch.lines, batch.width, dtype=torch.long, device=META)
+    labels = torch.full_like(ids, IGNORED)
+    mask = None if batch.packed else torch.ones_like(ids)
+    return Batch(ids, labels, torch.zeros_like(ids), mask, (0,), batch.num_tokens, batch.num_labels)
+
+
+@contextmanager
+def _noting_the_head(model: nn.Module, count: Count) -> Iterator[None]:
+    """Tell ``count`` when the head begins, and when backward has left it."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def begins(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        count.saved, count.phase = count.alive, "head"
+        count.peak["head"] = max(count.peak["head"], count.alive)
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda gradient: setattr(count, "phase", "layer"))
+
+    handle = head.register_forward_pre_hook(begins)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _also_recomputing() -> tuple[Any, Any]:
+    """Contexts of a layer's forward and of its recomputation, in which the modes around it are not seen."""
+    return nullcontext(), Attention()

@@ -1,0 +1,385 @@
+"""The plan: what a recipe takes before it is run, beside what it takes; what fits; and what `auto` makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakit.batch import Batch
+from lorakit.cli import main
+from lorakit.errors import LorakitError, RunError
+from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.loss import loss_sum
+from lorakit.model import find_base, load_base
+from lorakit.plan import Machine, choose, described, run
+from lorakit.plan.counting import MicroBatch
+from lorakit.plan.machine import GB, cgroup_rooms, named_gpu
+from lorakit.plan.memory import MARGIN
+from lorakit.plan.trace import Tracer
+from lorakit.recipe import AdapterSection, Recipe, load_recipe
+from tests.conftest import make_base, write_rows
+
+BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+H200 = described("H200", 2, 1, None)
+Write = Callable[..., Path]
+
+
+def small(machine: Machine, gigabytes: float) -> Machine:
+    """The same machine with GPUs of less memory."""
+    assert machine.gpu is not None
+    return replace(machine, gpu=replace(machine.gpu, memory_bytes=round(gigabytes * GB)))
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 8 billion parameters as its config describes it: there are no weights, and no tokenizer."""
+    folder = tmp_path_factory.mktemp("large")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def of_large(large: Path, recipe: Write) -> Callable[..., Recipe]:
+    """A recipe for the large base, whose rows are elsewhere."""
+
+    def load(*overrides: str, tokens: int = 4096, rows: int = 1) -> Recipe:
+        data = {"train": "/elsewhere/rows.jsonl", "eval": None, "max_tokens": tokens}
+        train = {"steps": 10, "batch_size": 2 * rows, "micro_batch_size": rows, "warmup_steps": 2}
+        path = recipe(base={"model": str(large), "dtype": "bfloat16"}, data=data, train=train)
+        return load_recipe(path, ("parallel.backend=ddp", "parallel.processes=2", *overrides))
+
+    return load
+
+
+def memory(plan: Any, backend: str) -> Any:
+    return next(row.way.memory for row in plan.advice.rows if row.way.backend == backend)
+
+
+# --- what is alive in a micro-batch ---------------------------------------------------------------------------------
+
+
+def saved_for_backward(model: torch.nn.Module, batch: Batch) -> int:
+    """Bytes of storages that a real forward keeps for backward, parameters left out."""
+    own = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
+    found: dict[int, tuple[int, Any]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = (storage.nbytes(), storage)
+        return tensor
+
+    hidden: list[int] = []
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    handle = head.register_forward_pre_hook(lambda *_: hidden.append(sum(size for size, _ in found.values())))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_sum(model, batch)
+    handle.remove()
+    return hidden[0]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_forward_keeps_is_what_a_real_one_keeps(base: Path, packed: bool) -> None:
+    lines, width = (1, 96) if packed else (3, 40)
+    ids = torch.ones(lines, width, dtype=torch.long)
+    mask = None if packed else torch.ones_like(ids).index_fill(1, torch.tensor([width - 1]), 0)
+    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, lines * width)
+    section = AdapterSection(rank=4)
+    model = load_base(base, torch.float32, torch.device("cpu"))
+    spec = AdapterSpec(**section.model_dump())
+    attach(model, find_targets(model, spec), spec, seed=0)
+    model.train()
+
+    form = MicroBatch(lines, width, lines * width, packed=packed, masked=not packed)
+    planned = Tracer(base, section, torch.float32, checkpointing=False).training(form)
+
+    real = saved_for_backward(model, batch)
+    assert real > 0
+    assert planned.saved == pytest.approx(real, rel=0.10)
+
+
+def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, tokenizer: Any) -> None:
+    form = MicroBatch(1, 64, 64, packed=True, masked=False)
+    saved: dict[bool, list[float]] = {False: [], True: []}
+    for layers in (3, 6, 9):
+        folder = make_base(tmp_path / str(layers), tokenizer, num_hidden_layers=layers)
+        for recompute, found in saved.items():
+            found.append(Tracer(folder, AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved)
+    kept, recomputed = saved[False], saved[True]
+    assert kept[2] - kept[1] == kept[1] - kept[0] > recomputed[2] - recomputed[1]
+    assert recomputed[2] - recomputed[1] == 3 * 64 * 32 * 4  # of three layers their inputs: 64 tokens of 32 float32
+
+
+def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
+    def needs(width: int, recompute: bool) -> float:
+        form = MicroBatch(1, width, width, packed=True, masked=False)
+        return Tracer(base, AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
+
+    assert needs(64, True) < needs(64, False) < needs(128, False)
+
+
+# --- what is held ---------------------------------------------------------------------------------------------------
+
+
+def test_what_each_backend_holds_follows_its_formula(of_large: Callable[..., Recipe]) -> None:
+    plan = run(of_large(), H200)
+    whole = memory(plan, "ddp")
+    assert whole.base == 2 * 8_030_261_248  # the parameters of Llama-3-8B
+    for backend in BACKENDS:
+        found = memory(plan, backend)
+        splits_base, splits_moments = backend in ("zero3", "fsdp2"), backend not in ("single", "ddp")
+        splits_gradients = backend in ("zero2", "zero3", "fsdp2")
+        assert found.base == pytest.approx(whole.base / (2 if splits_base else 1), rel=1e-6)
+        assert found.optimizer == pytest.approx(2 * whole.adapter / (2 if splits_moments else 1), rel=1e-3)
+        assert found.gradients == pytest.approx(whole.adapter / (2 if splits_gradients else 1), rel=1e-6)
+        assert found.peak >= found.training >= found.base + found.adapter
+        assert found.saving < found.training
+
+
+def test_offloading_moves_bytes_to_the_host(of_large: Callable[..., Recipe]) -> None:
+    kept = memory(run(of_large("parallel.backend=zero3"), H200), "zero3")
+    moved = memory(run(of_large("parallel.backend=zero3", "parallel.offload=cpu"), H200), "zero3")
+    assert moved.base == moved.optimizer == 0 < kept.base
+    assert moved.host > kept.host
+    on_disk = ("parallel.backend=zero3", "parallel.offload=nvme", "parallel.nvme_path=/scratch")
+    rests_there = memory(run(of_large(*on_disk), H200), "zero3")
+    assert rests_there.disk > moved.disk + kept.base
+
+
+def test_no_weight_is_read(tmp_path: Path, base: Path, recipe: Write) -> None:
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for file in base.iterdir():
+        content = file.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        (folder / file.name).write_bytes(content[:header] if file.suffix == ".safetensors" else content)
+    whole = run(load_recipe(recipe()), H200)
+    cut = run(load_recipe(recipe(base={"model": str(folder)})), H200)
+    assert memory(cut, "single") == memory(whole, "single")
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_base_fits_the_whole_base_is_advised_and_where_not_it_is_split(
+    of_large: Callable[..., Recipe],
+) -> None:
+    roomy = run(of_large(), H200).advice
+    tight = run(of_large("train.activation_checkpointing=layers"), small(H200, 24)).advice
+    assert roomy.best is not None
+    assert roomy.best.backend == "ddp"
+    assert "a whole base" not in roomy.why
+    assert tight.best is not None
+    assert tight.best.backend == "fsdp2"
+    assert "a whole base of 16.06 GB does not fit each process" in tight.why
+    for row in (*roomy.rows, *tight.rows):
+        limit = (141 if row in roomy.rows else 24) * GB
+        assert row.way.fits == (row.way.memory.peak * (1 + MARGIN) <= limit)
+
+
+def test_the_cheapest_change_makes_it_fit(of_large: Callable[..., Recipe]) -> None:
+    plan = run(of_large(rows=8), small(H200, 30))
+    assert plan.advice.best is None
+    assert plan.refusal is not None
+    way = plan.advice.cheapest
+    assert way is not None
+    assert way.fits
+    again = run(
+        of_large(*(f"{key}={json.dumps(value)}" for key, value in way.changes.items()), rows=8), small(H200, 30)
+    )
+    assert memory(again, way.backend) == way.memory
+    assert next(row.way for row in again.advice.rows if row.way.backend == way.backend).fits
+    assert f"parallel.backend={way.backend}" in plan.refusal
+
+
+def test_more_processes_are_proposed_where_nothing_else_helps(of_large: Callable[..., Recipe]) -> None:
+    little = small(described("H200", 2, 1, 12 * GB), 12)  # of host memory too, so that nothing can rest there
+    plan = run(of_large(tokens=1024), little)
+    assert plan.advice.cheapest is not None
+    assert plan.advice.cheapest.changes["parallel.processes"] == 4
+
+
+def test_nothing_helps_a_machine_that_is_far_too_small(of_large: Callable[..., Recipe]) -> None:
+    plan = run(of_large(), small(H200, 1))
+    assert plan.advice.best is None
+    assert plan.advice.cheapest is None
+    assert "take a smaller base" in str(plan.refusal)
+
+
+def test_recomputing_left_open_is_taken_only_where_memory_asks_for_it(of_large: Callable[..., Recipe]) -> None:
+    recipe = of_large("train.activation_checkpointing=auto", rows=2)
+    ways = {row.way.backend: row.way for row in run(recipe, H200).advice.rows}
+    assert not ways["ddp"].checkpointing
+    ways = {row.way.backend: row.way for row in run(recipe, small(H200, 60)).advice.rows}
+    assert ways["ddp"].checkpointing
+    assert ways["ddp"].fits
+
+
+# --- machines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_is_found_under_the_names_people_and_drivers_give_it() -> None:
+    for name, found in (
+        ("h200", "H200"), ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("a100-80gb", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("L40S", "L40S"), ("L4", "L4"),
+    ):  # fmt: skip
+        gpu = named_gpu(name)
+        assert getattr(gpu, "name", None) == found, name
+    assert named_gpu("") is None
+    assert named_gpu("abacus") is None
+
+
+def test_the_memory_of_a_control_group_counts(tmp_path: Path) -> None:
+    group = tmp_path / "jobs" / "mine"
+    group.mkdir(parents=True)
+    (tmp_path / "jobs/memory.max").write_text("1000\n")
+    (tmp_path / "jobs/memory.current").write_text("700\n")
+    (tmp_path / "jobs/memory.stat").write_text("anon 100\ninactive_file 200\n")
+    (group / "memory.max").write_text("max\n")
+    assert cgroup_rooms(tmp_path, {"": "/jobs/mine"}) == [500]
+    assert cgroup_rooms(tmp_path, {}) == []
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_describes_a_machine_and_writes_every_figure(
+    recipe: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ["plan", str(recipe()), "--gpu", "H200", "--gpus", "8", "--nodes", "2", "--json", str(tmp_path / "p.json")]
+    assert main(told) == 0
+    text = capsys.readouterr().out
+    assert "2 x 8 x H200 of 141 GB" in text
+    assert "fits, advised" in text
+    assert "why" in text
+    facts = json.loads((tmp_path / "p.json").read_text())
+    assert [row["backend"] for row in facts["backends"]] == list(BACKENDS)
+    assert facts["backends"][1]["processes"] == 16
+    assert facts["advice"] in BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "H2000000"], ""),
+        (["--gpu", "abacus"], "'abacus' is not known. There are B200, H200"),
+        (["--gpus", "8"], "--gpus: describes a machine; name its GPU with --gpu"),
+    ],
+)
+def test_a_machine_nobody_knows_is_refused(
+    recipe: Write, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", str(recipe()), *arguments])
+    assert (code, words in capsys.readouterr().err) == ((2, True) if words else (0, True))
+
+
+def test_what_does_not_fit_ends_with_2_and_says_what_would(
+    large: Path, recipe: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"train": "/elsewhere/rows.jsonl", "eval": None, "max_tokens": 4096}
+    train = {"steps": 10, "batch_size": 8, "micro_batch_size": 8, "warmup_steps": 2}
+    path = recipe(base={"model": str(large), "dtype": "bfloat16"}, data=data, train=train)
+    assert main(["plan", str(path), "--gpu", "RTX 4090"]) == 2
+    assert "nothing fits as the recipe stands; the cheapest change: parallel.backend=" in capsys.readouterr().err
+
+
+# --- auto -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_leaves_nothing_open_is_not_planned(recipe: Write) -> None:
+    path = recipe(base={"model": "/nowhere"})
+    assert choose(load_recipe(path), fresh=False).values == {}
+
+
+def test_auto_is_refused_with_what_only_a_named_backend_can_do(recipe: Write) -> None:
+    for words, overrides in (
+        ("offload: goes with a backend that is named", ("parallel.offload=cpu",)),
+        ("looks at this machine alone", ("parallel.processes=4", "parallel.nodes=2", "parallel.rendezvous=a:1")),
+    ):
+        with pytest.raises(LorakitError, match=words):
+            load_recipe(recipe(), ("parallel.backend=auto", *overrides))
+
+
+def test_a_launcher_of_others_chooses_nothing(recipe: Write) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(recipe()), "parallel.backend=auto"]
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "parallel.backend: `auto` is chosen by the `lorakit train` that starts the processes" in done.stderr
+
+
+@pytest.mark.spread
+def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, tmp_path: Path) -> None:
+    path = recipe(parallel={"backend": "auto", "processes": 2}, train={"activation_checkpointing": "auto", "steps": 4})
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out/run.json").read_text())
+    assert record["engine"]["backend"] == record["recipe"]["parallel"]["backend"] == "ddp"
+    assert record["recipe"]["train"]["activation_checkpointing"] == "none"
+    assert record["auto"].startswith("ddp: the whole base of")
+    assert "nothing is recomputed" in record["auto"]
+    assert f"auto       {record['auto']}" in done.stdout
+
+    record["recipe"]["parallel"]["backend"] = "fsdp2"  # as if it had been advised then
+    (tmp_path / "out/run.json").write_text(json.dumps(record))
+    choice = choose(load_recipe(path), fresh=False)
+    assert choice.values == {"parallel.backend": "fsdp2", "train.activation_checkpointing": "none"}
+    assert "as this run was begun" in choice.why
+    assert choose(load_recipe(path), fresh=True).values["parallel.backend"] == "ddp"
+
+
+def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorakit.plan.machine.free_host_memory", lambda: 100_000_000)
+    with pytest.raises(RunError, match=r"parallel.backend: auto: nothing fits as the recipe stands"):
+        choose(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
+
+
+# --- beside reality (benchmarks/plan.py has the whole matrix) -------------------------------------------------------
+
+
+@pytest.mark.spread
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "processes"), [("single", 1), ("ddp", 2), ("zero3", 2), ("fsdp2", 2)])
+def test_a_run_takes_what_the_plan_says(
+    backend: str, processes: int, recipe: Write, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings": 512}  # fmt: skip
+    folder = make_base(tmp_path / "base", tokenizer, **sizes)
+    rows = write_rows(tmp_path / "long.jsonl", [{"text": "so many green birds " * 100}] * (2 * processes))
+    path = recipe(
+        base={"model": str(folder)}, parallel={"backend": backend, "processes": processes},
+        data={"train": str(rows), "eval": None, "max_tokens": 256, "on_long_rows": "truncate", "loss_on": "all"},
+        train={"steps": 2, "batch_size": processes, "micro_batch_size": 1, "warmup_steps": 1},
+    )  # fmt: skip
+    planned = memory(run(load_recipe(path)), backend)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "lorakit.cli", "train", str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out/run.json").read_text())
+    ranks = [record["engine"], *record["ranks"]]
+    assert planned.base == max(rank["base_bytes"] for rank in ranks)
+    assert planned.adapter == max(rank["adapter_bytes"] for rank in ranks)
+    taken = max(rank["peak_memory_bytes"] for rank in ranks)
+    assert taken == pytest.approx(planned.peak, rel=MARGIN)
+
+
+def test_the_built_in_base_can_be_planned(recipe: Write) -> None:
+    plan = run(load_recipe(recipe(base={"model": "builtin:tiny"})), H200)
+    assert memory(plan, "single").base > 0
+    assert find_base("builtin:tiny").exists()
