@@ -116,7 +116,6 @@ def test_backends_agree(found: Find, backend: str, processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.attack
 @spread
 def test_backends_agree_in_half_precision(found: Find, backend: str) -> None:
     alone, result = found("single", 1), found(backend, 2)
@@ -129,7 +128,6 @@ def test_backends_agree_in_half_precision(found: Find, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.attack
 @spread
 def test_offloading_changes_nothing(found: Find, backend: str) -> None:
     alone, result = found("single", 1), found(backend, 2)
@@ -143,7 +141,6 @@ def test_offloading_changes_nothing(found: Find, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.attack
 @spread
 def test_state_moves_to_a_backend(found: Find, backend: str) -> None:
     """The first half of the steps alone, the second in several processes that took its state over."""
@@ -156,7 +153,6 @@ def test_state_moves_to_a_backend(found: Find, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.attack
 @spread
 def test_what_is_held_and_sent(found: Find, backend: str) -> None:
     """Bytes and messages are counted, not assumed."""

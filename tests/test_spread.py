@@ -98,7 +98,7 @@ def long_recipe(recipe: Recipe) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("backend", ["zero3", "fsdp2"])
 def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, backend: str) -> None:
     whole = tmp_path / "whole"
     train(long_recipe, *parallel(backend, 2), f"output={whole}")
@@ -170,7 +170,6 @@ def test_problems_are_said_once_and_by_name(recipe: Recipe, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.attack
 def test_a_step_that_is_not_finite_on_one_rank_ends_all_and_names_the_rows(recipe: Recipe, rows: Path) -> None:
     said = train(recipe(train={"learning_rate": 1e30, "max_grad_norm": None}), *parallel("ddp", 2), code=2)
 

@@ -100,10 +100,13 @@ class Count(TorchDispatchMode):
 
 @final
 class Attention(TorchFunctionMode):
-    """Attention that keeps queries, keys, values, output and a number per row and head, as the kernels in use do."""
+    """Attention that keeps queries, keys, values, output and a number per row and head, as the kernels in use do.
+
+    With dropout in it, as in GPT-2, it is what torch does without such a kernel: all scores are kept.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not (kwargs or {}).get("dropout_p"):
             return _attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
