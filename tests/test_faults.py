@@ -24,7 +24,7 @@ from lorakit.run.metrics import read_metrics
 
 from .conftest import chat, make_base, write_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.spread, pytest.mark.attack]
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 Recipe = Callable[..., Path]
 PATIENCE_SECONDS = 180  # a hang guard, no expectation
@@ -199,6 +199,7 @@ def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start:
     assert_in_words(said)
 
 
+@pytest.mark.attack
 def test_a_rank_that_never_comes_is_missed_in_words(recipe: Recipe, start: Any) -> None:
     port = free_port()
 
@@ -259,6 +260,7 @@ def killed(rank: int, number: int) -> Callable[[subprocess.Popen[str]], None]:
     return lambda process: os.kill(ranks_of(process)[rank], number)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -283,6 +285,7 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(
     assert saved_step(tmp_path / "out") >= 3
 
 
+@pytest.mark.attack
 def test_a_rank_that_is_stopped_or_killed_ends_the_other_without_any_launcher(
     endless: Path, start: Any, tmp_path: Path
 ) -> None:
@@ -303,6 +306,7 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_other_without_any_launcher(
     assert_in_words(said)
 
 
+@pytest.mark.attack
 def test_a_rank_that_dies_while_loading_is_named(endless: Path, start: Any, tmp_path: Path) -> None:
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)  # rank 0 begins to load
@@ -353,6 +357,7 @@ def test_a_loss_that_is_no_number_on_one_rank_names_its_row(
 # ------------------------------------------------------------------------------------------------------ the output
 
 
+@pytest.mark.attack
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_with_more_space(
     recipe: Recipe, start: Any, tmp_path: Path
 ) -> None:
@@ -391,6 +396,7 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_with_more_space(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.attack
 def test_a_second_run_is_refused_and_signals_that_come_again_are_one_request(
     endless: Path, start: Any, tmp_path: Path
 ) -> None:
@@ -415,6 +421,7 @@ def test_a_second_run_is_refused_and_signals_that_come_again_are_one_request(
     assert_in_words(said)
 
 
+@pytest.mark.attack
 def test_torchruns_whole_process_group_may_be_asked_to_stop(endless: Path, start: Any, tmp_path: Path) -> None:
     """As Kubernetes, Slurm and Ctrl-C do: each worker gets the signal twice, from outside and from torchrun."""
     process = start(torchrun(endless, *DDP))
@@ -428,6 +435,7 @@ def test_torchruns_whole_process_group_may_be_asked_to_stop(endless: Path, start
     assert "stopped at once" not in said
 
 
+@pytest.mark.attack
 def test_a_killed_launcher_leaves_nobody(endless: Path, start: Any, tmp_path: Path) -> None:
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
