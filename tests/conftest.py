@@ -83,7 +83,7 @@ def recipe(tmp_path: Path, base: Path, rows: Path) -> Callable[..., Path]:
             "output": str(tmp_path / "out"),
         }  # fmt: skip
         for key, value in sections.items():
-            content[key] = {**content[key], **value} if isinstance(value, dict) else value  # type: ignore[dict-item]
+            content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value  # type: ignore[dict-item]
         path = tmp_path / name
         path.write_text(json.dumps(content, indent=1))  # JSON is YAML
         return path

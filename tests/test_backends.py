@@ -140,16 +140,18 @@ def test_offloading_changes_nothing(found: Find, backend: str) -> None:
         assert_same(result["prefetched"], alone["plain"])
 
 
+def after_half(alone: Any, rest: Any) -> Any:
+    """A whole run: the first half of the steps alone, the rest elsewhere."""
+    return rest | {key: alone["first-half"][key] + rest[key] for key in ("losses", "norms")}
+
+
 @pytest.mark.slow
 @spread
 def test_state_moves_to_a_backend(found: Find, backend: str) -> None:
     """The first half of the steps alone, the second in several processes that took its state over."""
     alone = found("single", 1)
-    half, rest = alone["first-half"], found(backend, 2)["resumed"]
 
-    joined = rest | {key: half[key] + rest[key] for key in ("losses", "norms")}
-
-    assert_same(joined, alone["plain"])
+    assert_same(after_half(alone, found(backend, 2)["resumed"]), alone["plain"])
 
 
 @pytest.mark.slow
@@ -179,11 +181,18 @@ def test_what_is_held_and_sent(found: Find, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.attack  # a first use compiles for minutes
-def test_offloading_to_a_disk_changes_nothing(found: Find, folder: Path, tmp_path: Path) -> None:
+def test_offloading_to_a_disk_changes_nothing_nor_does_going_on_with_it(
+    found: Find, folder: Path, tmp_path: Path
+) -> None:
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio is not installed (Debian: apt-get install libaio-dev)")
     parallel = {"backend": "zero3", "offload": "nvme", "nvme_path": str(tmp_path / "disk")}
 
-    result = launch(folder, 2, [ACCUMULATED | {"parallel": parallel}])
+    alone = found("single", 1)
+    torch.save(alone["first-half"], folder / "half.pt")
+    resumed = PLAIN | {"name": "resumed", "resume": str(folder / "half.pt")}
 
-    assert_same(result["accumulated"], found("single", 1)["accumulated"])
+    result = launch(folder, 2, [case | {"parallel": parallel} for case in (ACCUMULATED, resumed)])
+
+    assert_same(result["accumulated"], alone["accumulated"])
+    assert_same(after_half(alone, result["resumed"]), alone["plain"])

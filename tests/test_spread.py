@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from lorakit.model import load_skeleton
 from lorakit.patch.tensor_file import open_tensors
+from lorakit.plan.process import measured
 from lorakit.run.metrics import read_metrics
+from tests.conftest import make_base
 
 pytestmark = pytest.mark.spread
 
@@ -190,3 +193,27 @@ def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> N
     assert run["status"] == "finished"
     assert run["engine"]["backend"] == backend
     assert len(run["ranks"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "more"), [("zero3", {"prefetch_mb": 1}), ("fsdp2", {})])
+def test_no_process_ever_holds_the_base(
+    backend: str, more: dict[str, Any], recipe: Recipe, rows: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    """Loading, training, saving: two processes stay below what the base alone takes."""
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 12,
+             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    folder = make_base(tmp_path / "base", tokenizer, **sizes)
+    path = recipe(
+        base={"model": str(folder)}, data={"eval": None},
+        train={"steps": 2, "batch_size": 2, "micro_batch_size": 1, "warmup_steps": 0, "save_every_steps": 1},
+    )  # fmt: skip
+
+    train(path, *parallel(backend, 2, **more))
+
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    base = 4 * sum(parameter.numel() for parameter in load_skeleton(folder).parameters())
+    assert base > 500_000_000
+    for rank in (record["engine"], *record["ranks"]):
+        assert rank["base_bytes"] == pytest.approx(base / 2, rel=0.01)
+        assert rank["peak_memory_bytes"] - measured(folder, "float32", None) < 0.8 * base
