@@ -356,7 +356,7 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.spread
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "processes"), [("single", 1), ("zero3", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("backend", "processes"), [("single", 1), ("fsdp2", 2)])
 def test_a_run_takes_what_the_plan_says(
     backend: str, processes: int, recipe: Write, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -216,4 +216,4 @@ def test_no_process_ever_holds_the_base(
     assert base > 500_000_000
     for rank in (record["engine"], *record["ranks"]):
         assert rank["base_bytes"] == pytest.approx(base / 2, rel=0.01)
-        assert rank["peak_memory_bytes"] - measured(folder, "float32", None) < 0.8 * base
+        assert rank["peak_memory_bytes"] - measured(folder, "float32", None) < base
