@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
+from lorakit.lora.experts import expert_factors, transposed_experts
+from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR, kind_of, weight_of
 from lorakit.lora.merging import Update, merged_weight
+from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank
 from lorakit.lora.slots import Slot, SlotHook, standing_in
+from lorakit.lora.targets import tied_head
 from lorakit.patch import Patch, PatchLayer, Shapes
 from lorakit.patch.patch import is_finite
 
@@ -30,12 +34,23 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
 
     Whole tensors that equal the base's, as PEFT saves beside an adapted embedding, take no room.
     """
+    experts = [name for name, layer in patch.layers.items() if layer.num_experts]
+    if experts:
+        raise PatchError(
+            f"{patch.folder}: changes experts ({experts[0]}), which cannot be chosen per row; merge it (lorakit merge)"
+        )
     own = _own_tensors(patch, model)
     slots = {}
     for name in [*patch.layers, *(name for name in own if name not in patch.layers)]:
         layer = model.get_submodule(name)
         stand_in = standing_in(layer, own[name]) if name in own else None
         slots[name] = _slot(patch.layers.get(name), layer, stand_in)
+    for name, held in patch.rows.items():
+        weight = weight_of(model.get_submodule(name))
+        tokens = torch.tensor(held.tokens, device=weight.device)
+        slot = Slot(tokens=tokens, rows=_cast(held.tensor, weight, name))
+        tied = tied_head(model)
+        slots |= dict.fromkeys([name, *(tied[:1] if tied and tied[1] == name else ())], slot)
     return slots
 
 
@@ -75,18 +90,34 @@ def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
                 del module._forward_hooks[number]
     changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
     for name, layer in patch.layers.items():
+        if layer.num_experts:
+            changed[name] = _merged_experts(layer, model.get_parameter(name), name in transposed_experts(model))
+            continue
         old = model.get_parameter(f"{name}.weight")
         W = patch.whole[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.whole else old
         changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [update_of(layer)], old.dtype)
+    for name, held in patch.rows.items():
+        old = model.get_parameter(f"{name}.weight")
+        update = Update("rows", 1.0, {"rows": held.tensor}, 1.0, held.tokens)
+        tied = tied_head(model)
+        for module in (name, *(tied[:1] if tied and tied[1] == name else ())):
+            changed[f"{module}.weight"] = merged_weight(old, EMBEDDING, [update], old.dtype)
     for name, tensor in changed.items():
         module_name, _, key = name.rpartition(".")
         merged.get_submodule(module_name).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return merged
 
 
-def update_of(layer: PatchLayer, weight: float = 1.0) -> Update:
-    """A layer's update, times a weight."""
-    return Update(layer.method, layer.scale * weight, layer.tensors)
+def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
+    A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
+    updates = [Update(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
+    kind = CONV1D if transposed else LINEAR
+    return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
+
+
+def update_of(layer: PatchLayer) -> Update:
+    """A layer's update."""
+    return Update(layer.method, layer.scale, layer.tensors)
 
 
 def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | None) -> Slot:
@@ -94,8 +125,24 @@ def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | Non
         return Slot(stand_in=stand_in)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    A, B = (_cast(layer.tensors[part], weight, part) for part in ("lora_A", "lora_B"))
-    return Slot(layer.scale, A, B, stand_in)
+    A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
+    gain = None
+    if not METHODS[layer.method].additive:
+        gain = _gain(layer, stand_in or module)
+        B = gain[:, None] * B.to(gain.device)
+        gain = _cast(gain, weight, "gain")
+    return Slot(layer.scale, _cast(A, weight, "lora_A"), _cast(B, weight, "lora_B"), stand_in, gain)
+
+
+def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
+    """m / |W + s B A| (out,) in float32."""
+    kind = kind_of(module) or EMBEDDING
+    stored = kind.floats(module).detach().double()
+    W = stored.T if kind.transposed else stored
+    tensors = {name: tensor.to(W.device) for name, tensor in layer.tensors.items()}
+    V = merge_low_rank(W.clone(), {part: tensors[part] for part in ("lora_A", "lora_B")}, layer.scale)
+    norm = torch.linalg.vector_norm(V, dim=1)
+    return torch.where(norm == 0, 1.0, tensors[MAGNITUDE].double() / norm).float()
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

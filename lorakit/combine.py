@@ -20,7 +20,7 @@ from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_
 from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
 from lorakit.patch.config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import SCHEME
-from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.version import VERSION
 
 How = Literal["sum", "ties", "dare"]
@@ -109,6 +109,8 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
     if not any(weight for _, weight in pairs):
         raise MergeError("nothing would change: every weight is 0")
     sources = [Source(Path(folder), open_patch(folder), float(weight)) for folder, weight in pairs]
+    for one in sources:
+        check_plain(one.patch, "combining")
     _check_alike(sources)
     whole = [one for one in sources if one.patch.whole_shapes]
     for one in whole:

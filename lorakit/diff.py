@@ -20,6 +20,7 @@ from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
 from lorakit.patch.bases import base_differences
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
+from lorakit.patch.patch import check_plain
 
 Say = Callable[[str], None]
 SHOWN: Final = 20
@@ -50,7 +51,10 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
     """
     are_patches = [(Path(name) / CONFIG_FILE).is_file() for name in (one, two)]
     if all(are_patches):
-        return _diff_patches(open_patch(one), open_patch(two), say)
+        first, second = open_patch(one), open_patch(two)
+        for patch in (first, second):
+            check_plain(patch, "comparing")
+        return _diff_patches(first, second, say)
     if any(are_patches):
         patch, other = (one, two) if are_patches[0] else (two, one)
         raise LorakitError(

@@ -63,7 +63,7 @@ def test_merging_gives_the_adapted_output(method: str, kind: Kind) -> None:
     x = torch.randn(9, layer.in_features)
     W = layer.weight.T if kind.transposed else layer.weight
 
-    merged = METHODS[method].merge(W.detach().double(), layer.adapter_tensors(), layer.scale).float()
+    merged = METHODS[method].merge(W.detach().double(), layer.tensors(), layer.scale).float()
 
     product = kind.product(x, merged.T if kind.transposed else merged, layer.bias)
     torch.testing.assert_close(product, layer(x), rtol=1e-5, atol=1e-5)
@@ -78,9 +78,13 @@ def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: tor
     updates, exact = [], W.double()
     for rank in (8, 3):
         tensors = {"lora_A": torch.randn(rank, 800), "lora_B": torch.randn(1500, rank)}
+        tensors["lora_magnitude_vector"] = torch.rand(1500)
         s = METHODS[method].scale(3.0, rank)
         updates.append(Update(method, s, tensors))
-        exact = exact + s * (tensors["lora_B"].double() @ tensors["lora_A"].double())
+        V = W.double() + s * (tensors["lora_B"].double() @ tensors["lora_A"].double())
+        if "dora" in method:  # each on the base's own weight, not on one another's
+            V = tensors["lora_magnitude_vector"].double()[:, None] * V / V.norm(dim=1, keepdim=True)
+        exact = exact + (V - W.double())
 
     stored = W.T.contiguous() if kind.transposed else W
     merged = merged_weight(stored, kind, updates, dtype)

@@ -35,7 +35,10 @@ def exact(W: torch.Tensor, *updates: tuple[Path, str, float]) -> torch.Tensor:
     total = W.double()
     for folder, module, weight in updates:
         layer = read_patch(folder).layers[module]
-        total = total + weight * layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
+        V = W.double() + layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
+        if not layer.plain:
+            V = layer.tensors["lora_magnitude_vector"].double()[:, None] * V / V.norm(dim=1, keepdim=True)
+        total = total + weight * (V - W.double())
     return nearest(total, W.dtype)
 
 
@@ -101,7 +104,7 @@ def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, t
     wide = make_base(tmp_path / "wide", tokenizer, intermediate_size=64)
     tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
     head = make_patch(base, tmp_path / "head", targets=["lm_head"])
-    with pytest.raises(TargetError, match="lm_head shares its weight with the input embedding"):
+    with pytest.raises(TargetError, match="lm_head shares its weight with model.embed_tokens"):
         make_patch(tied, tmp_path / "tied_head", targets=["lm_head"])
 
     with pytest.raises(PatchError, match="trained on another base"):

@@ -47,7 +47,8 @@ def test_outputs_and_gradients_are_those_of_peft(architecture: str, method: str,
     close(got, expected)
     theirs = {name.replace(".default", ""): p for name, p in peft.named_parameters() if p.requires_grad}
     ours = {f"base_model.model.{name}.weight": p for name, p in adapter_tensors(model).items()}
-    assert theirs.keys() == ours.keys()
+    left = {name for name in theirs if "lora_A" in name} if method == "lora_fa" else set()  # PEFT's A learns there
+    assert theirs.keys() - left == ours.keys()
     for name, tensor in ours.items():
         assert (tensor.grad is None) == (theirs[name].grad is None)
         if tensor.grad is not None:

@@ -99,15 +99,21 @@ def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "use_dora: True"),
+        ({"use_dora": True}, "use_dora is True in the config, and lora_magnitude_vector is missing"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"some_future_key": 3}, "some_future_key: 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4'"),
         ({"bias": "some"}, "bias must be one of none, all, lora_only, got 'some'"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names, got 'lm_head'"),
         ({"lora_bias": True}, "lora_bias: True"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices: [3]"),
-        ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices names tokens, and their rows are not there"),
+        ({"trainable_token_indices": {"a": [-1]}}, "must be lists of token ids"),
+        (
+            {"target_parameters": ["mlp.experts.up"]},
+            "target_parameters names experts, and no tensors of theirs are there",
+        ),
+        ({"target_parameters": "experts"}, "target_parameters must be a list of names"),
+        ({"use_dora": 1}, "use_dora must be bool, got 1"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_rslora": "false"}, "use_rslora must be bool, got 'false'"),
         ({"some_future_key": 0}, "some_future_key: 0"),
@@ -227,9 +233,8 @@ def test_missing_extra_misshaped_and_non_finite_tensors_are_named(patch: Path, t
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     cases = {
         "q_proj.lora_A is missing": lambda t: t.pop(key),
-        "a tensor lorakit does not know": lambda t: t.update(
-            {"base_model.model.x.lora_magnitude_vector": torch.ones(2)}
-        ),
+        "x.lora_A is missing": lambda t: t.update({"base_model.model.x.lora_magnitude_vector": torch.ones(2)}),
+        "a tensor lorakit does not know": lambda t: t.update({"base_model.model.x.lora_C.weight": torch.ones(2)}),
         "not a matrix": lambda t: t.update({key: torch.ones(4)}),
         "not finite": lambda t: t[key].fill_(float("inf")),
         "holds no tensors": lambda t: t.clear(),

@@ -14,6 +14,7 @@ from lorakit.convert.found import Found
 from lorakit.convert.kept import Origin, metadata_of
 from lorakit.convert.options import Options
 from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.convert.scales import PLAIN
 from lorakit.errors import PatchError
 from lorakit.patch import Patch
 from lorakit.patch.config import PatchConfig, config_json, parse_config
@@ -52,6 +53,8 @@ def read_diffusers(file: TensorFile, options: Options) -> Found:
         )
     if settings:
         config = _config(file, settings, found, pairs)
+        if config.method not in PLAIN:
+            raise PatchError(f"{file.path}: use_dora in the header: magnitudes of DoRA are not converted")
         alphas = {name: config.alpha_of(name) for name in pairs}
         return Found(file, pairs, alphas, method=config.method, dropout=config.dropout)
     return Found(file, pairs, _alphas(file, found, pairs))

@@ -17,7 +17,7 @@ from lorakit.convert.recognise import recognise
 from lorakit.durable import digest
 from lorakit.errors import PatchError, nearest
 from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
-from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.patch.tensor_file import TensorFile
 
 
@@ -92,6 +92,8 @@ def convert(
         check_fits(patch, options.base.shapes, options.base.name)
     if not patch.layers:
         raise PatchError(f"{source}: holds no updates of layers; there is nothing to convert")
+    if to != "peft":
+        check_plain(patch, f"converting to {to}")
     note = FORMATS[to].write(out, patch, rest, origin)
     say(f"{out}: {len(patch.layers)} layers, from {name} to {to}" + (f"; {note}" if note else ""))
     return out

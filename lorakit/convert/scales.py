@@ -5,12 +5,16 @@ kohya and loralib divide: s = alpha / r. MLX stores s itself. A scale that a for
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 from lorakit.lora.methods import METHODS
 from lorakit.patch import PatchLayer
 
+PLAIN: Final = ("lora", "rslora")
+"""the methods that are s B A and nothing else, which is what every format can say"""
 
-def exact_alpha(scale: float, rank: int, methods: Iterable[str] = METHODS) -> tuple[str, float] | None:
+
+def exact_alpha(scale: float, rank: int, methods: Iterable[str] = PLAIN) -> tuple[str, float] | None:
     """(method, alpha) whose scale is this one, bit for bit in float64; None where no alpha gives it.
 
     For r = 3 the division skips some values of s. Of several that give it, the one that is shortest to write.

@@ -3,15 +3,26 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.layer import LoraLinear
-from lorakit.lora.methods import INITS, METHODS
-from lorakit.lora.targets import AdapterSpec, Patterns, Target, find_targets
+from lorakit.lora.carrier import Carrier
+from lorakit.lora.experts import ExpertTarget, LoraExperts
+from lorakit.lora.extras import Extras, find_extras
+from lorakit.lora.layer import LoraLinear, MirroredHead
+from lorakit.lora.methods import METHODS
+from lorakit.lora.spec import AdapterSpec, Patterns
+from lorakit.lora.starts import INITS, RANDOM, start
+from lorakit.lora.targets import Target, find_targets
+from lorakit.lora.whole import LearntLogits, LearntModule, LearntRows
+
+StoredWeight = Callable[[str], Tensor]
+"""parameter name -> its values, for a model whose own are not there yet"""
+BIASES = ("none", "lora_only", "all")
+TIED = ("stop", "both", "untie")
 
 
 def inject(
@@ -21,12 +32,17 @@ def inject(
     rank: int = 8,
     alpha: float = 16.0,
     dropout: float = 0.0,
-    targets: str | list[str] | tuple[str, ...] = "all-linear",
-    exclude: str | list[str] | tuple[str, ...] | None = None,
-    layers: list[int] | tuple[int, ...] | None = None,
+    targets: str | Sequence[str] = "all-linear",
+    exclude: str | Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     init: str = "gaussian",
+    target_parameters: str | Sequence[str] = (),
+    bias: str = "none",
+    modules_to_save: Sequence[str] = (),
+    trainable_tokens: Sequence[int] = (),
+    tied_head: str = "stop",
     seed: int = 0,
 ) -> nn.Module:
     """The same model, in place, with its base frozen and an untrained adapter on every target.
@@ -36,12 +52,13 @@ def inject(
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
     """
-    if any(isinstance(module, LoraLinear) for module in model.modules()):
+    if any(isinstance(module, Carrier) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
-    if method not in METHODS or init not in INITS:
-        raise TargetError(
-            f"method is one of {', '.join(METHODS)}, init of {', '.join(INITS)}; got {method!r}, {init!r}"
-        )
+    for name, value, known in (
+        ("method", method, METHODS), ("init", init, INITS), ("bias", bias, BIASES), ("tied_head", tied_head, TIED),
+    ):  # fmt: skip
+        if value not in known:
+            raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
     ranks, alphas = [rank, *(rank_pattern or {}).values()], [alpha, *(alpha_pattern or {}).values()]
     if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
         raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
@@ -55,31 +72,109 @@ def inject(
     spec = AdapterSpec(
         method, rank, float(alpha), dropout, _frozen(targets), None if exclude is None else _frozen(exclude),
         None if layers is None else tuple(layers), dict(rank_pattern or {}), dict(alpha_pattern or {}), init,
+        _frozen(target_parameters), bias, tuple(modules_to_save), tuple(trainable_tokens), tied_head,
     )  # fmt: skip
     return attach(model, find_targets(model, spec), spec, seed)
 
 
-def attach(model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int) -> nn.Module:
+def attach(
+    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, stored: StoredWeight | None = None
+) -> nn.Module:
     """The model with an untrained adapter on each of ``targets``; everything else is frozen.
 
-    Each A is drawn on the CPU from its own stream, a function of the seed and the layer's name, so that the start
-    does not depend on device, order or number of processes.
+    Each start is made on the CPU from its own stream, a function of the seed and the layer's name, so that it does not
+    depend on device, order or number of processes. ``stored`` gives the weights of a model that is without them.
+
+    Raises:
+        TargetError: what else the spec asks for does not go onto this model, which is unchanged.
     """
+    extras = find_extras(model, spec, targets)
     model.requires_grad_(False)
+    head = extras.mirrored[0] if extras.mirrored else None
     for target in targets:
-        layer = model.get_submodule(target.name)
-        weight = layer.weight
-        assert isinstance(weight, nn.Parameter)
-        stream = torch.Generator().manual_seed(_stream(seed, target.name))
-        start = METHODS[spec.method].init(
-            target.out_features, target.in_features, target.rank, spec.init, stream
-        )  # fmt: skip
-        adapted = LoraLinear(
-            layer, target.kind, method=spec.method, rank=target.rank, alpha=target.alpha, dropout=spec.dropout,
-            tensors={k: tensor if weight.is_meta else tensor.to(weight.device) for k, tensor in start.items()},
-        )  # fmt: skip
-        replace_module(model, layer, adapted)
+        if target.name != head:
+            _attach_linear(model, target, spec, seed, stored, extras)
+    for module in dict.fromkeys(expert.module for expert in extras.experts):
+        _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
+    for name, learnt in (extras.learnt or {}).items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, LoraLinear) and name != head:
+            replace_module(model, layer, LearntModule(_with_values(layer, name, learnt, stored), learnt))
+    if extras.token_rows is not None:
+        _attach_rows(model, extras.token_rows, spec.trainable_tokens, stored)
+    if extras.mirrored is not None:
+        _mirror(model, *extras.mirrored, spec)
     return model
+
+
+def _attach_linear(
+    model: nn.Module, target: Target, spec: AdapterSpec, seed: int, stored: StoredWeight | None, extras: Extras
+) -> None:
+    layer, method = model.get_submodule(target.name), METHODS[spec.method]
+
+    def W() -> Tensor:
+        weight = stored(f"{target.name}.weight") if stored else target.kind.floats(layer).detach()
+        return weight.T if target.kind.transposed else weight
+
+    tensors = start(
+        spec.init, target.out_features, target.in_features, target.rank, method.scale(target.alpha, target.rank),
+        _stream(seed, target.name), W,
+    )  # fmt: skip
+    if method.measure is not None:
+        tensors |= method.measure(W())
+    device = next(layer.parameters()).device
+    adapted = LoraLinear(
+        layer, target.kind, method=spec.method, rank=target.rank, alpha=target.alpha, dropout=spec.dropout,
+        tensors={key: tensor if device.type == "meta" else tensor.to(device) for key, tensor in tensors.items()},
+    )  # fmt: skip
+    replace_module(model, layer, adapted)
+    if "bias" in (extras.learnt or {}).get(target.name, ()):
+        _with_values(adapted, target.name, ("bias",), stored)
+        adapted.learn("bias")
+
+
+def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: AdapterSpec, seed: int) -> None:
+    layer = model.get_submodule(experts[0].module)
+    updates = {}
+    for e in experts:
+        weight = layer.get_parameter(e.parameter)
+        streams = [
+            torch.Generator().manual_seed(_stream(seed, f"{e.name}.{number}")) for number in range(e.num_experts)
+        ]
+        A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
+        tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
+        updates[e] = {k: tensor if weight.is_meta else tensor.to(weight.device) for k, tensor in tensors.items()}
+    replace_module(model, layer, LoraExperts(layer, updates))
+
+
+def _attach_rows(model: nn.Module, name: str, tokens: tuple[int, ...], stored: StoredWeight | None) -> None:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Embedding)
+    weight = stored(f"{name}.weight") if stored else layer.weight.detach()
+    rows = LearntRows(layer, tokens)
+    rows.carry({"trainable_tokens_delta": weight[list(tokens)].to(torch.float32)})
+    replace_module(model, layer, rows)
+
+
+def _mirror(model: nn.Module, head_name: str, embedding_name: str, spec: AdapterSpec) -> None:
+    """The head changes as the embedding does."""
+    head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
+    if isinstance(embedding, LoraLinear):
+        replace_module(model, head, MirroredHead(head, embedding, spec.dropout))
+    elif isinstance(embedding, LearntRows):
+        replace_module(model, head, LearntLogits(head, embedding))
+    else:
+        own = LearntModule(head, ())
+        own.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
+        replace_module(model, head, own)
+
+
+def _with_values(layer: nn.Module, name: str, learnt: tuple[str, ...], stored: StoredWeight | None) -> nn.Module:
+    """The layer, with the values of what is to learn in place of tensors that are without."""
+    for key in learnt if stored else ():
+        assert stored is not None
+        layer.register_parameter(key, nn.Parameter(stored(f"{name}.{key}"), requires_grad=False))
+    return layer
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -91,22 +186,30 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """(module name, layer) of every layer that carries an adapter."""
+    """(module name, layer) of every linear layer that carries an adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``. Looked up now."""
     return {
-        f"{name}.{key}": tensor
-        for name, layer in adapted_layers(model)
-        for key, tensor in layer.adapter_tensors().items()
+        f"{name}.{key}": tensor for name, layer in carriers(model) for key, tensor in layer.adapter_tensors().items()
     }
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Tensors that belong to the adapter and do not learn, by name."""
+    return {f"{name}.{key}": tensor for name, layer in carriers(model) for key, tensor in layer.fixed_tensors().items()}
+
+
+def carriers(model: nn.Module) -> Iterator[tuple[str, Carrier]]:
+    """(module name, module) of everything that carries a tensor of the adapter."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Carrier))
 
 
 def _stream(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
 
 
-def _frozen(patterns: str | list[str] | tuple[str, ...]) -> Patterns:
+def _frozen(patterns: str | Sequence[str]) -> Patterns:
     return patterns if isinstance(patterns, str) else tuple(patterns)

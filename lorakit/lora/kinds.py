@@ -1,7 +1,4 @@
-"""The kinds of layer an adapter can sit on: how to recognise one, its sizes, and its product.
-
-Training knows Linear and Conv1D; a patch from elsewhere may also change an Embedding.
-"""
+"""The kinds of layer an adapter can sit on: how to recognise one, its sizes, and its product."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +23,12 @@ class Kind:
     """whether the weight is stored as (in, out)"""
     shrink: Callable[[nn.Module, Tensor, Tensor], Tensor]
     """(layer, x, A) -> x A^T: what the first half of a low-rank update is for this kind of layer"""
+    run: Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+    """(layer, x, bias) -> y: the product with the layer's own weight"""
+    floats: Callable[[nn.Module], Tensor]
+    """layer -> its stored weight as floats"""
+    keeps: tuple[str, ...] = ()
+    """attributes of the layer that its product, or other code, reads besides its tensors"""
 
 
 def _linear_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -38,8 +41,8 @@ def _conv1d_sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 def _conv1d_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is not None
-    y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
     return y.view(*x.shape[:-1], weight.shape[-1])
 
 
@@ -58,24 +61,60 @@ def _shrink_linear(layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
 
 
 def _shrink_embedding(layer: nn.Module, ids: Tensor, A: Tensor) -> Tensor:
-    """Rows of A^T: an embedding is a linear layer on one-hot vectors. Gemma scales what it looks up."""
-    rows = F.embedding(ids, A.T)
+    """Rows of A^T: an embedding is a linear layer on one-hot vectors."""
+    return _scaled(layer, F.embedding(ids, A.T))
+
+
+def _scaled(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Gemma scales what it looks up."""
     scale = getattr(layer, "embed_scale", None)
     return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
 
 
-LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, False, _shrink_linear)
-CONV1D: Final = Kind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear)
-EMBEDDING: Final = Kind("Embedding", _embedding_sizes, _embedding_product, True, _shrink_embedding)
+def weight_of(layer: nn.Module) -> Tensor:
+    """The stored weight of a layer that stores it as floats."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _run_linear(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight_of(layer), bias)
+
+
+def _run_conv1d(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    return _conv1d_product(x, weight_of(layer), bias)
+
+
+def _run_embedding(layer: nn.Module, ids: Tensor, bias: Tensor | None) -> Tensor:
+    return _scaled(layer, F.embedding(ids, weight_of(layer)))
+
+
+LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, False, _shrink_linear, _run_linear, weight_of)
+CONV1D: Final = Kind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear, _run_conv1d, weight_of)
+EMBEDDING: Final = Kind(
+    "Embedding", _embedding_sizes, _embedding_product, True, _shrink_embedding, _run_embedding, weight_of,
+    ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
+)  # fmt: skip
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is not stored as floats; ``quant`` says how it is. Subclasses are final."""
+
+    kind: Kind
+    in_features: int
+    out_features: int
 
 
 def is_linear_like(module: nn.Module) -> bool:
     """True for what PEFT's ``all-linear`` calls linear: nn.Linear with its subclasses, and transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
+    return isinstance(module, nn.Linear | PackedLinear) or _is_conv1d(module)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a layer, or None when its product is not known (a Linear with a forward of its own)."""
+    if isinstance(module, PackedLinear):
+        return module.kind
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return None  # nn.MultiheadAttention reads its weight and never calls it: an adapter would do nothing
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -92,6 +131,14 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[Kind, tuple[int, int]]
 def embedding_of(module: nn.Module) -> Kind | None:
     """EMBEDDING for an embedding, None for anything else."""
     return EMBEDDING if isinstance(module, nn.Embedding) else None
+
+
+def trainable_kind(module: nn.Module) -> Kind | None:
+    """The kind of a layer that an adapter can be trained on: its product must be known to the bit."""
+    if not isinstance(module, nn.Embedding):
+        return kind_of(module)
+    plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+    return EMBEDDING if plain and module.max_norm is None and not module.sparse else None
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -1,50 +1,93 @@
-"""The training layer: a frozen linear layer and one adapter, all of them parameters of one module.
+"""The training layer: a frozen linear layer and one adapter, all of them parameters of one module."""
 
-A and B are direct parameters (not child modules): sharding engines gather a module's own parameters before its
-forward. The base's tensors keep their names, so ``q_proj.weight`` is still ``q_proj.weight``.
-"""
-
+from collections.abc import Mapping
 from typing import final
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorakit.lora.carrier import Carrier
 from lorakit.lora.kinds import Kind
-from lorakit.lora.methods import METHODS
+from lorakit.lora.methods import METHODS, Sight
 
 
 @final
-class LoraLinear(nn.Module):
-    """y = x W^T + b + s (dropout(x) A^T) B^T. W and b belong to the base and are never written.
+class LoraLinear(Carrier):
+    """y = x W^T + b + s (dropout(x) A^T) B^T, or what else the method makes of them. W belongs to the base."""
 
-    The adapter's tensors are float32 masters; they are cast to x's dtype in the forward pass.
-    """
-
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
         self, base: nn.Module, kind: Kind, *, method: str, rank: int, alpha: float, dropout: float,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(base)
         self.out_features, self.in_features = kind.sizes(base)
         self.kind, self.method, self.rank, self.alpha = kind, method, rank, alpha
         self.scale = METHODS[method].scale(alpha, rank)
         self.dropout = nn.Dropout(dropout)
-        self.register_parameter("weight", base.weight)  # type: ignore[arg-type]
-        self.register_parameter("bias", base.bias)  # type: ignore[arg-type]
-        self.tensor_names = tuple(tensors)
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor))
-        self.train(base.training)
+        bias = base._parameters.get("bias")
+        self.bias_dtype = None if bias is None else bias.dtype
+        for name in kind.keeps:
+            if hasattr(base, name):
+                setattr(self, name, getattr(base, name))
+        self._names = tuple(tensors)
+        fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
+        self.carry(tensors, fixed=fixed, derived=METHODS[method].derived)
 
-    def adapter_tensors(self) -> dict[str, nn.Parameter]:
-        """The trainable tensors by name, looked up now: engines replace parameter objects."""
-        return {name: self.get_parameter(name) for name in self.tensor_names}
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that the method reads."""
+        return {name: self.get_parameter(name) for name in self._names}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.kind.product(x, self.weight, self.bias)
-        return METHODS[self.method].apply(self.dropout(x), y, self.adapter_tensors(), self.scale)
+        return adapted(self, x, self.tensors())
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}"
+
+
+@final
+class MirroredHead(Carrier):
+    """An output head that shares its weight with an embedding, adapted by the embedding's own A and B.
+
+    The shared weight E (vocabulary, width) becomes E + s A^T B^T in both places.
+    """
+
+    def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float) -> None:
+        super().__init__(head)
+        self.out_features, self.in_features = embedding.in_features, embedding.out_features
+        self.scale, self.dropout = embedding.scale, nn.Dropout(dropout)
+        self.register_parameter("lora_A", embedding.get_parameter("lora_A"))
+        self.register_parameter("lora_B", embedding.get_parameter("lora_B"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.get_parameter("weight"), self._parameters.get("bias"))
+        A, B = (self.get_parameter(name).to(x.dtype) for name in ("lora_A", "lora_B"))
+        return torch.add(y, F.linear(F.linear(self.dropout(x), B.T), A.T), alpha=self.scale)
+
+
+def adapted(layer: LoraLinear, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The adapted layer's output for x."""
+    kind, bias = layer.kind, _bias_of(layer)
+    y = kind.run(layer, x, bias)
+    thinned = layer.training and layer.dropout.p > 0 and x.is_floating_point()  # token ids stay whole
+    dropped = layer.dropout(x) if thinned else x
+
+    def product() -> Tensor:
+        if thinned:
+            return kind.run(layer, dropped, None)
+        return y if bias is None else y - bias
+
+    def times(A: Tensor) -> Tensor:
+        W = kind.floats(layer)
+        return (A.to(W.dtype) @ (W if kind.transposed else W.T)).T
+
+    see = Sight(y, product, lambda A: kind.shrink(layer, dropped, A), lambda A: kind.shrink(layer, x, A), times)
+    return METHODS[layer.method].apply(see, tensors, layer.scale)
+
+
+def _bias_of(layer: LoraLinear) -> Tensor | None:
+    """The bias, in the base's dtype when it is a float32 copy that learns."""
+    bias = layer._parameters.get("bias")
+    return bias if bias is None or layer.bias_dtype is None else bias.to(layer.bias_dtype)

@@ -1,8 +1,8 @@
 """W = W0 + s B A for a stored weight: summed in float64 some rows at a time, and rounded once."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -19,51 +19,82 @@ HALF_WAY: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1
 
 @dataclass(frozen=True)
 class Update:
-    """What one patch adds to one weight."""
+    """What one patch does to one weight: an update of a method, or rows in place of the weight's own."""
 
     method: str
     scale: float
     tensors: Mapping[str, Tensor]
-    """A (r, in), B (out, r)"""
+    """A (r, in), B (out, r) and what else the method has; ``rows`` (tokens, width) of tokens"""
+    weight: float = 1.0
+    """by which the whole change is multiplied"""
+    tokens: tuple[int, ...] | None = None
+
+    @property
+    def additive(self) -> bool:
+        """Whether the change is s B A, whatever the weight is."""
+        return self.tokens is None and METHODS[self.method].additive
 
 
-def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
-    """The rows of a matrix, cut into blocks of about BLOCK_ELEMENTS."""
-    num_rows = max(1, BLOCK_ELEMENTS // max(1, shape[1]))
-    return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows))
+def row_blocks(shape: tuple[int, int], *, whole: bool = False) -> Iterator[slice]:
+    """The rows of a matrix, cut into blocks of about BLOCK_ELEMENTS, or all at once."""
+    num_rows = shape[0] if whole else max(1, BLOCK_ELEMENTS // max(1, shape[1]))
+    return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], max(1, num_rows)))
 
 
-def row_merger(kind: Kind, updates: Sequence[Update]) -> Callable[[Tensor, slice], Tensor]:
-    """(stored rows in float64, which rows they are) -> the same rows merged, in the same memory.
+class RowMerger:
+    """Adds updates to stored rows in float64, in their memory. For a transposed kind stored rows are columns of W."""
 
-    For a transposed kind the stored rows are columns of W.
-    """
+    def __init__(self, kind: Kind, updates: Sequence[Update]) -> None:
+        self._kind = kind
+        # the factor that every block needs is widened once, the one that is cut into blocks a block at a time
+        self._whole, self._cut = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
+        self._updates = [
+            (u, u.tensors if u.tokens is not None else {**u.tensors, self._whole: u.tensors[self._whole].double()})
+            for u in updates
+        ]
+        self.squares = [0.0] * len(updates)
+        """of the changes that are not additive: the sums of their squares"""
+        self.needs_all_rows = kind.transposed and any(u.tokens is None and not u.additive for u in updates)
 
-    # the factor that every block needs is widened once, the one that is cut into blocks a block at a time
-    whole, cut = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
-    wide = [(u, {**u.tensors, whole: u.tensors[whole].double()}) for u in updates]
-
-    def merge(total: Tensor, rows: slice) -> Tensor:
-        for update, tensors in wide:
-            factor = tensors[cut][:, rows] if kind.transposed else tensors[cut][rows]
-            part = {**tensors, cut: factor.double()}
-            if kind.transposed:
-                total = METHODS[update.method].merge(total.T, part, update.scale).T
-            else:
-                total = METHODS[update.method].merge(total, part, update.scale)
+    def __call__(self, total: Tensor, rows: slice) -> Tensor:
+        base = None if all(u.additive for u, _ in self._updates) else total.clone()
+        for number, (update, tensors) in enumerate(self._updates):
+            if update.additive:
+                total = self._merged(total, update, tensors, rows, update.scale * update.weight)
+                continue
+            assert base is not None
+            alone = self._alone(base.clone(), update, tensors, rows)
+            change = (alone - base).reshape(-1)
+            self.squares[number] += update.weight**2 * float(torch.dot(change, change))
+            if len(self._updates) == 1 and update.weight == 1.0:
+                return alone  # W0 + (W - W0) could round
+            total += update.weight * change.view_as(total)
         return total
 
-    return merge
+    def _alone(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        if update.tokens is None:
+            return self._merged(W, update, tensors, rows, update.scale)
+        for place, token in enumerate(update.tokens):
+            if rows.start <= token < rows.stop:
+                W[token - rows.start] = tensors["rows"][place].double()
+        return W
+
+    def _merged(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice, s: float) -> Tensor:
+        merge = METHODS[update.method].merge
+        if self._kind.transposed:
+            return merge(W.T, {**tensors, "lora_A": tensors["lora_A"][:, rows].double()}, s).T
+        part = {name: t if name == self._whole else t[rows].double() for name, t in tensors.items()}
+        return merge(W, part, s)
 
 
 def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
     """A whole stored weight with its updates, on W's device: the float64 sum rounded once to ``dtype``."""
     merged = torch.empty_like(W, dtype=dtype)
     rounding = Rounding(dtype)
-    merge = row_merger(
-        kind, [Update(u.method, u.scale, {name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
+    merge = RowMerger(
+        kind, [replace(u, tensors={name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
     )
-    for rows in row_blocks((W.shape[0], W.shape[1])):
+    for rows in row_blocks((W.shape[0], W.shape[1]), whole=merge.needs_all_rows):
         merged[rows] = rounding(merge(W[rows].to(torch.float64, copy=True), rows))
     return merged
 
@@ -109,7 +140,9 @@ def norm_of_sum(updates: Sequence[Update]) -> float:
     """The Frobenius norm of sum s B A, through the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
     A = torch.cat([u.tensors["lora_A"] for u in updates])
     B = torch.cat([u.tensors["lora_B"] for u in updates], dim=1)
-    s = torch.cat([torch.full((u.tensors["lora_A"].shape[0],), u.scale, dtype=torch.float64) for u in updates])
+    s = torch.cat(
+        [torch.full((u.tensors["lora_A"].shape[0],), u.scale * u.weight, dtype=torch.float64) for u in updates]
+    )
     grams = s[:, None] * _gram(B) * s * _gram(A.T)
     return math.sqrt(max(0.0, float(grams.sum())))
 

@@ -14,48 +14,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-INITS: Final = ("gaussian", "kaiming")
+MAGNITUDE: Final = "lora_magnitude_vector"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a method sees of a layer in one forward pass. x' is x after dropout."""
+
+    y: Tensor
+    """x W^T + b"""
+    product: Callable[[], Tensor]
+    """() -> x' W^T, without b"""
+    shrink: Callable[[Tensor], Tensor]
+    """A -> x' A^T"""
+    shrink_whole: Callable[[Tensor], Tensor]
+    """A -> x A^T"""
+    times: Callable[[Tensor], Tensor]
+    """A -> W A^T (out, r), without gradient"""
 
 
 @dataclass(frozen=True)
 class Method:
-    """The four functions that define a method.
+    """The functions that define a method.
 
-    An untrained adapter (``init``) must change nothing, and ``merge`` must agree with ``apply``.
+    An untrained adapter must change nothing, and ``merge`` must agree with ``apply``.
     """
 
     scale: Callable[[float, int], float]
     """(alpha, r) -> s"""
-    init: Callable[[int, int, int, str, torch.Generator], dict[str, Tensor]]
-    """(out, in, r, how A starts, generator) -> float32 tensors by name"""
-    apply: Callable[[Tensor, Tensor, Tensors, float], Tensor]
-    """(x, y = x W^T + b, tensors, s) -> adapted y"""
+    apply: Callable[[Sight, Tensors, float], Tensor]
+    """(what there is to see, tensors, s) -> adapted y"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
-    """(W or some of its rows in float64, tensors, s) -> the same of the adapted W; may use W's memory"""
+    """(W, or some of its rows, in float64; tensors, s) -> the same of the adapted W; may use W's memory"""
+    measure: Callable[[Tensor], dict[str, Tensor]] | None = None
+    """W in floats -> float32 tensors beside A and B that depend on it; those in ``derived`` never change"""
+    fixed: tuple[str, ...] = ()
+    """tensors that do not learn"""
+    derived: tuple[str, ...] = ()
+    """fixed tensors that follow from W, so that no file holds them"""
+    additive: bool = True
+    """whether it adds the same to W whatever W is"""
 
 
-def random_a_zero_b(out_features: int, in_features: int, rank: int, how: str, g: torch.Generator) -> dict[str, Tensor]:
-    """A (r, in) random, B (out, r) zero, so that step 0 reproduces the base exactly.
-
-    ``how``: ``gaussian``, standard deviation 1/r; ``kaiming``, uniform within 1/sqrt(in). Both as PEFT has them.
-    """
-    A = torch.empty(rank, in_features)
-    if how == "gaussian":
-        A.normal_(std=1 / rank, generator=g)
-    elif how == "kaiming":
-        torch.nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=g)
-    else:
-        raise ValueError(f"init {how!r} is neither 'gaussian' nor 'kaiming'")
-    return {"lora_A": A, "lora_B": torch.zeros(out_features, rank)}
-
-
-def add_low_rank(x: Tensor, y: Tensor, tensors: Tensors, s: float) -> Tensor:
-    """y + s (x A^T) B^T, computed in x's dtype.
+def add_low_rank(see: Sight, tensors: Tensors, s: float) -> Tensor:
+    """y + s (x' A^T) B^T, computed in y's dtype; less s (x A0^T) B0^T when the adapter began at A0 and B0.
 
     The tensors are cast to x rather than x to the tensors: they are small, and x would be copied at every layer.
     """
-    A, B = tensors["lora_A"].to(x.dtype), tensors["lora_B"].to(x.dtype)
-    return torch.add(y, F.linear(F.linear(x, A), B), alpha=s)
+    dtype = see.y.dtype
+    delta = F.linear(see.shrink(tensors["lora_A"].to(dtype)), tensors["lora_B"].to(dtype))
+    if "lora_A0" in tensors:
+        delta = delta - F.linear(see.shrink_whole(tensors["lora_A0"].to(dtype)), tensors["lora_B0"].to(dtype))
+    return torch.add(see.y, delta, alpha=s)
 
 
 def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
@@ -63,10 +73,59 @@ def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
 
     In bfloat16 every entry with |s B A| < 2**-9 |W| is lost in that rounding. Source: Hu et al. 2021, section 4.1.
     """
-    return W.addmm_(tensors["lora_B"].double(), tensors["lora_A"].double(), alpha=s)
+    W = W.addmm_(tensors["lora_B"].double(), tensors["lora_A"].double(), alpha=s)
+    if "lora_A0" in tensors:
+        W = W.addmm_(tensors["lora_B0"].double(), tensors["lora_A0"].double(), alpha=-s)
+    return W
 
 
-LORA = Method(lambda alpha, r: alpha / r, random_a_zero_b, add_low_rank, merge_low_rank)
+def measure_rows(W: Tensor) -> dict[str, Tensor]:
+    """The lengths of W's rows, once to learn and once to stay, summed in float64."""
+    norm = torch.linalg.vector_norm(W, dim=1, dtype=torch.float64).float()
+    return {MAGNITUDE: norm, "weight_norm": norm.clone()}
+
+
+def apply_dora(see: Sight, tensors: Tensors, s: float) -> Tensor:
+    """b + (m / |V|) x V^T with V = W + s B A, m the learnt length of each row, |V| without gradient.
+
+    |V|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B) row by row, so V is never formed. With dropout the change alone
+    sees x', as in PEFT. Source: Liu et al. 2024 (arXiv 2402.09353), equation 5 and section 4.3.
+    """
+    dtype = see.y.dtype
+    A, B = tensors["lora_A"], tensors["lora_B"]
+    gain = dora_gain(tensors, see.times, s)
+    delta = F.linear(see.shrink(A.to(dtype)), B.to(dtype))
+    return see.y + (gain - 1).to(dtype) * see.product() + (gain * s).to(dtype) * delta
+
+
+def dora_gain(tensors: Tensors, times: Callable[[Tensor], Tensor], s: float) -> Tensor:
+    """m / |V| (out,) in float32; 1 where V's row is zero. ``times``: A -> W A^T."""
+    with torch.no_grad():
+        A, B = tensors["lora_A"].float(), tensors["lora_B"].float()
+        inner = (times(A).float() * B).sum(1)
+        squares = ((B @ (A @ A.T)) * B).sum(1)
+        norm = (tensors["weight_norm"].square() + 2 * s * inner + s * s * squares).clamp(min=0).sqrt()
+        zero = norm == 0
+    return torch.where(zero, 1.0, tensors[MAGNITUDE] / norm.masked_fill(zero, 1.0))
+
+
+def merge_dora(W: Tensor, tensors: Tensors, s: float) -> Tensor:
+    """(m / |V|) V with V = W + s B A, for whole rows of W in float64."""
+    V = merge_low_rank(W, tensors, s)
+    norm = torch.linalg.vector_norm(V, dim=1, keepdim=True)
+    gain = torch.where(norm == 0, 1.0, tensors[MAGNITUDE].double()[:, None] / norm.masked_fill(norm == 0, 1.0))
+    return V.mul_(gain)
+
+
+LORA = Method(lambda alpha, r: alpha / r, add_low_rank, merge_low_rank)
 RSLORA = replace(LORA, scale=lambda alpha, r: alpha / math.sqrt(r))  # Kalajdzievski 2023 (arXiv 2312.03732)
+LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.03303)
+DORA = replace(
+    LORA, apply=apply_dora, merge=merge_dora, measure=measure_rows, fixed=("weight_norm",), derived=("weight_norm",),
+    additive=False,
+)  # fmt: skip
+RSDORA = replace(DORA, scale=RSLORA.scale)
 
-METHODS: Final[Mapping[str, Method]] = {"lora": LORA, "rslora": RSLORA}
+METHODS: Final[Mapping[str, Method]] = {
+    "lora": LORA, "rslora": RSLORA, "lora_fa": LORA_FA, "dora": DORA, "rsdora": RSDORA,
+}  # fmt: skip

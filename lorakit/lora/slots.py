@@ -21,7 +21,11 @@ from lorakit.lora.kinds import EMBEDDING, Kind
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One adapter in one layer: y + s (x A^T) B^T, on the layer or on the one that stands in for it."""
+    """One adapter in one layer: y + s (x A^T) B^T, on the layer or on the one that stands in for it.
+
+    With a gain g it is b + g (y - b) + s (x A^T) (g B)^T. Rows take the place of what tokens are looked up as, and of
+    what gives their logits.
+    """
 
     scale: float = 0.0
     A: Tensor | None = None
@@ -30,11 +34,16 @@ class Slot:
     """(out, r)"""
     stand_in: nn.Module | None = None
     """the layer with tensors of the adapter's own in place of the base's"""
+    gain: Tensor | None = None
+    """(out,), without bias; B holds it already"""
+    tokens: Tensor | None = None
+    rows: Tensor | None = None
+    """(tokens, width)"""
 
     @property
     def plain(self) -> bool:
         """Whether it is a low-rank update and nothing else."""
-        return self.A is not None and self.stand_in is None
+        return self.A is not None and self.stand_in is None and self.gain is None and self.rows is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +159,33 @@ class SlotHook:
             y = layer(*inputs, **named)
             if not (isinstance(rows, slice) and rows == slice(None)):
                 y = y[rows]
+        x = _first(inputs, named)[rows]
+        if slot.rows is not None:
+            y = _with_rows(slot, layer, x, y)
         if slot.A is None or slot.B is None:
             return y
         assert self._kind is not None
-        S = self._kind.shrink(layer, _first(inputs, named)[rows], slot.A)
+        if slot.gain is not None:
+            bias = getattr(layer, "bias", None)
+            y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
+        S = self._kind.shrink(layer, x, slot.A)
         S = S.reshape(-1, S.shape[-1]).to(y.dtype)
         y.view(-1, y.shape[-1]).addmm_(S, slot.B.to(y.dtype).T, alpha=slot.scale)
         return y
+
+
+def _with_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """y with a slot's rows: looked up for ids, or as logits of their tokens for states."""
+    assert slot.tokens is not None
+    assert slot.rows is not None
+    if x.is_floating_point():
+        own = F.linear(x, slot.rows.to(x.dtype))
+        bias = getattr(layer, "bias", None)
+        return y.index_copy(-1, slot.tokens, own if bias is None else own + bias[slot.tokens])
+    found = x[..., None] == slot.tokens
+    scale = getattr(layer, "embed_scale", None)
+    own = slot.rows if scale is None else slot.rows * torch.as_tensor(scale, dtype=y.dtype, device=y.device)
+    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), own), y)
 
 
 def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:

@@ -7,33 +7,17 @@ name; ``all-linear`` is every linear layer but the output head. Every pattern mu
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 
 from lorakit.errors import TargetError, nearest
-from lorakit.lora.kinds import Kind, is_linear_like, kind_of
+from lorakit.lora.experts import stacked_parameters
+from lorakit.lora.kinds import Kind, is_linear_like, trainable_kind
+from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
-ALL_LINEAR = "all-linear"
-Patterns = str | tuple[str, ...]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """The settings of an adapter, before they meet a model. Fields as in the recipe's ``adapter`` section."""
-
-    method: str = "lora"
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: Patterns = ALL_LINEAR
-    exclude: Patterns | None = None
-    layers: tuple[int, ...] | None = None
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    init: str = "gaussian"
 
 
 @dataclass(frozen=True)
@@ -79,15 +63,19 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             if index not in reached
         ]
         matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
-    problems += _bad_patterns(spec, matched)
-    problems += [_cannot_adapt(name, modules[name]) for name in matched if kind_of(modules[name]) is None]
-    tied = tied_head(model)
-    problems += [_tied(name) for name in matched if tied is not None and name == tied[0]]
-    if not matched and not problems:
+    stacked = [f"{name}.{key}" for name, _, key in stacked_parameters(model)] if spec.target_parameters else []
+    problems += _bad_patterns(spec, [*matched, *stacked])
+    problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
+    if not matched and not problems and not alone(spec):
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
         raise TargetError("\n".join(problems))
     return [_target(name, modules[name], spec) for name in matched]
+
+
+def alone(spec: AdapterSpec) -> bool:
+    """Whether an adapter has something to learn without any low-rank target."""
+    return bool(spec.target_parameters or spec.modules_to_save or spec.trainable_tokens or spec.bias == "all")
 
 
 def matches(patterns: Patterns, name: str) -> bool:
@@ -137,7 +125,7 @@ def coverage(model: nn.Module, targets: Iterable[Target]) -> list[tuple[str, int
 
 
 def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
-    kind = kind_of(module)
+    kind = trainable_kind(module)
     assert kind is not None
     out_features, in_features = kind.sizes(module)
     rank = lookup(spec.rank_pattern, name, spec.rank)
@@ -152,13 +140,6 @@ def _part(model: nn.Module, getter: str) -> nn.Module | None:
     get = getattr(model, getter, None)  # transformers models have it, others need not
     part = get() if callable(get) else None
     return part if isinstance(part, nn.Module) else None
-
-
-def _tied(name: str) -> str:
-    return (
-        f"adapter.targets: {name} shares its weight with the input embedding, so an adapter on it could not be merged;"
-        " leave it out, or save the base with tie_word_embeddings: false"
-    )
 
 
 def _unmatched(
@@ -188,9 +169,12 @@ def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
 
 
 def _cannot_adapt(name: str, module: nn.Module) -> str:
+    stacked = [key for key, tensor in module._parameters.items() if tensor is not None and tensor.dim() == 3]
+    if stacked:
+        return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(stacked)}"
     return (
         f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"
-        " (only Linear and Conv1D layers); leave it out with adapter.exclude"
+        " (only Linear, Conv1D and Embedding layers); leave it out with adapter.exclude"
     )
 
 

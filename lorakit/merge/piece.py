@@ -1,7 +1,7 @@
 """One tensor of a merged model: its values some rows at a time, and its lines of the ledger."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
-from lorakit.lora.merging import Rounding, norm_of_sum, row_blocks, row_merger
-from lorakit.merge.parts import Part, Piece
+from lorakit.lora.merging import Rounding, RowMerger, Update, norm_of_sum, row_blocks
+from lorakit.merge.parts import Part, Piece, StackMerger
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
-from lorakit.patch.read import StoredTensors
+from lorakit.patch.stored import StoredTensors
 from lorakit.patch.tensor_file import RangeReader, tensor_bytes
 
 Write = Callable[[memoryview, int], None]
@@ -27,13 +27,17 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     """
     shape = (piece.shape[0] if piece.shape else 1, math.prod(piece.shape[1:]))
     wholes = _Wholes(piece, shape)
-    updates = [part.update() for part in piece.updates]
-    merge = row_merger(piece.kind, updates) if piece.kind and updates else None
+    stacked = bool(piece.updates) and piece.updates[0].stacked
+    updates = [] if stacked else [part.update() for part in piece.updates]
+    merge: StackMerger | RowMerger | None = StackMerger(piece.updates, piece.shape) if stacked else None
+    if piece.kind and updates:
+        merge = RowMerger(piece.kind, updates)
+    measured = bool(wholes.parts) or stacked or not all(update.additive for update in updates)
     checks = _BaseChecks(piece if check_base else None)
     rounding, change, lost = Rounding(piece.dtype), 0.0, 0.0
     changed = wholes.resized
     with RangeReader(piece.file) as reader:
-        for rows in row_blocks(shape):
+        for rows in row_blocks(shape, whole=merge is not None and merge.needs_all_rows):
             start, stop = rows.start * shape[1], rows.stop * shape[1]
             before = (
                 None
@@ -45,7 +49,7 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
             exact = wholes.rows(before, rows)
             if merge is not None:
                 exact = merge(exact, rows)
-            if wholes.parts and before is not None:  # without them it is known from the factors
+            if measured and before is not None:  # without them it is known from the factors
                 change += _square(exact - before)
             rounded = rounding(exact)
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
@@ -55,18 +59,25 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
             if not math.isfinite(block):
                 _check_finite(piece, before, rounded)
     checks.compare()
-    if updates and not wholes.parts:
+    if not measured and updates:
         change = norm_of_sum(updates) ** 2
     told = {
         "changed": changed, "norm_of_rounding": math.sqrt(lost),
         "lost_to_rounding": math.sqrt(lost / change) if change else 0.0,
     }  # fmt: skip
     parts = [("parameter", part) for part in piece.wholes] + [("layer", part) for part in piece.updates]
-    norms = [*wholes.norms(), *(norm_of_sum([update]) for update in updates)]
+    norms = [*wholes.norms(), *(_norm(number, updates, merge) for number in range(len(piece.updates)))]
     return [
         {"patch": part.of.number, what: part.place, "tensor": piece.name, "norm_of_change": norm, **told}
         for (what, part), norm in zip(parts, norms, strict=True)
     ]
+
+
+def _norm(number: int, updates: Sequence[Update], merge: RowMerger | StackMerger | None) -> float:
+    """How much an update changes the tensor by itself."""
+    if updates and updates[number].additive:
+        return norm_of_sum([updates[number]])
+    return 0.0 if merge is None else math.sqrt(merge.squares[number])
 
 
 def _check_finite(piece: Piece, before: Tensor | None, rounded: Tensor) -> None:
@@ -158,7 +169,7 @@ class _BaseChecks:
         resized = piece is not None and piece.file.entries[piece.stored].shape != piece.shape
         for part in piece.updates if piece and not resized else ():
             told = told_in_full(part.of.patch)
-            if piece is not None and told and part.place in told:
+            if piece is not None and told and part.place in told and part.expert is None:
                 rounded_to = part.of.patch.facts["base"].get("rounded_to")
                 self._told.append((part, told[part.place], rounded_to))
                 self._digests.setdefault(rounded_to, WeightDigest(piece.file.entries[piece.stored].shape))

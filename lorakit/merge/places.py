@@ -1,6 +1,7 @@
 """The tensors of a merged model by their stored names, while it is being planned."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,10 @@ class Places:
 
     def __init__(self, files: BaseFiles, shards: dict[str, list[Piece]]) -> None:
         self._files, self._shards = files, shards
+
+    @property
+    def folder(self) -> Path:
+        return self._files.folder
 
     def stored_name(self, parameter: str) -> str:
         """The stored name of a parameter of the model."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from lorakit.errors import MergeError
+from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR
+from lorakit.merge.experts import expert_places
 from lorakit.merge.parts import MERGEABLE, Part, Piece, Weighted
 from lorakit.merge.places import Places
 from lorakit.merge.vocabulary import Vocabulary, plan_vocabulary
@@ -83,7 +85,7 @@ def _bind(places: Places, base: Shapes, adapters: Sequence[Weighted], untie: boo
     for one in adapters:
         shared = set() if separated else shared_places(base, one.patch)
         for module in one.patch.layers:
-            if module in shared:
+            if module in shared or module in base.experts:
                 continue
             kind, sizes = base.layers[module]
             stored = head if head and base.tied and module == base.tied[0] else places.stored_name(f"{module}.weight")
@@ -97,7 +99,22 @@ def _bind(places: Places, base: Shapes, adapters: Sequence[Weighted], untie: boo
             stored = head if head and base.tied and parameter == head else places.stored_name(parameter)
             kind_here = base.layers[module][0] if module in base.layers else None
             places.change(stored, kind_here, whole=Part(one, parameter))
+        for module in one.patch.rows:
+            places.change(places.stored_name(f"{module}.weight"), EMBEDDING, update=Part(one, module))
+    _bind_experts(places, base, adapters)
     return separated
+
+
+def _bind_experts(places: Places, base: Shapes, adapters: Sequence[Weighted]) -> None:
+    names = {name for one in adapters for name in one.patch.layers if name in base.experts}
+    if not names:
+        return
+    found = expert_places(places.folder, sorted(names))
+    for one in adapters:
+        for name in one.patch.layers:
+            for place in found.get(name, ()):
+                kind = CONV1D if place.transposed else LINEAR
+                places.change(place.stored, kind, update=Part(one, name, place))
 
 
 def shared_places(base: Shapes, patch: Patch) -> set[str]:

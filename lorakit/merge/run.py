@@ -158,7 +158,7 @@ def _check_ledger(plan: Plan, shapes: Shapes, weighted: Sequence[Weighted], line
     places = {(number, place) for number, place, _ in applied}
     for one in weighted:
         shared = set() if plan.untied else shared_places(shapes, one.patch)
-        for place in (*one.patch.layers, *one.patch.whole_shapes):
+        for place in (*one.patch.layers, *one.patch.whole_shapes, *one.patch.rows):
             if (one.number, place) not in places and place not in shared:
                 raise MergeError(f"{one.folder}: {place} was not merged")
     if plan.vocabulary is None and not any(line["changed"] for line in lines):

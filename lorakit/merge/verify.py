@@ -138,6 +138,11 @@ def _summed(bound: list[tuple[Weighted, dict[str, Slot]]]) -> dict[str, Slot]:
 
 
 def _sum(slots: list[tuple[Weighted, Slot]]) -> Slot:
+    alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
+    if alone:
+        if len(slots) > 1 or slots[0][0].weight != 1.0:
+            raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")
+        return alone[0]
     stand_ins = [(one, slot.stand_in) for one, slot in slots if slot.stand_in is not None]
     if stand_ins and (len(slots) > 1 or stand_ins[0][0].weight != 1.0):
         raise MergeError("verify: whole tensors can be compared when one patch with weight 1 brings them")

@@ -3,10 +3,11 @@
 from lorakit.patch.base_files import BaseFiles, open_base_files
 from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unchecked
 from lorakit.patch.fits import Shapes, check_fits
+from lorakit.patch.gathered import adapter_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.save import save_patch
-from lorakit.patch.write import adapter_patch, new_patch, remove_patch, write_new_patch, write_patch
+from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [
     "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "Shapes", "adapter_patch", "check_base", "check_fits",

@@ -6,7 +6,7 @@ A key that changes the forward pass and is not implemented is refused by name; i
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,13 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision", "target_modules", "task_type", "use_rslora", "fan_in_fan_out",
-    "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save",
+    "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save", "use_dora",
+    "target_parameters", "trainable_token_indices",
 }  # fmt: skip
+METHOD_OF: Final = {
+    (False, False): "lora", (False, True): "rslora", (True, False): "dora", (True, True): "rsdora",
+}  # fmt: skip
+"""(use_dora, use_rslora) -> method"""
 BIASES: Final = ("none", "all", "lora_only")
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
@@ -39,6 +44,10 @@ class PatchConfig:
     base_model: str | None
     revision: str | None
     modules_to_save: tuple[str, ...]
+    target_parameters: tuple[str, ...]
+    """3-D parameters of experts, by name or suffix"""
+    token_indices: Mapping[str, tuple[int, ...]]
+    """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name is whichever there is"""
     raw: Mapping[str, Any] = field(repr=False)
     """every key as it was read, also those that lorakit does not know"""
 
@@ -114,33 +123,60 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
             _check_number(path, key, value, whole=whole)
     texts = (str,)
     for key, kinds in (
-        ("use_rslora", (bool,)), ("lora_dropout", (int, float)), ("base_model_name_or_path", texts),
+        ("use_rslora", (bool,)), ("use_dora", (bool,)), ("lora_dropout", (int, float)),
+        ("base_model_name_or_path", texts),
         ("revision", texts), ("ensure_weight_tying", (bool,)), ("bias", texts),
     ):  # fmt: skip
         if (value := config.get(key)) is not None and type(value) not in kinds:
             raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
     if config.get("bias", "none") not in BIASES:
         raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
-    saved = config.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
-        raise PatchError(f"{path}: modules_to_save must be a list of names, got {saved!r}")
+    saved, experts = (_names(path, key, config.get(key)) for key in ("modules_to_save", "target_parameters"))
     return PatchConfig(
-        "rslora" if config.get("use_rslora") else "lora", rank, alpha, dropout, ranks, alphas,
-        config.get("base_model_name_or_path"), config.get("revision"), tuple(saved),
-        config,
+        METHOD_OF[bool(config.get("use_dora")), bool(config.get("use_rslora"))], rank, alpha, dropout, ranks, alphas,
+        config.get("base_model_name_or_path"), config.get("revision"), saved, experts,
+        _token_indices(path, config.get("trainable_token_indices")), config,
     )  # fmt: skip
+
+
+def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
+    found = value or []
+    if not isinstance(found, list) or not all(isinstance(name, str) and name for name in found):
+        raise PatchError(f"{path}: {key} must be a list of names, got {found!r}")
+    return tuple(found)
+
+
+def _token_indices(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
+    told = {"": value} if isinstance(value, list) else value or {}
+    if not isinstance(told, dict) or not all(
+        isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+        for tokens in told.values()
+    ):
+        raise PatchError(f"{path}: trainable_token_indices must be lists of token ids, got {value!r}")
+    return {module: tuple(tokens) for module, tokens in told.items() if tokens}
 
 
 def config_json(
     layers: Mapping[str, tuple[int, float]], *, all_modules: Iterable[str] | None = None, method: str,
     dropout: float = 0.0, base_model: str | None, revision: str | None = None, task_type: str | None = "CAUSAL_LM",
-    fan_in_fan_out: bool = False,
+    fan_in_fan_out: bool = False, experts: Collection[str] = (), tokens: Mapping[str, tuple[int, ...]] | None = None,
+    tied: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """adapter_config.json for layers given as module -> (rank, alpha).
 
     ``all_modules``: every module name of the model, so that targets can be written as suffixes; without it they are
-    written as whole names.
+    written as whole names. ``experts``: those of the layers that are 3-D parameters. ``tokens``: embedding -> rows.
+    ``tied``: head and embedding change alike.
     """
+    dora, rslora = next(flags for flags, name in METHOD_OF.items() if name == method)
+    modules = [name for name in layers if name not in set(experts)]
+    extra: dict[str, Any] = {"use_dora": True} if dora else {}
+    if experts:
+        extra["target_parameters"] = _suffixes(experts)
+    if tokens:
+        extra["trainable_token_indices"] = {module: list(ids) for module, ids in tokens.items()}
+    if tied:
+        extra["ensure_weight_tying"] = True
     rank = Counter(rank for rank, _ in layers.values()).most_common(1)[0][0]
     alpha = Counter(alpha for _, alpha in layers.values()).most_common(1)[0][0]
     return {
@@ -154,11 +190,17 @@ def config_json(
         "lora_dropout": dropout,
         "rank_pattern": {_exactly(name): r for name, (r, _) in layers.items() if r != rank},
         "alpha_pattern": {_exactly(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
-        "target_modules": sorted(layers) if all_modules is None else _target_modules(list(layers), all_modules),
-        "use_rslora": method == "rslora",
+        "target_modules": sorted(modules) if all_modules is None else _target_modules(modules, all_modules),
+        "use_rslora": rslora,
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",
+        **extra,
     }
+
+
+def _suffixes(experts: Collection[str]) -> list[str]:
+    """``mlp.experts.gate_up_proj`` and so on: without what differs between layers, as PEFT's users write them."""
+    return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
 
 
 def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ milliseconds for any base. ``full-1``: every value.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -19,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lorakit.errors import PatchError
+from lorakit.errors import BaseModelError, PatchError
 from lorakit.patch.base_files import BaseFiles, open_base_files, read_json
 from lorakit.patch.patch import Patch
 
@@ -37,6 +38,8 @@ NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
 }  # fmt: skip
 Read = Callable[[int, int], Tensor]
 """(start, stop) -> these elements of a flattened tensor"""
+Reader = tuple[tuple[int, ...], Read]
+"""shape, and how to read"""
 
 
 class BaseIdentity:
@@ -59,18 +62,50 @@ class BaseIdentity:
         return _hash({key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")})
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first."""
-        for module in modules:
-            if (module, rounded_to) not in self._sampled:
-                self._sampled[module, rounded_to] = _sampled(*self._reader(module, rounded_to))
-        return {module: self._sampled[module, rounded_to] for module in modules}
+        """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first.
+
+        A head that has no weight of its own, because it is tied, is left out. Experts have one digest for all that a
+        layer stores of them, as their tensors may be stored one by one.
+        """
+        return self._digests(modules, rounded_to, self._sampled, lambda readers: [_sampled(*one) for one in readers])
 
     def full(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """module -> digest of every value of its weight."""
-        return _in_parallel({module: self._reader(module, rounded_to) for module in modules})
+        return self._digests(modules, rounded_to, {}, _in_parallel)
 
-    def _reader(self, module: str, rounded_to: str | None) -> tuple[tuple[int, ...], Read]:
-        name = self.files.weight_name(module)
+    def _digests(
+        self, modules: Iterable[str], rounded_to: str | None, known: dict[tuple[str, str | None], str],
+        digest: Callable[[list[Reader]], list[str]],
+    ) -> dict[str, str]:  # fmt: skip
+        stored = {module: self._stored(module) for module in modules}
+        wanted = {module: names for module, names in stored.items() if names and (module, rounded_to) not in known}
+        readers = [self._reader(name, rounded_to) for names in wanted.values() for name in names]
+        found = iter(digest(readers))
+        for module, names in wanted.items():
+            each = [next(found) for _ in names]
+            known[module, rounded_to] = each[0] if len(each) == 1 else _hash(each)
+        return {module: known[module, rounded_to] for module, names in stored.items() if names}
+
+    def _stored(self, module: str) -> list[str]:
+        """The stored tensors that hold a module's weight, or a parameter of experts."""
+        if module in self.files.holder:
+            return [module]
+        if (layer := re.match(r"(.*\.\d+\.).*experts\.", module)) and f"{module}.weight" not in self.files.holder:
+            return sorted(n for n in self.files.holder if n.startswith(layer[1]) and ".experts" in n)
+        try:
+            return [self.files.weight_name(module)]
+        except BaseModelError:
+            if self._tied:
+                return []
+            raise
+
+    @cached_property
+    def _tied(self) -> bool:
+        config = self.files.config()
+        text = config.get("text_config")
+        return bool((text if isinstance(text, dict) else config).get("tie_word_embeddings", True))
+
+    def _reader(self, name: str, rounded_to: str | None) -> "Reader":
         shard = self.files.holder[name]
         dtype = DTYPES.get(rounded_to or "", shard.entries[name].dtype)
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
@@ -110,7 +145,9 @@ def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]
     return {
         "scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": dtypes.pop() if len(dtypes) == 1 else None,
         "weights": {module: _sampled(*reader) for module, reader in readers.items()},
-        "full": {"scheme": FULL_SCHEME, "weights": _in_parallel(readers)},
+        "full": {
+            "scheme": FULL_SCHEME, "weights": dict(zip(readers, _in_parallel(list(readers.values())), strict=True)),
+        },
     }  # fmt: skip
 
 
@@ -128,8 +165,11 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
     if told["scheme"] != SCHEME:
         raise PatchError(f"{patch.folder}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
-    rounded_to, names = told.get("rounded_to"), list(patch.layers)
-    expected, found = told["weights"], identity.sampled(names, rounded_to)
+    rounded_to, expected = told.get("rounded_to"), told["weights"]
+    found = identity.sampled(
+        [name for name, layer in patch.layers.items() if name in expected or not layer.num_experts], rounded_to
+    )
+    names = list(found)
     if full and all(found[name] == expected.get(name) for name in names):
         expected, found = told_in_full(patch), identity.full(names, rounded_to)
         if expected is None:
@@ -194,9 +234,9 @@ def _full(shape: tuple[int, ...], read: Read) -> str:
     return state.hexdigest()
 
 
-def _in_parallel(readers: Mapping[str, tuple[tuple[int, ...], Read]]) -> dict[str, str]:
+def _in_parallel(readers: list[Reader]) -> list[str]:
     with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:
-        return dict(zip(readers, pool.map(lambda reader: _full(*reader), readers.values()), strict=True))
+        return list(pool.map(lambda reader: _full(*reader), readers))
 
 
 def _hash(value: Any) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import PatchError, nearest
+from lorakit.lora.experts import stacked_parameters, stacked_sizes
 from lorakit.lora.kinds import EMBEDDING, Kind, adaptable_layers
-from lorakit.lora.targets import ALL_LINEAR, embedding_and_head, layer_index, matches, tied_head
+from lorakit.lora.spec import ALL_LINEAR
+from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch
 
 
@@ -18,6 +20,8 @@ class Shapes:
     layers: Mapping[str, tuple[Kind, tuple[int, int]]]
     """every layer an update can sit on: (kind, (out, in))"""
     parameters: Mapping[str, tuple[int, ...]]
+    experts: Mapping[str, tuple[int, int, int]]
+    """every 3-D parameter of experts: (experts, out, in)"""
     tied: tuple[str, str] | None
     """output head and input embedding, when they share their weight"""
     embedding: str | None
@@ -27,7 +31,8 @@ class Shapes:
     def of(cls, model: nn.Module) -> "Shapes":
         """Works on the meta device."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        return cls(adaptable_layers(model), parameters, tied_head(model), *embedding_and_head(model))
+        experts = {f"{name}.{key}": stacked_sizes(module, key) for name, module, key in stacked_parameters(model)}
+        return cls(adaptable_layers(model), parameters, experts, tied_head(model), *embedding_and_head(model))
 
 
 def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
@@ -43,6 +48,7 @@ def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
                 if grown else ""
             )  # fmt: skip
             yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch{why}"
+    yield from _rows_problems(patch, base)
     yield from _selection_problems(patch, base)
     if base.tied is not None:
         brought = [m for m in base.tied if f"{m}.weight" in patch.whole_shapes and m not in patch.layers]
@@ -55,6 +61,18 @@ def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
         for name in base.parameters:
             if name not in patch.whole_shapes and any(module.endswith(saved) for module in _parents(name)):
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
+
+
+def _rows_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
+    for name, rows in patch.rows.items():
+        shape = base.parameters.get(f"{name}.weight")
+        if name != base.embedding or shape is None:
+            yield name, f"{name} is not the embedding of this base ({base.embedding}), and the patch holds rows of it"
+        elif shape[1] != rows.tensor.shape[1] or max(rows.tokens) >= shape[0]:
+            yield (
+                name,
+                f"{name} is {shape} in the base; the patch holds rows of {rows.tensor.shape[1]} for {rows.tokens}",
+            )
 
 
 def _selection_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
@@ -80,6 +98,12 @@ def _selection_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]
 
 def _update_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
     for name, layer in patch.layers.items():
+        if layer.num_experts:
+            expected = (layer.num_experts, *layer.sizes)
+            if base.experts.get(name) != expected:
+                near = nearest(name, base.experts)
+                yield name, f"{name} is {base.experts.get(name)} (experts, out, in) in the base, {expected} here.{near}"
+            continue
         if name not in base.layers:
             yield name, f"{name} is not a layer of this base that can be adapted.{nearest(name, base.layers)}"
             continue

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
 from lorakit.patch.config import PatchConfig
 
@@ -47,10 +48,31 @@ class PatchLayer:
     """(out, in)"""
     tensors: Mapping[str, Tensor]
     embedding: bool = False
+    num_experts: int = 0
+    """of a 3-D parameter: A (E r, in) is (E, r, in), B (out, r E) is (out, r, E); 0 for a matrix"""
+
+    @property
+    def num_parameters(self) -> int:
+        magnitude = 0 if METHODS[self.method].additive else self.sizes[0]
+        return self.rank * sum(self.sizes) * max(1, self.num_experts) + magnitude
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is W + s B A of one matrix and nothing else."""
+        return not self.num_experts and METHODS[self.method].additive
 
     @property
     def scale(self) -> float:
         return METHODS[self.method].scale(self.alpha, self.rank)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of an embedding, and of the head that is tied to it."""
+
+    tokens: tuple[int, ...]
+    tensor: Tensor
+    """(tokens, width)"""
 
 
 @dataclass(frozen=True)
@@ -66,13 +88,16 @@ class Patch:
     copies: Mapping[str, Tensor] = field(default_factory=dict)
     """by key: what PEFT writes beside whole tensors and does not use; kept so that nothing is lost in a round trip"""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    """by embedding: rows that take the place of the base's"""
     digest: str | None = None
     """XXH3-128 of the tensor file: which bytes it was, found in milliseconds"""
 
     @property
     def num_parameters(self) -> int:
-        updates = sum(layer.rank * sum(layer.sizes) for layer in self.layers.values())
-        return updates + sum(torch.Size(shape).numel() for shape in self.whole_shapes.values())
+        updates = sum(layer.num_parameters for layer in self.layers.values())
+        rows = sum(rows.tensor.numel() for rows in self.rows.values())
+        return updates + rows + sum(torch.Size(shape).numel() for shape in self.whole_shapes.values())
 
     @property
     def made_for(self) -> str:
@@ -82,3 +107,17 @@ class Patch:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is an infinity or not a number. The extremes tell, ten times faster than asking each value."""
     return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def check_plain(patch: Patch, what: str) -> None:
+    """Passes when every update is W + s B A of one matrix, and no rows come with them.
+
+    Raises:
+        PatchError: it is more than that, which ``what`` does not do.
+    """
+    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(patch.rows)
+    if more:
+        raise PatchError(
+            f"{patch.folder}: {what} works on plain low-rank updates; this patch holds {len(more)} others,"
+            f" {more[0]} first. Merge it into its base (lorakit merge)"
+        )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from lorakit.lora.methods import METHODS
 from lorakit.patch.patch import Patch
 
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -39,6 +40,7 @@ def _vllm(patch: Patch, largest: int) -> Iterator[str]:
     yield from (
         f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
     )
+    yield from _beyond_low_rank(patch)
     if largest > VLLM_RANKS[-1]:
         yield f"rank {largest}; the largest it takes is {VLLM_RANKS[-1]}"
     if config.modules_to_save:
@@ -54,11 +56,22 @@ def _vllm(patch: Patch, largest: int) -> Iterator[str]:
 def _llama_cpp(patch: Patch) -> Iterator[str]:
     if not patch.layers:
         yield "no low-rank update"
+    yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
     foreign = [name for name in patch.whole_shapes if not _skipped(name, patch) and "norm" not in name]
     if foreign:
         yield f"whole tensors such as {foreign[0]}"
+
+
+def _beyond_low_rank(patch: Patch) -> Iterator[str]:
+    """What neither of them reads, or reads in another layout."""
+    if any(not METHODS[layer.method].additive for layer in patch.layers.values()):
+        yield "magnitudes of DoRA"
+    if stacked := [name for name, layer in patch.layers.items() if layer.num_experts]:
+        yield f"experts as PEFT lays them out, such as {stacked[0]}"
+    if patch.rows:
+        yield "rows of tokens"
 
 
 def _skipped(name: str, patch: Patch) -> bool:

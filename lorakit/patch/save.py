@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from lorakit.errors import PatchError
-from lorakit.lora.inject import adapted_layers, adapter_tensors
+from lorakit.lora.inject import adapted_layers, adapter_tensors, fixed_tensors
 from lorakit.patch.fingerprint import fingerprint_live
-from lorakit.patch.write import adapter_patch, write_patch
+from lorakit.patch.gathered import adapter_patch
+from lorakit.patch.write import write_patch
 from lorakit.version import VERSION
 
 
@@ -26,7 +27,8 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
     names = [name for name, _ in adapted_layers(model)]
-    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter_tensors(model).items()}
+    held = adapter_tensors(model) | fixed_tensors(model)
+    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in held.items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     facts = {
         "lorakit": VERSION,

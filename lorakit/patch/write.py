@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorakit.durable import committed_folder, json_text, sync_folder, write_files
 from lorakit.errors import PatchError
-from lorakit.lora.inject import adapted_layers
-from lorakit.lora.layer import LoraLinear
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
-from lorakit.patch.names import update_key, whole_key
-from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, is_finite
+from lorakit.patch.names import expert_modules, rows_key, update_key, whole_key
+from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
 from lorakit.patch.read import read_patch
 from lorakit.patch.tensor_file import write_tensors
 
@@ -79,14 +77,29 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
 
 def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
     """The tensors of a patch by their keys in the file, sorted."""
+    places = _places_of_experts(patch)
     keys = {
-        update_key(module, part, embedding=layer.embedding): tensor
+        update_key(places.get(module, module), part, embedding=layer.embedding): tensor
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
     keys |= patch.copies
+    keys |= {rows_key(module): rows.tensor for module, rows in patch.rows.items()}
     keys |= {whole_key(parameter, patch.layers): tensor for parameter, tensor in patch.whole.items()}
     return dict(sorted(keys.items()))
+
+
+def _places_of_experts(patch: Patch) -> dict[str, str]:
+    """Parameter of experts -> the module under which PEFT's file has its factors."""
+    modules: dict[str, list[str]] = {}
+    for name in (name for name, layer in patch.layers.items() if layer.num_experts):
+        module, _, parameter = name.rpartition(".")
+        modules.setdefault(module, []).append(parameter)
+    return {
+        f"{module}.{parameter}": place
+        for module, own in modules.items()
+        for parameter, place in expert_modules(module, own).items()
+    }
 
 
 def new_patch(
@@ -95,6 +108,7 @@ def new_patch(
     facts: Mapping[str, Any],
     base_model: str | None,
     whole: Mapping[str, Tensor] | None = None,
+    rows: Mapping[str, TokenRows] | None = None,
     **settings: Any,
 ) -> Patch:
     """A patch in memory from updates of one method; ``settings`` as ``config_json`` takes them.
@@ -102,22 +116,23 @@ def new_patch(
     Raises:
         PatchError: nothing to hold, or a tensor that is not finite; nothing is saved.
     """
-    whole = dict(whole or {})
+    whole, rows = dict(whole or {}), dict(rows or {})
     if not layers:
         raise PatchError("a patch without updates: there is nothing to save")
     for name, tensor in [*((f"{m}.{p}", t) for m, layer in layers.items() for p, t in layer.tensors.items()),
-                         *whole.items()]:  # fmt: skip
+                         *whole.items(), *((name, held.tensor) for name, held in rows.items())]:  # fmt: skip
         if not is_finite(tensor):
             raise PatchError(f"{name} holds values that are not finite; nothing was saved")
     method = next(iter(layers.values())).method
     raw = config_json(
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
-        **settings,
+        experts=[name for name, layer in layers.items() if layer.num_experts],
+        tokens={module: held.tokens for module, held in rows.items()}, **settings,
     )  # fmt: skip
     raw |= _declared(whole, layers)
     config = parse_config(Path(CONFIG_FILE), raw)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    return Patch(Path(), config, layers, whole, shapes, facts=facts)
+    return Patch(Path(), config, layers, whole, shapes, facts=facts, rows=rows)
 
 
 def _declared(whole: Collection[str], layers: Collection[str]) -> dict[str, Any]:
@@ -126,28 +141,6 @@ def _declared(whole: Collection[str], layers: Collection[str]) -> dict[str, Any]
     biased = {name.rpartition(".")[0] for name in whole if name.endswith(".bias")} - modules
     bias = "none" if not biased else "lora_only" if biased <= set(layers) else "all"
     return {"bias": bias} | ({"modules_to_save": sorted(modules)} if modules else {})
-
-
-def adapter_patch(
-    model: nn.Module, tensors: Mapping[str, Tensor], *, facts: Mapping[str, Any], base_model: str | None,
-    revision: str | None = None,
-) -> Patch:  # fmt: skip
-    """The adapter of ``model`` as a patch; ``tensors`` are its whole tensors by name, in float32.
-
-    Raises:
-        PatchError: the model has no adapter, or a tensor is missing, mis-shaped or not finite.
-    """
-    adapted = dict(adapted_layers(model))
-    if not adapted:
-        raise PatchError("the model has no adapter: call lorakit.inject first")
-    first = next(iter(adapted.values()))
-    return new_patch(
-        {name: _layer(name, layer, tensors) for name, layer in adapted.items()},
-        facts=facts, base_model=base_model, revision=revision, dropout=first.dropout.p,
-        all_modules=[name for name, _ in model.named_modules()],
-        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
-        fan_in_fan_out=all(layer.kind.transposed for layer in adapted.values()),
-    )  # fmt: skip
 
 
 def remove_patch(folder: Path) -> None:
@@ -170,18 +163,6 @@ class _Hashing:
 
     def digests(self) -> dict[str, str]:
         return {"sha256": self._sha256.hexdigest(), "xxh3_128": self._xxh3.hexdigest()}
-
-
-def _layer(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
-    sizes = (layer.out_features, layer.in_features)
-    own = {}
-    for part, shape in {"lora_A": (layer.rank, sizes[1]), "lora_B": (sizes[0], layer.rank)}.items():
-        tensor = tensors.get(f"{name}.{part}")
-        if tensor is None or tuple(tensor.shape) != shape:
-            got = "nothing" if tensor is None else tuple(tensor.shape)
-            raise PatchError(f"{name}.{part}: {shape} was trained, {got} arrived to be saved")
-        own[part] = tensor
-    return PatchLayer(layer.method, layer.rank, layer.alpha, sizes, own)
 
 
 def _check_free(folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""Experts whose weights are 3-D parameters, with one A and one B for each expert."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.lora.methods import METHODS
+from lorakit.lora.whole import Shelled
+
+
+@dataclass(frozen=True)
+class ExpertTarget:
+    """A 3-D parameter that gets an adapter."""
+
+    module: str
+    parameter: str
+    method: str
+    rank: int
+    alpha: float
+    num_experts: int
+    out_features: int
+    in_features: int
+    transposed: bool
+    """whether it is stored as (experts, in, out)"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.parameter}"
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_experts * self.rank * (self.in_features + self.out_features)
+
+
+@final
+class LoraExperts(Shelled):
+    """W_e + s B_e A_e for every expert e, in PEFT's layout: A (E r, in) is (E, r, in), B (out, r E) is (out, r, E).
+
+    W is (E, out, in), or (E, in, out) when transposed. The module's own forward runs on the sum.
+    """
+
+    def __init__(self, base: nn.Module, updates: Mapping[ExpertTarget, Mapping[str, Tensor]]) -> None:
+        super().__init__(base)
+        self.adapted = {target.parameter: target for target in updates}
+        for target, tensors in updates.items():
+            self.carry(
+                {f"{target.parameter}.{part}": tensor for part, tensor in tensors.items()},
+                fixed=tuple(f"{target.parameter}.{part}" for part in METHODS[target.method].fixed),
+            )
+        self.take_tensors()
+
+    def current(self, name: str) -> Tensor:
+        W = self.get_parameter(name)
+        if name not in self.adapted:
+            return W
+        target = self.adapted[name]
+        A, B = (self.get_parameter(f"{name}_{part}").to(W.dtype) for part in ("lora_A", "lora_B"))
+        A, B = expert_factors(A, B, target.num_experts)
+        left, right = (A.transpose(1, 2), B.transpose(1, 2)) if target.transposed else (B, A)
+        return torch.baddbmm(W, left, right, alpha=METHODS[target.method].scale(target.alpha, target.rank))
+
+
+def expert_factors(A: Tensor, B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """PEFT's stored factors as A (E, r, in) and B (E, out, r)."""
+    return A.view(num_experts, -1, A.shape[1]), B.view(B.shape[0], -1, num_experts).permute(2, 0, 1)
+
+
+def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(module name, module, parameter name) of every 3-D parameter of experts: matrices, one for each expert."""
+    for name, module in model.named_modules():
+        for key, tensor in module._parameters.items():
+            if tensor is not None and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and _is_experts(name, module):
+                yield name, module, key
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    return "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
+
+
+def stacked_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
+    """(experts, out, in) of a 3-D parameter."""
+    tensor = module._parameters[key]
+    assert tensor is not None
+    num_experts, one, two = tensor.shape
+    return (num_experts, two, one) if is_transposed(module) else (num_experts, one, two)
+
+
+def transposed_experts(model: nn.Module) -> set[str]:
+    """Names of the 3-D parameters whose matrices are stored as (in, out)."""
+    return {f"{name}.{key}" for name, module, key in stacked_parameters(model) if is_transposed(module)}
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module of experts stores its matrices as (in, out), as PEFT finds it too."""
+    return bool(getattr(module, "is_transposed", False))
