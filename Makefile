@@ -15,7 +15,7 @@ install: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lorakit needs Python 3.11 or newer; $(PYTHON) is older. Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,deepspeed]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,deepspeed,quant]'
 	@touch $@
 
 quickstart: install

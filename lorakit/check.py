@@ -5,14 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from lorakit.adapting import adapter_spec, check_vocabulary
 from lorakit.data import TokenRows
 from lorakit.engine.prerequisites import check_prerequisites
 from lorakit.errors import LorakitError
 from lorakit.isolation import check_positions
-from lorakit.job import adapter_spec, check_vocabulary, count_steps, count_warmup_steps, read_rows
-from lorakit.lora import coverage, find_targets
+from lorakit.job import count_steps, count_warmup_steps, read_rows
+from lorakit.lora import adapter_tensors, attach, find_targets
+from lorakit.lora.covering import covering
+from lorakit.lora.extras import find_extras
 from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.patch import open_base_files
 from lorakit.recipe import Recipe
@@ -55,17 +59,23 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:
-    model = load_skeleton(folder)
-    targets = find_targets(model, adapter_spec(recipe.adapter))
+    model, spec = load_skeleton(folder), adapter_spec(recipe.adapter, folder)
+    targets = find_targets(model, spec)
+    extras = find_extras(model, spec, targets)
+    covered = covering(model, {target.name for target in targets} | {expert.name for expert in extras.experts})
     total = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(target.num_parameters for target in targets)
+    num_targets = len(targets) + len(extras.experts)
+    with torch.device("meta"):
+        attach(model, targets, spec, recipe.train.seed)
+    trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
-    held = sum(target.out_features * target.in_features for target in targets)
-    say(f"targets    {len(targets)} layers, with {held / total:.0%} of the base's parameters")
+    say(f"targets    {num_targets} layers, with {covered.share:.0%} of the parameters in products")
+    if (note := covered.note(spec)) is not None:
+        say(f"note       {note}")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
-    for kind, adapted, count in coverage(model, targets):
-        say(f"{kind:<20} {adapted:>8} {count:>6}")
+    for kind in covered.kinds:
+        say(f"{kind.name:<20} {kind.adapted:>8} {kind.count:>6}")
     return model
 
 

@@ -52,8 +52,8 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
     are_patches = [(Path(name) / CONFIG_FILE).is_file() for name in (one, two)]
     if all(are_patches):
         first, second = open_patch(one), open_patch(two)
-        for patch in (first, second):
-            check_plain(patch, "comparing")
+        for each in (first, second):
+            check_plain(each, "comparing")
         return _diff_patches(first, second, say)
     if any(are_patches):
         patch, other = (one, two) if are_patches[0] else (two, one)

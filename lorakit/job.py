@@ -1,7 +1,7 @@
 """A training run, assembled: engine, base with its adapter, rows, optimizer."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -10,18 +10,18 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, Group, ReadInto, StepSettings
-from lorakit.errors import BaseModelError, RunError
+from lorakit.errors import RunError
 from lorakit.isolation import check_isolation, check_positions
-from lorakit.lora import AdapterSpec, Target, attach, find_targets
-from lorakit.model import find_base, load_base, load_tokenizer, num_tokens
+from lorakit.loading import packing_facts
+from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
-from lorakit.recipe import AdapterSection, DataSection, Recipe
+from lorakit.recipe import DataSection, Recipe
 from lorakit.run.checkpoint import Checkpoints
-from lorakit.sharded import BaseTensors, load_hollow
 
 CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 
@@ -35,13 +35,12 @@ class Job:
     model: nn.Module
     engine: Engine
     dtype: DtypeChoice
-    targets: list[Target]
+    adapted: AdaptedBase
     batches: Batches
     held_out: Batches | None
     base_fingerprint: dict[str, Any]
     checkpoints: Checkpoints
     total_steps: int
-    num_base_parameters: int
     architecture: str
 
     def data_facts(self) -> dict[str, Any]:
@@ -69,19 +68,22 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     engine.phase("loading the base")
-    model, targets = group.together(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
-    identity = fingerprint(open_base_files(folder), [target.name for target in targets])
+    adapted = group.together(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
+    model = adapted.base.model
+    identity = fingerprint(open_base_files(folder), adapted_names(model))
+    if (packing := packing_facts(model)) is not None:
+        identity["packed"] = packing
     digests = {"rows": rows.digest, "held-out rows": held_out.digest if held_out else None}
     group.same("base and rows", {"base": identity, **digests})
     job = Job(
-        recipe, Path(recipe.output), model, engine, dtype, targets, _batches(recipe, rows, group),
+        recipe, Path(recipe.output), model, engine, dtype, adapted, _batches(recipe, rows, group),
         _batches(recipe, held_out, group) if held_out else None, identity,
         Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
-        count_steps(recipe, len(rows)), sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        count_steps(recipe, len(rows)), 
         type(model).__name__,
     )  # fmt: skip
     group.together(lambda: check_positions(model, recipe.data.max_tokens))
-    _prepare_engine(job, BaseTensors(folder, model).read_into if engine.shards_base else None)
+    _prepare_engine(job, adapted.base.read)
     if recipe.data.packing:
         check_isolation(model, job.batches, engine.device)
     return job
@@ -95,24 +97,6 @@ def read_all(recipe: Recipe) -> tuple[Path, TokenRows, TokenRows | None]:
     if recipe.data.eval is None:
         return folder, rows, None
     return folder, rows, read_rows(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
-
-
-def adapted_base(
-    recipe: Recipe, engine: Engine, folder: Path, dtype: torch.dtype, sets: Sequence[TokenRows | None]
-) -> tuple[nn.Module, list[Target]]:
-    """The base with an untrained adapter; without weights when the engine reads each process's part of them."""
-    model = load_hollow(folder, dtype) if engine.shards_base else load_base(folder, dtype, engine.device)
-    for rows in filter(None, sets):
-        check_vocabulary(model, rows)
-    spec = adapter_spec(recipe.adapter)
-    targets = find_targets(model, spec)
-    attach(model, targets, spec, recipe.train.seed)
-    return model, targets
-
-
-def adapter_spec(section: AdapterSection) -> AdapterSpec:
-    """The recipe's adapter section as plain values."""
-    return AdapterSpec(**section.model_dump())
 
 
 def read_rows(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenRows:
@@ -139,20 +123,6 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
             f"train.warmup_steps: {asked} of {total_steps} steps, so the learning rate would never be reached; lower it"
         )
     return min(10, total_steps // 10) if asked is None else asked
-
-
-def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
-    """Passes when every token of the rows has a row in the base's embedding.
-
-    Raises:
-        BaseModelError: the tokenizer gave larger ids.
-    """
-    num_rows = num_tokens(model)
-    if rows.counts.largest_id >= num_rows:
-        raise BaseModelError(
-            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
-            " they do not belong together"
-        )
 
 
 def checkpoint_layers(model: nn.Module, *, on_host: bool = False) -> None:
@@ -198,8 +168,8 @@ def _prepare_engine(job: Job, read: ReadInto | None) -> None:
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(job.model, on_host=settings.activation_offload)
     optimizer = partial(
-        build_optimizer, betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
-        weight_decay=settings.weight_decay,
+        build_optimizer, name=settings.optimizer, betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
+        weight_decay=settings.weight_decay, ratio=settings.loraplus_lr_ratio,
     )  # fmt: skip
     rate = partial(
         learning_rate, peak=settings.learning_rate, schedule=settings.schedule, total_steps=job.total_steps,

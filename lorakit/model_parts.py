@@ -15,11 +15,14 @@ ELSEWHERE: Final = "use backend single, ddp or zero2, which load whole tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
 
 
-def load_promised(folder: Path, dtype: torch.dtype, stored: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def load_promised(
+    folder: Path, dtype: torch.dtype, stored: Mapping[str, Any], *, packed: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
     """The causal language model of a folder as transformers builds it from stand-ins for the stored tensors.
 
     transformers asks two things of a stand-in: ``stand_in[...]`` and ``.to(device=..., dtype=...)``. Beside the model
     its report: the keys ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
+    ``packed``: the files are, and the stand-ins are not.
 
     Raises:
         BaseModelError: an unknown architecture, or one whose tensors are not only rearranged while they are loaded.
@@ -27,6 +30,8 @@ def load_promised(folder: Path, dtype: torch.dtype, stored: Mapping[str, Any]) -
     with _quiet(), _without_zero3():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config
+        if packed:
+            del config.quantization_config
         for key in UNREADABLE:
             if getattr(config, key, None) is not None:
                 raise BaseModelError(f"{folder}: config.json has {key}, which cannot be loaded in parts; {ELSEWHERE}")

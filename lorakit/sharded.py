@@ -27,17 +27,19 @@ from lorakit.patch.tensor_file import Entry
 PIECE_BYTES: Final = 1 << 24
 
 
-def load_hollow(folder: Path, dtype: torch.dtype) -> nn.Module:
+def load_hollow(folder: Path, dtype: torch.dtype, promised: Mapping[str, Entry] | None = None) -> nn.Module:
     """``load_base`` without the weights: every parameter on the meta device, every buffer real and on the CPU.
+
+    ``promised``: what the files would hold if nothing in them were packed.
 
     Raises:
         BaseModelError: as ``load_base``; and for a parameter whose origin is not known.
     """
     files = open_base_files(folder)
     with _MissingStaysEmpty():
-        model, report = load_promised(
-            folder, dtype, {name: _Promised(name, files.entry(name)) for name in files.holder}
-        )
+        entries = promised or {name: files.entry(name) for name in files.holder}
+        stand_ins = {name: _Promised(name, entry) for name, entry in entries.items()}
+        model, report = load_promised(folder, dtype, stand_ins, packed=promised is not None)
     _check_complete(files, model, report)
     shards = _Shards(files)
     with torch.no_grad():

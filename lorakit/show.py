@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import LorakitError
-from lorakit.lora.kinds import is_linear_like
-from lorakit.lora.targets import coverage
+from lorakit.lora.covering import covering
 from lorakit.model import find_base, load_skeleton
 from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
 from lorakit.patch.base_files import read_json
@@ -154,11 +153,9 @@ def _show_base(name: str, say: Say) -> None:
         parameters=f"{sum(parameter.numel() for parameter in model.parameters()):,}",
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
     )  # fmt: skip
-    say(f"\n{'linear layers':<20} {'count':>6}  example")
-    names = [key for key, module in model.named_modules() if is_linear_like(module)]
-    for kind, _, count in coverage(model, []):
-        example = next(key for key in names if key.rpartition(".")[2] == kind)
-        say(f"{kind:<20} {count:>6}  {example}")
+    say(f"\n{'layers':<20} {'count':>6}  example")
+    for kind in covering(model, ()).kinds:
+        say(f"{kind.name:<20} {kind.count:>6}  {kind.example}")
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -18,11 +18,11 @@ from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import part
 from lorakit.engine.world import find_world
 from lorakit.job import checkpoint_layers
+from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.model import find_base, load_base, load_tokenizer
+from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer
-from lorakit.recipe import ParallelSection
-from lorakit.sharded import BaseTensors, load_hollow
+from lorakit.recipe import BaseSection, ParallelSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,29 +30,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     """The case's model in the engine."""
     dtype = DTYPES[case.get("dtype", "float32")]
-    model = load_hollow(base, dtype) if engine.shards_base else load_base(base, dtype, engine.device)
-    spec = AdapterSpec(
-        "lora",
-        case.get("rank", 3),
-        2.0 * case.get("rank", 3),
-        case.get("dropout", 0.0),
-        "all-linear",
-        None,
-        None,
-        {},
-        {},
-        "gaussian",
-    )
-    attach(model, find_targets(model, spec), spec, 0)
+    section = BaseSection(model="base", quantize=case.get("quantize", "none"))
+    loaded = load_for_training(section, base, dtype, engine.device, in_parts=engine.shards_base)
+    model, rank = loaded.model, case.get("rank", 3)
+    settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
+    spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    attach(model, find_targets(model, spec), spec, 0, loaded.stored)
     if case.get("checkpointing"):
         checkpoint_layers(model, on_host=case["checkpointing"] == "offload")
-    read = BaseTensors(base, model).read_into if engine.shards_base else None
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    optimizer = partial(
+        build_optimizer, name=case.get("optimizer", "adamw"), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01,
+        ratio=case.get("ratio"),
+    )  # fmt: skip
     engine.prepare(
         model,
         optimizer,
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
-        read,
+        loaded.read,
     )
     if "loss_scale" in case:
         engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
@@ -101,7 +95,7 @@ def main(folder: Path) -> None:
         with calm():
             engine = open_engine(parallel, world)
         with without_deprecations():
-            result = run(engine, Path(told["base"]), Path(told["rows"]), case)
+            result = run(engine, Path(told["base"]).parent / case.get("base", "base"), Path(told["rows"]), case)
         if engine.rank == 0:
             torch.save(result, folder / f"{case['name']}.pt")
         if world:

@@ -43,7 +43,7 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ),
         (
             "adapter: {method: dorra}\n" + GOOD,
-            "r.yaml:1: adapter.method: Input should be 'lora' or 'rslora', got 'dorra'. Nearest: 'lora', 'rslora'.",
+            "r.yaml:1: adapter.method: Input should be 'lora', 'rslora', 'lora_fa', 'dora' or 'rsdora', got 'dorra'. Nearest: 'dora', 'rsdora', 'lora'.",
         ),
         (
             "adapter:\n  targets: [q_proj, 3]\n" + GOOD,

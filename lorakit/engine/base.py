@@ -40,7 +40,7 @@ class StepSettings:
 
 ReadInto = Callable[[str, int, Tensor], None]
 """(parameter name, start, tensor): fills the tensor with the frozen parameter's elements from start on, from files."""
-BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class NonFiniteStep(Exception):

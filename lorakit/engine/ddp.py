@@ -27,7 +27,7 @@ class ReplicatedEngine(WholeEngine):
         super().__init__(device, group, parallel.backend)
 
     def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(model).values())
+        self._optimizer = build(adapter_tensors(model))
         prepared: nn.Module = self._accelerator.prepare(model)
         return prepared
 

@@ -19,7 +19,7 @@ from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.engine.world import World
-from lorakit.lora.inject import adapter_tensors
+from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.recipe import ParallelSection
 
 
@@ -45,7 +45,7 @@ class ShardedEngine(WholeEngine):
         self._rests_on = torch.device("cpu") if offload else self.device
         fill(model, self._rests_on, self.rank, read)
         buffers_to(model, self.device)
-        self._optimizer = build(adapter_tensors(model).values())
+        self._optimizer = build(adapter_tensors(model))
         return model
 
     def part_of(self, shape: Sequence[int]) -> int:
@@ -67,7 +67,7 @@ class ShardedEngine(WholeEngine):
         return norm
 
     def gather(self) -> dict[str, Tensor]:
-        return {name: _whole(tensor, self.device) for name, tensor in adapter_tensors(self._model).items()}
+        return {name: _whole(tensor, self.device) for name, tensor in all_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         return {
@@ -77,7 +77,7 @@ class ShardedEngine(WholeEngine):
         }
 
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for name, tensor in adapter_tensors(self._model).items():
+        for name, tensor in all_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
             _here(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
             if name in state:

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.observe import bytes_held
-from lorakit.engine.stepping import SteppingEngine, to_cpu
-from lorakit.lora.inject import adapter_tensors
+from lorakit.engine.stepping import SteppingEngine, as_held, to_cpu, to_keep
+from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.optim import set_rate
 
 
 class WholeEngine(SteppingEngine):
     """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
 
     def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(model).values())
+        self._optimizer = build(adapter_tensors(model))
         return model
 
     def backward(self, loss: Tensor) -> None:
@@ -33,8 +34,7 @@ class WholeEngine(SteppingEngine):
         limit = self._settings.max_grad_norm
         norm = self.clip(list(tensors.values()), math.inf if limit is None else limit)
         if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
+            set_rate(self._optimizer.param_groups, rate)
             self._optimizer.step()
         self._optimizer.zero_grad()
         return norm
@@ -44,11 +44,11 @@ class WholeEngine(SteppingEngine):
         return float(torch.nn.utils.clip_grad_norm_(tensors, limit))
 
     def gather(self) -> dict[str, Tensor]:
-        return {name: to_cpu(tensor) for name, tensor in adapter_tensors(self._model).items()}
+        return {name: to_cpu(tensor) for name, tensor in all_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": to_cpu(value)
+            f"{name}.{key}": to_keep(value)
             for name, tensor in adapter_tensors(self._model).items()
             for key, value in self._optimizer.state[tensor].items()
         }
@@ -56,10 +56,10 @@ class WholeEngine(SteppingEngine):
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         tensors = adapter_tensors(self._model)
         with torch.no_grad():
-            for name, tensor in tensors.items():
+            for name, tensor in all_tensors(self._model).items():
                 tensor.copy_(adapter[name])
         for name, parts in state.items():
-            self._optimizer.state[tensors[name]] = {part: value.to(self.device) for part, value in parts.items()}
+            self._optimizer.state[tensors[name]] = {part: as_held(value, self.device) for part, value in parts.items()}
 
     def held(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())

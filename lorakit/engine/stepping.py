@@ -22,7 +22,7 @@ from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
 from lorakit.engine.processes import give_memory_back
 from lorakit.errors import RunError
-from lorakit.lora.inject import adapter_tensors
+from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.loss import loss_sum
 
 
@@ -168,7 +168,7 @@ class SteppingEngine(ABC):
         return self.moments() | self._scale.state()
 
     def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        tensors = adapter_tensors(self._model)
+        tensors = all_tensors(self._model)
         if adapter.keys() != tensors.keys():
             raise RunError(f"the checkpoint holds other tensors: {sorted(adapter.keys() ^ tensors.keys())[:4]}")
         state: dict[str, dict[str, Tensor]] = {}
@@ -210,3 +210,15 @@ def buffers_to(model: nn.Module, device: torch.device) -> None:
 def to_cpu(tensor: Tensor) -> Tensor:
     """A float32 copy in host memory."""
     return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def to_keep(value: Any) -> Tensor:
+    """A part of an optimizer's state as a tensor in host memory: floats as float32, codes and counts as they are."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value)
+    return to_cpu(value) if value.is_floating_point() else value.detach().to("cpu", copy=True)
+
+
+def as_held(value: Tensor, device: torch.device) -> Tensor | int:
+    """The same back in an optimizer: a count is a number there."""
+    return int(value) if value.dtype is torch.int64 and value.dim() == 0 else value.to(device)

@@ -21,8 +21,9 @@ from lorakit.engine.processes import join
 from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
 from lorakit.engine.unpinned import unpinned
 from lorakit.engine.world import World
-from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole
-from lorakit.lora.inject import adapter_tensors
+from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole, whole
+from lorakit.lora.inject import adapter_tensors, fixed_tensors
+from lorakit.optim import set_rate
 from lorakit.recipe import ParallelSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +58,7 @@ class ZeroEngine(SteppingEngine):
         adapter = adapter_tensors(model)
         for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
             tensor.register_hook(lambda gradient, name=name: self.reached([name]))
-        engine, _ = self._accelerator.prepare(model, build(adapter.values()))
+        engine, _ = self._accelerator.prepare(model, build(adapter))
         self._zero = engine.optimizer
         if self._stage == 3:
             keep_adapter_whole(self._zero, adapter.values())
@@ -75,8 +76,7 @@ class ZeroEngine(SteppingEngine):
         self._forward.backward(loss * self.world_size, scale_wrt_gas=False)  # type: ignore[operator] # it averages
 
     def update(self, rate: float) -> float:
-        for group in self._zero.param_groups:
-            group["lr"] = rate
+        set_rate(self._zero.param_groups, rate)
         self._zero.loss_scaler.cur_scale = self._scale.value
         self._forward.step()  # type: ignore[operator]
         self._zero.loss_scaler.cur_scale = 1.0
@@ -90,7 +90,7 @@ class ZeroEngine(SteppingEngine):
         return {
             name: to_cpu(safe_get_full_fp32_param(tensor)).view(shape_of(tensor))
             for name, tensor in adapter_tensors(self._model).items()
-        }
+        } | {name: to_cpu(whole(tensor)) for name, tensor in fixed_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -115,6 +115,8 @@ class ZeroEngine(SteppingEngine):
         steps = next((parts["step"] for parts in state.values()), None)
         if steps is not None:
             self._begin_state(steps)
+        for name, tensor in fixed_tensors(self._model).items():
+            put_whole(tensor, adapter[name], self.group)
         for name, tensor in adapter_tensors(self._model).items():
             safe_set_full_fp32_param(tensor, adapter[name].to(self.device))  # the masters; and what computes:
             put_whole(tensor, adapter[name], self.group)

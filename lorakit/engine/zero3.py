@@ -42,12 +42,23 @@ def keep_adapter_whole(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
 
 
 def put_whole(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
-    """A new value for an adapter's tensor, which is whole on every rank, and for this rank's part beside it."""
-    tensor.data.copy_(value)
+    """A new value for an adapter's tensor, where it is whole on every rank, and for this rank's part beside it."""
+    if tensor.data.shape == value.shape:
+        tensor.data.copy_(value)
     part = getattr(tensor, "ds_tensor", None)
     if part is not None:
         start, stop = part_of(value.numel(), group)
         part.data[: stop - start].copy_(value.reshape(-1)[start:stop])
+
+
+def whole(tensor: nn.Parameter) -> Tensor:
+    """A tensor that does not learn, gathered for a moment if it lies in parts. Collective."""
+    if not hasattr(tensor, "ds_tensor"):
+        return tensor.detach()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone()
 
 
 def part_of(num_elements: int, group: Group) -> tuple[int, int]:

@@ -4,9 +4,9 @@ from lorakit.lora.inject import adapted_layers, adapter_tensors, attach, carrier
 from lorakit.lora.layer import LoraLinear
 from lorakit.lora.methods import METHODS, Method
 from lorakit.lora.spec import AdapterSpec
-from lorakit.lora.targets import Target, coverage, find_targets
+from lorakit.lora.targets import Target, find_targets
 
 __all__ = [
     "METHODS", "AdapterSpec", "LoraLinear", "Method", "Target", "adapted_layers", "adapter_tensors", "attach",
-    "carriers", "coverage", "find_targets", "fixed_tensors", "inject",
+    "carriers", "find_targets", "fixed_tensors", "inject",
 ]  # fmt: skip

@@ -40,6 +40,12 @@ def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> E
     tied = tied_head(model)
     rows, wrong = _token_rows(model, spec, names | set(learnt))
     problems += [*more, *wrong, *_tied_problems(tied, spec, names, learnt)]
+    problems += [
+        f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
+        f" {t.in_features}; lower its rank"
+        for t in targets
+        if spec.init not in RANDOM and t.rank > min(t.out_features, t.in_features)
+    ]
     if spec.init not in RANDOM and spec.method not in PLAIN_METHODS:
         problems.append(
             f"adapter.init: {spec.init} goes with method {', '.join(PLAIN_METHODS)}, got {spec.method}; {spec.method}"

@@ -202,6 +202,11 @@ def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{name}.{key}": tensor for name, layer in carriers(model) for key, tensor in layer.fixed_tensors().items()}
 
 
+def all_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What of the adapter is kept in a checkpoint: what learns, and what does not."""
+    return adapter_tensors(model) | fixed_tensors(model)
+
+
 def carriers(model: nn.Module) -> Iterator[tuple[str, Carrier]]:
     """(module name, module) of everything that carries a tensor of the adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Carrier))

@@ -5,7 +5,6 @@ name; ``all-linear`` is every linear layer but the output head. Every pattern mu
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -115,13 +114,6 @@ def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
     names = {module: name for name, module in model.named_modules()}
     embedding, head = _part(model, "get_input_embeddings"), _output_head(model)
     return None if embedding is None else names[embedding], None if head is None else names[head]
-
-
-def coverage(model: nn.Module, targets: Iterable[Target]) -> list[tuple[str, int, int]]:
-    """(last part of the name, adapted layers, all layers) for every linear layer of a model."""
-    adapted = Counter(target.name.rpartition(".")[2] for target in targets)
-    every = Counter(name.rpartition(".")[2] for name, module in model.named_modules() if is_linear_like(module))
-    return [(kind, adapted[kind], count) for kind, count in every.items()]
 
 
 def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:

@@ -61,7 +61,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
         tokenizer = load_tokenizer(folder)  # noqa: F841 - it is held, as in a run
     model = load_base(find_base("builtin:tiny"), DTYPES[dtype], torch.device("cpu"))
     attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
-    optimizer = build_optimizer(adapter_tensors(model).values(), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     positions = torch.arange(TOKENS // 2).repeat(2)[None]
     ids = torch.ones_like(positions)
     loss_sum(model, Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).backward()

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.adapting import adapter_spec
 from lorakit.engine.fsdp2 import layer_groups
-from lorakit.job import adapter_spec
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors
 from lorakit.model import load_skeleton
@@ -98,7 +98,7 @@ def adapted_skeleton(folder: Path, adapter: AdapterSection, dtype: torch.dtype) 
     model = load_skeleton(folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    spec = adapter_spec(adapter)
+    spec = adapter_spec(adapter, folder)
     targets = find_targets(model, spec)
     with torch.device("meta"):
         return attach(model, targets, spec, seed=0)

@@ -2,6 +2,6 @@
 
 from lorakit.recipe.load import load_recipe
 from lorakit.recipe.parallel import ParallelSection
-from lorakit.recipe.schema import AdapterSection, DataSection, Recipe, TrainSection
+from lorakit.recipe.schema import AdapterSection, BaseSection, DataSection, Recipe, TrainSection
 
-__all__ = ["AdapterSection", "DataSection", "ParallelSection", "Recipe", "TrainSection", "load_recipe"]
+__all__ = ["AdapterSection", "BaseSection", "DataSection", "ParallelSection", "Recipe", "TrainSection", "load_recipe"]

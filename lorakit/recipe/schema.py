@@ -22,13 +22,26 @@ class BaseSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly.
     `float16` scales the loss as far as gradients stay finite."""
-    quantize: Literal["none"] = "none"
-    """Quantisation of the base's weights."""
+    quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
+    """Pack the frozen linear layers with bitsandbytes while they are read: 4 bits in blocks of 64 values, or 8 bits by
+    rows; `dtype` is what they compute in. The output head and what is no linear layer stay as they are. A base whose
+    files are packed is read as it is, without this key."""
+    double_quantize: bool = True
+    """With nf4 and fp4: pack the scales of the blocks as well, in 8 bits."""
+    skip_modules: tuple[Pattern, ...] = ()
+    """Modules that are not packed, by name or suffix."""
+
+    @model_validator(mode="after")
+    def _skipping_needs_packing(self) -> "BaseSection":
+        if self.skip_modules and self.quantize == "none":
+            raise ValueError("`skip_modules` goes with `quantize`")
+        return self
 
 
 class AdapterSection(Section):
-    method: Literal["lora", "rslora"] = "lora"
-    """How the adapter changes a layer: `lora` scales by alpha/r, `rslora` by alpha/sqrt(r)."""
+    method: Literal["lora", "rslora", "lora_fa", "dora", "rsdora"] = "lora"
+    """How the adapter changes a layer: `lora` scales by alpha/r, `rslora` by alpha/sqrt(r); `lora_fa` keeps A as it
+    starts; `dora` learns the size of each row of W beside its direction, `rsdora` with alpha/sqrt(r)."""
     rank: Count = 8
     """r, the inner width of A (r, in) and B (out, r)."""
     alpha: float = Field(16.0, gt=0)
@@ -36,7 +49,10 @@ class AdapterSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs zeroed while training."""
     targets: Pattern | tuple[Pattern, ...] = "all-linear"
-    """`all-linear`, a list of name suffixes, or one regular expression for whole module names."""
+    """`all-linear`, a list of name suffixes, or one regular expression for whole module names. Linear, Conv1D and
+    Embedding layers can be named; `all-linear` is the linear ones but the output head."""
+    target_parameters: Literal["all-experts"] | tuple[Pattern, ...] = ()
+    """Experts that are stored as 3-D parameters: `all-experts`, or suffixes such as `experts.down_proj`."""
     exclude: Pattern | tuple[Pattern, ...] | None = None
     """Modules to leave alone: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
@@ -45,8 +61,19 @@ class AdapterSection(Section):
     """Rank by module name or regular expression; the first match wins."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field({})
     """Alpha by module name or regular expression; the first match wins."""
-    init: Literal["gaussian", "kaiming"] = "gaussian"
-    """How A starts: normal with standard deviation 1/r, or Kaiming uniform. B starts at zero."""
+    init: Literal["gaussian", "kaiming", "pissa", "olora"] = "gaussian"
+    """How A starts with B zero: normal with standard deviation 1/r, or Kaiming uniform. Or how A and B start at a part
+    of W: its largest singular vectors (`pissa`), or those of its QR decomposition (`olora`); saved as a plain patch of
+    rank 2 r."""
+    bias: Literal["none", "lora_only", "all"] = "none"
+    """Which of the base's biases learn: none, those of adapted layers, or all."""
+    modules_to_save: tuple[Pattern, ...] = ()
+    """Modules that learn as a whole and are saved with the patch, by name or suffix."""
+    trainable_tokens: tuple[Pattern | Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens whose rows of the embedding learn (and of a head that is tied to it): as text, or as ids."""
+    tied_head: Literal["stop", "both", "untie"] = "stop"
+    """An adapter on an embedding and output head that share their weight: an error, or `both` change alike, or `untie`
+    gives the head a weight of its own."""
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod
@@ -60,9 +87,13 @@ class AdapterSection(Section):
     def _text_is_a_regular_expression(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if isinstance(value, str):
             _check_regex(value)
-        if value == ():
-            raise ValueError("the list is empty: name at least one")
         return value
+
+    @model_validator(mode="after")
+    def _something_is_adapted(self) -> "AdapterSection":
+        if (self.targets == () and not self.target_parameters) or self.exclude == ():
+            raise ValueError("the list is empty: name at least one")
+        return self
 
     @model_validator(mode="after")
     def _layers_need_names(self) -> "AdapterSection":
@@ -107,8 +138,10 @@ class TrainSection(Section):
     """Course of the learning rate after warm-up; cosine and linear end at zero."""
     warmup_steps: int | None = Field(None, ge=0)
     """Updates over which the learning rate rises from zero (10, or a tenth of all steps if that is less)."""
-    optimizer: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit"] = "adamw"
+    """AdamW; with its moments in 8 bits; and in memory that a GPU pages out (bitsandbytes, backends single and ddp)."""
+    loraplus_lr_ratio: float | None = Field(None, gt=0)
+    """LoRA+: how many times the learning rate B learns with."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -170,6 +203,15 @@ class Recipe(Section):
         for key in ("select", "early_stopping_evals"):
             if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
                 raise ValueError(f"train.{key} needs held-out rows: set data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def _packed_moments_need_whole_tensors(self) -> "Recipe":
+        if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp"):
+            raise ValueError(
+                f"train.optimizer: {self.train.optimizer} packs the moments of whole tensors, which"
+                f" {self.parallel.backend} cuts into parts; use adamw, or backend single or ddp"
+            )
         return self
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from lorakit.job import Job
-from lorakit.lora import coverage
 from lorakit.run.checkpoint import Progress
 from lorakit.run.report import perplexity
 
@@ -16,16 +15,15 @@ def announce(text: str) -> None:
 def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str) -> str:
     """What is about to be trained, on what, and how long."""
     recipe = job.recipe
-    trainable = sum(target.num_parameters for target in job.targets)
-    total = job.num_base_parameters
-    every = sum(count for _, _, count in coverage(job.model, [])) + len(job.targets)
-    kinds = ", ".join(dict.fromkeys(target.name.rpartition(".")[2] for target in job.targets))
+    trainable, total = job.adapted.num_trainable, job.adapted.num_parameters
     settings = recipe.train
     lines = [
         ("base", f"{recipe.base.model}, {job.architecture}, {_count(total)} parameters"),
         ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
+        *([("packed", packed)] if (packed := _packed(job)) else []),
         ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
-        ("targets", f"{len(job.targets)} of {every} linear layers ({kinds})"),
+        ("targets", _targets(job)),
+        *([("note", job.adapted.note)] if job.adapted.note else []),
         ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
         ("rows", _rows(job)),
         (
@@ -46,6 +44,21 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
     if progress.step:
         lines.append(("resuming", f"after step {progress.step}"))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _targets(job: Job) -> str:
+    kinds = job.adapted.covering.kinds
+    names = ", ".join(kind.name for kind in kinds if kind.adapted)
+    what = "linear layers and experts' parameters" if job.adapted.covering.experts else "linear layers"
+    return f"{sum(kind.adapted for kind in kinds)} of {sum(kind.count for kind in kinds)} {what} ({names})"
+
+
+def _packed(job: Job) -> str | None:
+    """How the base is packed, and what of it is not."""
+    told = job.base_fingerprint.get("packed")
+    if told is None:
+        return None
+    return f"{told['name']}{' with packed scales' if told['double'] else ''}, {len(told['layers'])} layers"
 
 
 def end_summary(job: Job, progress: Progress) -> str:

@@ -1,0 +1,116 @@
+"""A recipe's adapter meets its base."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from lorakit.data import TokenRows
+from lorakit.engine import Engine
+from lorakit.errors import BaseModelError, TargetError, nearest
+from lorakit.loading import LoadedBase, count_parameters, load_for_training
+from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, carriers, find_targets
+from lorakit.lora.covering import Covering, covering
+from lorakit.lora.experts import LoraExperts
+from lorakit.lora.extras import find_extras
+from lorakit.model import load_tokenizer, num_tokens
+from lorakit.recipe import AdapterSection, Recipe
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """A base with an untrained adapter on it."""
+
+    base: LoadedBase
+    covering: Covering
+    note: str | None
+    """what is to be said of a covering that is small"""
+    num_parameters: int
+    """of the base"""
+    num_trainable: int
+
+
+def adapted_base(
+    recipe: Recipe, engine: Engine, folder: Path, dtype: torch.dtype, sets: Sequence[TokenRows | None]
+) -> AdaptedBase:
+    """The base with an untrained adapter; without weights when the engine reads each process's part of them."""
+    base = load_for_training(recipe.base, folder, dtype, engine.device, in_parts=engine.shards_base)
+    for rows in filter(None, sets):
+        check_vocabulary(base.model, rows)
+    spec = adapter_spec(recipe.adapter, folder)
+    if sets[0] is not None:
+        check_tokens_occur(spec.trainable_tokens, sets[0])
+    targets = find_targets(base.model, spec)
+    reached = {target.name for target in targets} | {e.name for e in find_extras(base.model, spec, targets).experts}
+    covered, total = covering(base.model, reached), count_parameters(base.model)
+    attach(base.model, targets, spec, recipe.train.seed, base.stored)
+    trainable = sum(tensor.numel() for tensor in adapter_tensors(base.model).values())
+    return AdaptedBase(base, covered, covered.note(spec), total, trainable)
+
+
+def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
+    """The recipe's adapter section as plain values; tokens by the ids that the base in ``folder`` gives them.
+
+    Raises:
+        TargetError: a token that its tokenizer does not know.
+    """
+    return AdapterSpec(**section.model_dump() | {"trainable_tokens": _token_ids(section.trainable_tokens, folder)})
+
+
+def adapted_names(model: nn.Module) -> list[str]:
+    """The layers, and the parameters of experts, that carry low-rank factors."""
+    names = []
+    for name, carrier in carriers(model):
+        if isinstance(carrier, LoraLinear):
+            names.append(name)
+        elif isinstance(carrier, LoraExperts):
+            names += [f"{name}.{key}" for key in carrier.adapted]
+    return names
+
+
+def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:
+    named = [token for token in tokens if isinstance(token, str)]
+    if not named:
+        return tuple(token for token in tokens if isinstance(token, int))
+    known = load_tokenizer(folder).get_vocab()
+    if unknown := [token for token in named if token not in known]:
+        raise TargetError(
+            f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base.{nearest(unknown[0], known)} Add it to"
+            " its tokenizer and a row to its embedding first (add_tokens, resize_token_embeddings, save_pretrained)"
+        )
+    return tuple(known[token] if isinstance(token, str) else token for token in tokens)
+
+
+def check_tokens_occur(tokens: tuple[int, ...], rows: TokenRows) -> None:
+    """Passes when every token whose row is to learn is in the rows.
+
+    Raises:
+        TargetError: some are not, so they would stay as they are.
+    """
+    missing = set(tokens)
+    for row in range(len(rows)):
+        if not missing:
+            return
+        missing -= set(np.intersect1d(rows.ids(row), list(missing)).tolist())
+    if missing:
+        raise TargetError(
+            f"adapter.trainable_tokens: {sorted(missing)} occur in none of the {len(rows)} training rows, so their rows"
+            " would not learn; leave them out"
+        )
+
+
+def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
+    """Passes when every token of the rows has a row in the base's embedding.
+
+    Raises:
+        BaseModelError: the tokenizer gave larger ids.
+    """
+    num_rows = num_tokens(model)
+    if rows.counts.largest_id >= num_rows:
+        raise BaseModelError(
+            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
+            " they do not belong together"
+        )

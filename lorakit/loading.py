@@ -1,0 +1,92 @@
+"""A base as a run needs it: whole or in parts, its weights in floats or packed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.engine.processes import give_memory_back
+from lorakit.lora.inject import StoredWeight
+from lorakit.model import load_base
+from lorakit.packed_files import is_packed
+from lorakit.quant import Packing
+from lorakit.quantized import Quantization, fill, load_packed
+from lorakit.recipe import BaseSection
+from lorakit.sharded import BaseTensors, load_hollow
+
+
+@dataclass(frozen=True)
+class LoadedBase:
+    """A model, and where the values come from that are not in it yet."""
+
+    model: nn.Module
+    read: Callable[[str, int, Tensor], None] | None = None
+    """fills a part of a parameter, for an engine that holds the base in parts"""
+    stored: StoredWeight | None = None
+    """gives a whole parameter in floats, of a model without weights"""
+
+
+def load_for_training(
+    section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, in_parts: bool
+) -> LoadedBase:
+    """The base of a recipe's section; ``in_parts``: without its weights.
+
+    Raises:
+        BaseModelError: it cannot be loaded, or not packed as asked.
+    """
+    packed = section.quantize != "none" or is_packed(folder)
+    if not packed and not in_parts:
+        return LoadedBase(load_base(folder, dtype, device))
+    if packed:
+        give_memory_back(device)  # whole weights come and go, now and with every product
+        model, tensors = load_packed(folder, dtype, quantization(section), device)
+        if not in_parts:
+            return LoadedBase(fill(model, tensors, device))
+        shapes = _shapes(model)
+        return LoadedBase(model, tensors.read_into, lambda name: tensors.floats(name, shapes[name]))
+    model = load_hollow(folder, dtype)
+    plain, shapes = BaseTensors(folder, model), _shapes(model)
+    return LoadedBase(
+        model, plain.read_into, lambda name: plain.read(name, 0, torch.Size(shapes[name]).numel()).view(shapes[name])
+    )
+
+
+def quantization(section: BaseSection) -> Quantization | None:
+    """How a recipe packs its base; None when it does not."""
+    if section.quantize == "none":
+        return None
+    double = section.double_quantize and section.quantize != "int8"
+    return Quantization(Packing(section.quantize, double), section.skip_modules)
+
+
+def packing_facts(model: nn.Module) -> dict[str, Any] | None:
+    """What a patch tells of a packed base: how, and which layers are not; None for a base in floats."""
+    found = {name: module.packed for name, module in model.named_modules() if hasattr(module, "packed")}
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    return {
+        "name": first.packing.name, "double": first.packing.double,
+        "dtype": str(first.dtype).removeprefix("torch."), "layers": sorted(found),
+    }  # fmt: skip
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of a base without an adapter, a packed weight by the values it stands for."""
+    counted: dict[int, int] = {}
+    for module in model.modules():
+        packed = getattr(module, "packed", None)
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            counted[id(tensor)] = tensor.numel()
+            if packed is not None and name in packed.packing.shapes(*packed.shape):
+                counted[id(tensor)] = packed.shape[0] * packed.shape[1] if name == "weight" else 0
+    return sum(counted.values())
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
