@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.binding import Source, bind, check_called, merged_copy
+from lorakit.binding import Source, bind, check_called, merged_copy, other_form
 from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.slots import Adapter, Route, SlotHook
-from lorakit.model import find_base, generation_settings, load_base, load_tokenizer
+from lorakit.model import find_base, generation_settings, load_tokenizer
 from lorakit.patch import (
     BaseIdentity,
     Caps,
@@ -28,6 +28,7 @@ from lorakit.patch import (
 )  # fmt: skip
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.prompts import Prompt, Prompts
+from lorakit.quantized import load_maybe_packed
 
 Adapters = str | None | Sequence[str | None]
 KEPT_ROUTES: Final = 2
@@ -39,10 +40,13 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     *,
     dtype: str | torch.dtype = "auto",
+    quantize: str = "none",
     revision: str | None = None,
     allow_base_mismatch: bool = False,
 ) -> "AdaptedModel":
     """A base (folder, hub id or ``builtin:tiny``) with the named patches loaded, on the GPU when there is one.
+
+    ``quantize``: pack its linear layers while they are read (nf4, fp4, int8), as the recipe's key of that name does.
 
     Raises:
         BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
@@ -55,7 +59,7 @@ def load(
         )
     folder = find_base(str(base), revision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_base(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device)
+    model = load_maybe_packed(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device, quantize)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
@@ -91,7 +95,7 @@ class AdaptedModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for every adapter whose base could only be compared by its shapes."""
+        """One sentence for every adapter whose base could only be compared by its shapes, or was packed otherwise."""
         return tuple(source.note for source in self._sources.values() if source.note)
 
     def load_adapter(
@@ -123,7 +127,7 @@ class AdaptedModel:
             self._mixed = ()
             self._adapters[name], self._sources[name] = (
                 Adapter(name, slots),
-                Source(Path(path), patch.digest, unchecked(patch, "the base")),
+                Source(Path(path), patch.digest, unchecked(patch, "the base") or other_form(patch, self.model)),
             )
 
     def unload_adapter(self, name: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import expert_factors, transposed_experts
-from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR, kind_of, weight_of
+from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR, PackedLinear, kind_of, weight_of
 from lorakit.lora.merging import Update, merged_weight
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank
 from lorakit.lora.slots import Slot, SlotHook, standing_in
@@ -93,6 +93,10 @@ def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
         if layer.num_experts:
             changed[name] = _merged_experts(layer, model.get_parameter(name), name in transposed_experts(model))
             continue
+        if isinstance(model.get_submodule(name), PackedLinear):
+            raise PatchError(
+                f"{patch.folder}: {name} is packed, so nothing can be merged into it; merge files (lorakit merge)"
+            )
         old = model.get_parameter(f"{name}.weight")
         W = patch.whole[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.whole else old
         changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [update_of(layer)], old.dtype)
@@ -115,6 +119,19 @@ def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
 
 
+def other_form(patch: Patch, model: nn.Module) -> str | None:
+    """What to tell of a patch that was trained on the base packed, or in floats, and meets it in another form."""
+    if patch.facts.get("base") is None:
+        return None
+    told = patch.facts["base"].get("packed")
+    trained = None if told is None else str(told.get("name"))
+    here = next((module.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+    if trained == here:
+        return None
+    forms = [f"packed as {name}" if name else "in floats" for name in (trained, here)]
+    return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
+
+
 def update_of(layer: PatchLayer) -> Update:
     """A layer's update."""
     return Update(layer.method, layer.scale, layer.tensors)
@@ -123,15 +140,23 @@ def update_of(layer: PatchLayer) -> Update:
 def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | None) -> Slot:
     if layer is None:
         return Slot(stand_in=stand_in)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    like = _computes_in(module)
     A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
     gain = None
     if not METHODS[layer.method].additive:
         gain = _gain(layer, stand_in or module)
         B = gain[:, None] * B.to(gain.device)
-        gain = _cast(gain, weight, "gain")
-    return Slot(layer.scale, _cast(A, weight, "lora_A"), _cast(B, weight, "lora_B"), stand_in, gain)
+        gain = _cast(gain, like, "gain")
+    return Slot(layer.scale, _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), stand_in, gain)
+
+
+def _computes_in(module: nn.Module) -> Tensor:
+    """A tensor on the layer's device, of the dtype it computes in."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if isinstance(module, PackedLinear):
+        return torch.empty(0, dtype=module.dtype, device=weight.device)
+    return weight
 
 
 def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:

@@ -87,7 +87,7 @@ def unpack(
     if packing.name == "int8":
         unpacked: Tensor = bnb.int8_vectorwise_dequant(weight, tensors["row_scale"]).to(dtype)
         return unpacked
-    codes = _codes(packing.name, weight.device)
+    codes = code_tables(packing.name, weight.device)
     state2 = None
     if packing.double:
         state2 = bnb.QuantState(
@@ -103,7 +103,7 @@ def unpack(
 
 
 @lru_cache(maxsize=8)
-def _codes(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of the 16 codes, and of the 256 codes of packed scales."""
     bnb = library().functional
     return bnb.get_4bit_type(name, device=device), bnb.create_dynamic_map().to(device)
@@ -162,7 +162,7 @@ class QuantLinear(PackedLinear):
 
     def __init__(self, facts: Packed, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.packed = facts
+        self.packed, self.dtype, self.name = facts, facts.dtype, facts.packing.name
         self.out_features, self.in_features = facts.shape
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

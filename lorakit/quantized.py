@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from lorakit.errors import BaseModelError, nearest
 from lorakit.lora.kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
+from lorakit.model import load_base
 from lorakit.origin import ORIGIN, Stored
-from lorakit.packed_files import StoredPacked, promised, stored_packed, stored_tensors
+from lorakit.packed_files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
 from lorakit.patch.base_files import open_base_files
-from lorakit.quant import Packed, Packing, QuantLinear, floats, pack
+from lorakit.quant import PACKINGS, Packed, Packing, QuantLinear, floats, pack
 from lorakit.sharded import BaseTensors, load_hollow
 
 PACKED_ALREADY: Final = "its weights are packed in its files"
@@ -30,6 +31,8 @@ class Quantization:
     packing: Packing
     skip: tuple[str, ...] = ()
     """modules that stay as they are, besides the output head, by name or suffix"""
+    only: tuple[str, ...] | None = None
+    """just these layers, by whole names"""
 
 
 @final
@@ -134,7 +137,7 @@ def _bind_stored(
 ) -> dict[str, Packed]:
     """The layers whose weights are packed in the files."""
     packed = {}
-    for module in _linear_layers(model):
+    for module in linear_layers(model):
         if (name := _origin_name(model, module)) in stored:
             packed[module] = Packed(stored[name].packing, stored[name].shape, dtype)
     if len(packed) < len(stored):
@@ -147,7 +150,7 @@ def _bind_stored(
 
 def _choose(folder: Path, model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> dict[str, Packed]:
     """Every linear layer but the output head and what is to be skipped."""
-    layers, modules = _linear_layers(model), dict(model.named_modules())
+    layers, modules = linear_layers(model), dict(model.named_modules())
     for pattern in quantization.skip:
         if not any(matches((pattern,), name) for name in modules if name):
             raise BaseModelError(
@@ -156,10 +159,16 @@ def _choose(folder: Path, model: nn.Module, quantization: Quantization, dtype: t
             )
     _, head = embedding_and_head(model)
     skipped = tuple(name for name in modules if name and matches(quantization.skip, name))
+
+    def chosen(name: str) -> bool:
+        if quantization.only is not None:
+            return name in quantization.only
+        return name != head and not any(name == one or name.startswith(f"{one}.") for one in skipped)
+
     packed = {
         name: Packed(quantization.packing, (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
-        if name != head and not any(name == one or name.startswith(f"{one}.") for one in skipped)
+        if chosen(name)
     }
     if not packed:
         raise BaseModelError(
@@ -169,7 +178,22 @@ def _choose(folder: Path, model: nn.Module, quantization: Quantization, dtype: t
     return packed
 
 
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def load_maybe_packed(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
+    """A whole base: in floats, packed as asked, or as its files are.
+
+    Raises:
+        BaseModelError: it cannot be loaded so.
+    """
+    if quantize not in ("none", *PACKINGS):
+        raise BaseModelError(f"quantize: one of none, {', '.join(PACKINGS)}, got {quantize!r}")
+    how = None if quantize == "none" else Quantization(Packing(quantize, quantize != "int8"))
+    if how is None and not is_packed(folder):
+        return load_base(folder, dtype, device)
+    return fill(*load_packed(folder, dtype, how, device), device)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every layer that could be packed, by name."""
     return {
         name: module
         for name, module in model.named_modules()

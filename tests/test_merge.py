@@ -142,7 +142,11 @@ def test_a_merge_that_would_change_nothing_is_refused(base: Path, tmp_path: Path
 def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
     patch = make_patch(base, tmp_path / "patch")
     for name, change, message in (
-        ("config", lambda config, _: config.update(quantization_config={"quant_method": "x"}), "the base is quantised"),
+        (
+            "config",
+            lambda config, _: config.update(quantization_config={"quant_method": "x"}),
+            "quantised with 'x'; lorakit reads bitsandbytes",
+        ),
         ("packed", lambda _, t: t.update({Q: torch.zeros(512, 1, dtype=torch.uint8)}), f"{Q}: stored as"),
         ("float8", lambda _, t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), "float8_e4m3fn, expected"),
     ):
@@ -151,7 +155,7 @@ def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
         change(config, tensors)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(MergeError, match=message):
+        with pytest.raises((MergeError, BaseModelError), match=message):
             lorakit.merge(folder, patch, out=tmp_path / "merged", allow_base_mismatch=True)
 
 

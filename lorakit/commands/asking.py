@@ -15,6 +15,8 @@ from lorakit.commands.options import (
 )  # fmt: skip
 from lorakit.errors import LorakitError
 
+QUANTIZE = ("none", "nf4", "fp4", "int8")
+
 
 def add_to(command: Add) -> None:
     """The commands and their options."""
@@ -47,6 +49,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     revision_argument(parser)
     mismatch_argument(parser)
     dtype_argument(parser)
+    parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="pack the base while it is read")
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -54,8 +57,8 @@ def _generate(options: argparse.Namespace) -> int:
 
     adapters = named(options.adapter, "--adapter")
     model = load(
-        options.base, adapters, dtype=options.dtype, revision=options.revision,
-        allow_base_mismatch=options.allow_base_mismatch,
+        options.base, adapters, dtype=options.dtype, quantize=options.quantize,
+        revision=options.revision, allow_base_mismatch=options.allow_base_mismatch,
     )  # fmt: skip
     for note in model.notes:
         print(note, file=sys.stderr)
@@ -90,8 +93,8 @@ def _score(options: argparse.Namespace) -> int:
     for path in data.values():
         find_sources(path, "test")  # a missing file is said before the base is loaded
     model = load(
-        options.base, named(options.adapter, "--adapter"), dtype=options.dtype, revision=options.revision,
-        allow_base_mismatch=options.allow_base_mismatch,
+        options.base, named(options.adapter, "--adapter"), dtype=options.dtype, quantize=options.quantize,
+        revision=options.revision, allow_base_mismatch=options.allow_base_mismatch,
     )  # fmt: skip
     score(model, data, max_new_tokens=options.max_new_tokens, limit=options.limit, say=print)
     return 0

@@ -42,6 +42,16 @@ def _add_merge(command: Add) -> None:
     model.add_argument("--dtype", choices=DTYPES, help="convert on the way (default: each tensor as it is stored)")
     model.add_argument("--untie", action="store_true", help="give a head that shares its values a tensor of its own")
     model.add_argument("--verify", action="store_true", help="compare base + adapters with the result on prompts")
+    model.add_argument(
+        "--onto", choices=("original", "dequantized"),
+        help="for a patch trained on a packed base: add it to the weights training saw (dequantized, the default),"
+        " or to those before they were packed",
+    )  # fmt: skip
+    model.add_argument("--requantize", action="store_true", help="pack the result again, as the base was in training")
+    model.add_argument(
+        "--no-measure", dest="measure", action="store_false",
+        help="do not run the trained model beside the result to measure the error (it takes memory for both)",
+    )  # fmt: skip
     patch = merge.add_argument_group("a patch")
     patch.add_argument("--as-patch", action="store_true", help="combine patches into one; every argument is a patch")
     patch.add_argument("--how", choices=HOWS, help="sum (default), ties or dare")
@@ -83,7 +93,8 @@ def _merge(options: argparse.Namespace) -> int:
 
     out = merge(
         options.base, *adapters, out=options.out, revision=options.revision, dtype=options.dtype, untie=options.untie,
-        verify=options.verify, allow_base_mismatch=options.allow_base_mismatch, say=_say,
+        verify=options.verify, onto=options.onto, requantize=options.requantize, measure=options.measure,
+        allow_base_mismatch=options.allow_base_mismatch, say=_say,
     )  # fmt: skip
     print(f"merged into {out}; merge.json there says what went where")
     return 0
@@ -93,7 +104,8 @@ def _refuse_other_half(options: argparse.Namespace) -> None:
     """Options of the one result with the other are a mistake, not a wish to be ignored."""
     for_patch = {"--how": options.how, "--rank": options.rank, "--density": options.density, "--seed": options.seed}
     for_model = {"--dtype": options.dtype, "--untie": options.untie, "--verify": options.verify,
-                 "--revision": options.revision}  # fmt: skip
+                 "--revision": options.revision, "--onto": options.onto, "--requantize": options.requantize,
+                 "--no-measure": not options.measure}  # fmt: skip
     wrong = [
         flag
         for flag, value in (for_model if options.as_patch else for_patch).items()

@@ -104,6 +104,10 @@ class PackedLinear(nn.Module):
     kind: Kind
     in_features: int
     out_features: int
+    dtype: torch.dtype
+    """in which it computes"""
+    name: str
+    """how it is packed"""
 
 
 def is_linear_like(module: nn.Module) -> bool:

@@ -38,8 +38,10 @@ def _changed_config(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None
         changes["vocab_size"] = plan.vocabulary.num_tokens
     if plan.dtype is not None:
         changes["dtype"] = str(plan.dtype).removeprefix("torch.")
+    if plan.unpacked:
+        config.pop("quantization_config", None)
     if not changes:
-        return None
+        return config if plan.unpacked else None
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.update({key: value for key, value in changes.items() if part is config or key in part})

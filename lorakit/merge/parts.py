@@ -11,6 +11,7 @@ from lorakit.lora.experts import expert_factors
 from lorakit.lora.kinds import CONV1D, LINEAR, Kind
 from lorakit.lora.merging import RowMerger, Update, norm_of_sum
 from lorakit.merge.experts import ExpertPlace
+from lorakit.merge.unpacked import rewritten
 from lorakit.patch import Patch
 from lorakit.patch.tensor_file import TensorFile
 
@@ -103,4 +104,5 @@ class Piece:
     def copied(self) -> bool:
         """Whether its bytes are the base's."""
         entry = self.file.entries[self.stored]
-        return not self.updates and not self.wholes and (entry.dtype, entry.shape) == (self.dtype, self.shape)
+        as_it_is = self.stored not in rewritten(self.file) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
+        return as_it_is and not self.updates and not self.wholes

@@ -11,9 +11,10 @@ from torch import Tensor
 from lorakit.errors import MergeError, PatchError
 from lorakit.lora.merging import Rounding, RowMerger, Update, norm_of_sum, row_blocks
 from lorakit.merge.parts import Part, Piece, StackMerger
+from lorakit.merge.unpacked import reading, rewritten
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
 from lorakit.patch.stored import StoredTensors
-from lorakit.patch.tensor_file import RangeReader, tensor_bytes
+from lorakit.patch.tensor_file import tensor_bytes
 
 Write = Callable[[memoryview, int], None]
 """(bytes, where in the tensor they belong)"""
@@ -36,7 +37,7 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     checks = _BaseChecks(piece if check_base else None)
     rounding, change, lost = Rounding(piece.dtype), 0.0, 0.0
     changed = wholes.resized
-    with RangeReader(piece.file) as reader:
+    with reading(piece.file) as reader:
         for rows in row_blocks(shape, whole=merge is not None and merge.needs_all_rows):
             start, stop = rows.start * shape[1], rows.stop * shape[1]
             before = (
@@ -166,7 +167,9 @@ class _BaseChecks:
         self._piece = piece
         self._digests: dict[str | None, WeightDigest] = {}
         self._told: list[tuple[Part, str, str | None]] = []
-        resized = piece is not None and piece.file.entries[piece.stored].shape != piece.shape
+        resized = piece is not None and (
+            piece.file.entries[piece.stored].shape != piece.shape or piece.stored in rewritten(piece.file)
+        )
         for part in piece.updates if piece and not resized else ():
             told = told_in_full(part.of.patch)
             if piece is not None and told and part.place in told and part.expert is None:

@@ -31,6 +31,8 @@ class Plan:
     vocabulary: Vocabulary | None
     dtype: torch.dtype | None
     """what floating tensors are converted to; None leaves each as it is"""
+    unpacked: bool = False
+    """whether the base's files hold packed weights, and the merged model's do not"""
 
     def pieces(self) -> Iterator[Piece]:
         return (piece for pieces in self.shards.values() for piece in pieces)
@@ -48,8 +50,6 @@ def plan_merge(
     Raises:
         PatchError: something is missing in the base or has another shape. MergeError: it cannot be merged.
     """
-    if files.config().get("quantization_config"):
-        raise MergeError(f"{files.folder}: the base is quantised; merge into its original, unquantised weights")
     vocabulary = plan_vocabulary(base, [one.patch for one in adapters])
     if vocabulary is not None:
         base = vocabulary.resized(base)

@@ -7,21 +7,27 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.durable import digest, stamp, write_json
 from lorakit.errors import MergeError, TryAgainLater
+from lorakit.merge.compare import measure_error
 from lorakit.merge.folder import write_rest
 from lorakit.merge.parts import Weighted
 from lorakit.merge.plan import Plan, plan_merge, shared_places
+from lorakit.merge.repack import repack
 from lorakit.merge.shard import write_shard
 from lorakit.merge.staging import Lines, Staging, staged
+from lorakit.merge.unpacked import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
 from lorakit.merge.verify import verify_merge
 from lorakit.model import find_base, load_skeleton
+from lorakit.packed_files import is_packed
 from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
-from lorakit.patch.fingerprint import compared_by
+from lorakit.patch.fingerprint import compared_by, told_in_full
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.quantized import linear_layers
 from lorakit.version import VERSION
 
 LEDGER: Final = "merge.json"
@@ -35,6 +41,9 @@ def merge(
     dtype: str | None = None,
     untie: bool = False,
     verify: bool = False,
+    onto: str | None = None,
+    requantize: bool = False,
+    measure: bool = True,
     allow_base_mismatch: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
@@ -45,6 +54,10 @@ def merge(
     interruption the same call goes on from the last finished file. ``merge.json`` in it says what went where.
 
     ``untie``: write a head of its own where a patch changes one of two tensors that share their values.
+    ``onto``: for a patch that was trained on a packed base, which weights it is added to: ``dequantized``, those that
+    training saw (the default: nothing is lost but their rounding), or ``original``, those before they were packed.
+    ``requantize``: pack the result again. ``measure``: run prompts through the packed base + adapters as it was
+    trained, and through the result, and say how far they are apart.
     ``verify``: run prompts through base + adapters and through the result, and fail where they differ by more than
     rounding explains.
 
@@ -55,36 +68,32 @@ def merge(
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
     weighted = _open(adapters)
-    files, shapes = open_base_files(folder), Shapes.of(load_skeleton(folder))
-    plan = plan_merge(files, shapes, weighted, dtype=dtype, untie=untie)
-    if verify and plan.vocabulary is not None:
-        raise MergeError(
-            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.num_tokens} tokens, which the"
-            " base cannot run beside; leave --verify out"
-        )
-    identity = BaseIdentity(files)
-    for one in weighted:
-        if not allow_base_mismatch:
-            check_base(one.patch, identity)
-        if (note := unchecked(one.patch, base)) is not None:
-            say(note)
-    settings = [dtype, untie, allow_base_mismatch]
+    files, skeleton = open_base_files(folder), load_skeleton(folder)
+    shapes, linear = Shapes.of(skeleton), list(linear_layers(skeleton))
+    seen = seen_by(files, [one.patch for one in weighted], onto)
+    onto = choose(files, seen, onto)
+    _check_options(onto, seen, dtype, requantize=requantize, verify=verify)
+    read = unpacked_files(files, seen) if seen is not None and onto == DEQUANTIZED else files
+    plan = replace(plan_merge(read, shapes, weighted, dtype=dtype, untie=untie), unpacked=is_packed(folder))
+    if onto is not None:
+        say(f"onto       {onto}: {REASONS[onto]}" + ("; packed again" if requantize else ""))
+    _check_verifiable(plan, weighted, verify=verify)
+    _check_bases(weighted, BaseIdentity(files), base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
+    settings = [dtype, untie, allow_base_mismatch, onto, requantize]
     inputs = _inputs(files, weighted, settings)
     with staged(out, inputs) as staging:
         lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
         _check_ledger(plan, shapes, weighted, lines)
         write_rest(files, plan, staging.model)
+        if seen is not None and requantize:
+            repack(staging.model, seen, linear)
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
-            "dtype": dtype, "untied": plan.untied, "merged": lines,
-            "adapters": [
-                {
-                    "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
-                    "base_compared_by": compared_by(one.patch),
-                }
-                for one in weighted
-            ],
+            "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
+            "adapters": _told(weighted),
         }  # fmt: skip
+        if seen is not None:
+            ledger["error"] = _measured(folder, weighted, staging.model, plan, seen, say) if measure else None
         if verify:
             ledger["verified"] = verify_merge(folder, weighted, staging.model, lines, say)
         write_json(staging.model / LEDGER, ledger)
@@ -92,6 +101,61 @@ def merge(
             raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
         staging.commit()
     return out
+
+
+def _check_options(onto: str | None, seen: Seen | None, dtype: str | None, *, requantize: bool, verify: bool) -> None:
+    if requantize and seen is None:
+        raise MergeError("requantize: no patch says that it was trained on a packed base; merge without --requantize")
+    if requantize and dtype is not None:
+        raise MergeError("requantize: the packed weights have their own form; leave --dtype out")
+    if verify and onto == DEQUANTIZED:
+        raise MergeError(
+            "verify: compares with the base in floats; a merge onto dequantized weights measures its error instead"
+        )
+    if verify and requantize:
+        raise MergeError("verify: packing again loses more than rounding; its error is measured instead")
+
+
+def _check_verifiable(plan: Plan, weighted: Sequence[Weighted], *, verify: bool) -> None:
+    if verify and plan.vocabulary is not None:
+        raise MergeError(
+            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.num_tokens} tokens, which the"
+            " base cannot run beside; leave --verify out"
+        )
+
+
+def _told(weighted: Sequence[Weighted]) -> list[dict[str, Any]]:
+    """The patches, for the ledger."""
+    return [
+        {
+            "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
+            "base_compared_by": compared_by(one.patch),
+        }
+        for one in weighted
+    ]  # fmt: skip
+
+
+def _check_bases(
+    weighted: Sequence[Weighted], identity: BaseIdentity, base: str | Path, say: Callable[[str], None], *, full: bool,
+    mismatch: bool,
+) -> None:  # fmt: skip
+    """Is it the patches' base? ``full``: by every value now, since the merge itself reads other ones."""
+    for one in weighted:
+        if not mismatch:
+            check_base(one.patch, identity, full=full and told_in_full(one.patch) is not None)
+        if (note := unchecked(one.patch, base)) is not None:
+            say(note)
+
+
+def _measured(
+    base: Path, weighted: Sequence[Weighted], merged: Path, plan: Plan, seen: Seen, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The error against what was trained, or None where that cannot be run beside the merged model."""
+    experts = any(layer.num_experts for one in weighted for layer in one.patch.layers.values())
+    if experts or plan.vocabulary is not None:
+        say(f"error      not measured: {'experts are changed' if experts else 'the vocabulary changes'}")
+        return None
+    return measure_error(base, weighted, merged, seen, say)
 
 
 def _check_out(out: Path, base: Path) -> None:

@@ -80,7 +80,7 @@ def _header(file: TensorFile, pieces: list[Piece]) -> bytes:
     """The base's own header where nothing in it changes."""
     told = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     planned = {piece.name: (piece.dtype, piece.shape) for piece in pieces}
-    return framed(file.header) if told == planned else header_bytes(planned, file.metadata)
+    return framed(file.header) if file.header and told == planned else header_bytes(planned, file.metadata)
 
 
 def _places(pieces: list[Piece], position: int) -> list[tuple[Piece, int]]:

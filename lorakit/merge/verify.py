@@ -40,9 +40,9 @@ def verify_merge(
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
     device = torch.device("cpu")
     model = load_base(base, torch.float32, device)
-    ids = _prompt_ids(base, num_tokens(model))
+    ids = prompt_ids(base, num_tokens(model))
     comparing = _Comparison(open_base_files(merged), rounding)
-    with torch.no_grad(), _adapted(model, weighted, comparing):
+    with torch.no_grad(), adapted(model, weighted, comparing):
         expected = [model(tokens).logits for tokens in ids]
     del model
     with torch.no_grad():
@@ -103,8 +103,12 @@ class _Comparison:
         return self._merged.holder[stored].read(stored).float()
 
 
+Compare = Callable[[str, Shapes, nn.Module, Tensor, Tensor], None]
+"""(layer name, shapes of the base, layer, input, output)"""
+
+
 @contextmanager
-def _adapted(model: nn.Module, weighted: Sequence[Weighted], comparing: _Comparison) -> Iterator[None]:
+def adapted(model: nn.Module, weighted: Sequence[Weighted], comparing: Compare | None = None) -> Iterator[None]:
     """The model with all patches on it at once, each layer compared as it runs."""
     shapes = Shapes.of(model)
     for one in weighted:
@@ -116,7 +120,7 @@ def _adapted(model: nn.Module, weighted: Sequence[Weighted], comparing: _Compari
         layer = model.get_submodule(name)
         kind = shapes.layers[name][0] if name in shapes.layers else None
         handles.append(layer.register_forward_hook(SlotHook(name, kind, route), with_kwargs=True))
-        if kind is not None:
+        if kind is not None and comparing is not None:
 
             def compare(layer: nn.Module, inputs: Any, named: Any, y: Tensor, name: str = name) -> None:
                 comparing(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
@@ -155,7 +159,7 @@ def _sum(slots: list[tuple[Weighted, Slot]]) -> Slot:
     return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), stand_in)
 
 
-def _prompt_ids(base: Path, size: int) -> list[Tensor]:
+def prompt_ids(base: Path, size: int) -> list[Tensor]:
     """The prompts in the base's tokens; in bytes when it has no tokenizer."""
     try:
         tokenizer = load_tokenizer(base)

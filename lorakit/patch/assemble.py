@@ -191,12 +191,22 @@ def _check_copies(file: TensorFile, copies: Mapping[str, CopyName], whole: Mappi
             raise PatchError(f"{file.path}: {key} and {whole[name.parameter]} hold different values for one tensor")
 
 
+def _tells_packing(told: Any) -> bool:
+    """Whether it says how a base was packed, or that it was not."""
+    return told is None or (
+        told["name"] in ("nf4", "fp4", "int8") and type(told["double"]) is bool
+        and told["dtype"] in ("float32", "bfloat16", "float16")
+        and isinstance(told["layers"], list) and all(isinstance(name, str) for name in told["layers"])
+    )  # fmt: skip
+
+
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         facts = json.loads(metadata.get("lorakit", "{}"))
         base, data, results = facts.get("base"), facts.get("data", {}), facts.get("results", {})
         right = base is None or (isinstance(base["scheme"], str) and isinstance(base["weights"], dict))
         right = right and (base is None or isinstance(base.get("rounded_to"), str | None))
+        right = right and (base is None or _tells_packing(base.get("packed")))
         right = right and isinstance(facts.get("adapter", {}), dict)
         right = right and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         right = right and all(isinstance(value, int | float) for value in results.values())
