@@ -36,7 +36,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One run: rows of ``tokens`` tokens, ``lines`` of them in a micro-batch."""
+    """One run: rows of ``tokens`` tokens, ``rows`` of them in a micro-batch."""
 
     backend: str
     processes: int
@@ -46,6 +46,9 @@ class Case:
     recompute: str
     stored: str = "float32"
     dtype: str = "float32"
+    quantize: str = "none"
+    method: str = "lora"
+    optimizer: str = "adamw"
 
     def name(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -82,6 +85,14 @@ CASES: list[tuple[Any, ...]] = [
     ("fsdp2", 2, "160M", 256, 1, "layers"),
     ("fsdp2", 4, "40M", 256, 1, "layers"),
     ("fsdp2", 2, "40M", 128, 1, "none", "bfloat16", "bfloat16"),
+    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "nf4"),
+    ("single", 1, "90M", 256, 1, "layers", "float32", "float32", "int8"),
+    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "nf4", "dora", "adamw8bit"),
+    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "none", "dora"),
+    ("ddp", 2, "90M", 256, 1, "none", "float32", "float32", "nf4", "lora", "adamw8bit"),
+    ("zero3", 2, "90M", 256, 1, "none", "float32", "float32", "nf4"),
+    ("fsdp2", 2, "90M", 256, 1, "none", "float32", "float32", "nf4"),
+    ("fsdp2", 2, "90M", 256, 1, "none", "float32", "float32", "none", "dora"),
 ]
 """Fields of Case."""
 
@@ -111,10 +122,11 @@ def make_recipe(case: Case, folder: Path) -> Path:
         "".join(json.dumps({"text": " ".join(g.choices(words, k=case.tokens))}) + "\n" for _ in range(count))
     )
     recipe = {
-        "base": {"model": str(make_base(case.base, case.stored)), "dtype": case.dtype},
+        "base": {"model": str(make_base(case.base, case.stored)), "dtype": case.dtype, "quantize": case.quantize},
+        "adapter": {"method": case.method},
         "data": {"train": str(rows), "max_tokens": case.tokens, "on_long_rows": "truncate", "loss_on": "all"},
         "train": {"steps": STEPS, "batch_size": case.processes * case.rows, "micro_batch_size": case.rows,
-                  "activation_checkpointing": case.recompute},
+                  "activation_checkpointing": case.recompute, "optimizer": case.optimizer},
         "parallel": {"backend": case.backend, "processes": case.processes},
         "output": str(folder / "out"),
     }  # fmt: skip
@@ -158,11 +170,14 @@ def show(found: list[dict[str, Any]]) -> None:
     """The table, the worst and the median error, and whether anything said to fit would have failed."""
     from lorakit.plan.memory import MARGIN
 
-    rows = [("run", "base", "tokens", "recompute", "predicted MB", "measured MB", "error")]
+    rows = [("run", "base", "adapter", "tokens", "recompute", "predicted MB", "measured MB", "error")]
     for one in found:
         dtype = one["dtype"] if one["stored"] == one["dtype"] else f"{one['stored']} as {one['dtype']}"
+        dtype = dtype if one["quantize"] == "none" else f"{dtype} packed as {one['quantize']}"
+        adapter = one["method"] if one["optimizer"] == "adamw" else f"{one['method']}, {one['optimizer']}"
         rows.append((
-            f"{one['backend']} x {one['processes']}", f"{one['base']} {dtype}", f"{one['rows']} x {one['tokens']}",
+            f"{one['backend']} x {one['processes']}", f"{one['base']} {dtype}", adapter,
+            f"{one['rows']} x {one['tokens']}",
             one["recompute"], f"{one['predicted_bytes'] / 1e6:,.0f}", f"{max(one['peaks']) / 1e6:,.0f}",
             f"{one['error']:+.1%}",
         ))  # fmt: skip

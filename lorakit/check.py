@@ -14,11 +14,14 @@ from lorakit.engine.prerequisites import check_prerequisites
 from lorakit.errors import LorakitError
 from lorakit.isolation import check_positions
 from lorakit.job import count_steps, count_warmup_steps, read_rows
+from lorakit.loading import count_parameters
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.covering import covering
 from lorakit.lora.extras import find_extras
 from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.patch import open_base_files
+from lorakit.plan.packing import pack_skeleton
+from lorakit.quant import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.record import open_record
 
@@ -51,6 +54,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
                 attempt(check_vocabulary, model, rows)
                 attempt(check_positions, model, recipe.data.max_tokens)
     attempt(check_prerequisites, recipe.parallel)
+    attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
     if Path(recipe.output).exists():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
@@ -59,11 +63,12 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:
-    model, spec = load_skeleton(folder), adapter_spec(recipe.adapter, folder)
+    spec = adapter_spec(recipe.adapter, folder)
+    model = pack_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
     targets = find_targets(model, spec)
     extras = find_extras(model, spec, targets)
     covered = covering(model, {target.name for target in targets} | {expert.name for expert in extras.experts})
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = count_parameters(model)
     num_targets = len(targets) + len(extras.experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)

@@ -182,13 +182,24 @@ def packed_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: An
         RunError: it keeps its state in memory that only GPUs have.
     """
     groups = list(groups)
-    on_cpu = any(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
-    if name.startswith("paged") and on_cpu:
+    check_optimizer(name, on_gpu=all(tensor.device.type == "cuda" for group in groups for tensor in group["params"]))
+    optimizer: torch.optim.Optimizer = getattr(library().optim, OPTIMIZERS[name])(groups, **settings)
+    return optimizer
+
+
+def check_optimizer(name: str, *, on_gpu: bool) -> None:
+    """Passes when an optimizer can be had here.
+
+    Raises:
+        RunError: bitsandbytes is not installed, or it needs a GPU.
+    """
+    if name == "adamw":
+        return
+    library()
+    if name.startswith("paged") and not on_gpu:
         raise RunError(
             f"train.optimizer: {name} pages its state out of a GPU's memory, and there is none; use adamw8bit"
         )
-    optimizer: torch.optim.Optimizer = getattr(library().optim, OPTIMIZERS[name])(groups, **settings)
-    return optimizer
 
 
 @lru_cache(maxsize=1)

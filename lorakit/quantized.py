@@ -105,10 +105,10 @@ def load_packed(
             vars(model.get_parameter(f"{module}.weight")).pop(ORIGIN)
     else:
         assert quantization is not None
-        packed, held = _choose(folder, model, quantization, dtype), {}
+        packed, held = choose_layers(folder, model, quantization, dtype), {}
     tensors = PackedTensors(folder, model, packed, held, device)
     for module, facts in packed.items():
-        _replace(model, module, facts)
+        put_packed(model, module, facts)
     return model, tensors
 
 
@@ -148,7 +148,7 @@ def _bind_stored(
     return packed
 
 
-def _choose(folder: Path, model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> dict[str, Packed]:
+def choose_layers(folder: Path, model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> dict[str, Packed]:
     """Every linear layer but the output head and what is to be skipped."""
     layers, modules = linear_layers(model), dict(model.named_modules())
     for pattern in quantization.skip:
@@ -201,7 +201,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _replace(model: nn.Module, name: str, facts: Packed) -> None:
+def put_packed(model: nn.Module, name: str, facts: Packed) -> None:
     old = model.get_submodule(name)
     tensors = {
         key: torch.empty(shape, dtype=dtype, device="meta")

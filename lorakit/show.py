@@ -1,7 +1,7 @@
 """What a patch, a run or a base is."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def _show_patch(patch: Patch, say: Say) -> None:
     kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patch.layers))
     _table(
         say,
-        patch=folder, base=config.base_model, method=config.method, rank=", ".join(map(str, ranks)),
+        patch=folder, base=config.base_model, packed=_packed(facts), method=config.method,
+        rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
         whole=f"{len(patch.whole)} ({', '.join(list(patch.whole)[:3])}{', ...' if len(patch.whole) > 3 else ''})"
         if patch.whole else None,
@@ -72,6 +73,14 @@ def _show_patch(patch: Patch, say: Say) -> None:
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
 
 
+def _packed(facts: Mapping[str, Any]) -> str | None:
+    """How the base was packed that it was trained on."""
+    told = (facts.get("base") or {}).get("packed")
+    if told is None:
+        return None
+    return f"{told['name']}, {len(told['layers'])} layers computing in {told['dtype']} (lorakit merge --onto)"
+
+
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
     shapes = Shapes.of(load_skeleton(folder))
@@ -80,12 +89,20 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     for name, layer in patch.layers.items():
         place = shapes.layers.get(name)
         there = f"{place[0].name} {_by(place[1])}" if place else "-"
+        if name in shapes.experts:
+            there = f"experts {_by(shapes.experts[name])}"
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
         rows.append((name, there, update, "no" if name in wrong else "yes"))
     for name, shape in patch.whole_shapes.items():
         there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
         rows.append((name, there, f"whole {_by(shape)}", "no" if name in wrong else "yes"))
-    rows += [(name, "yes", "-", "no") for name in wrong if name not in patch.layers and name not in patch.whole_shapes]
+    for name, held in patch.rows.items():
+        there = _by(shapes.parameters[f"{name}.weight"]) if f"{name}.weight" in shapes.parameters else "-"
+        what = f"rows of {len(held.tokens)} tokens {_by(tuple(held.tensor.shape))}"
+        rows.append((name, there, what, "no" if name in wrong else "yes"))
+    rows += [
+        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.whole_shapes, *patch.rows}
+    ]
     _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_alike(rows)])
     check_fits(patch, shapes, base)
     if (note := unchecked(patch, base)) is not None:

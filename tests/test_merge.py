@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
-from lorakit.errors import LorakitError, MergeError, PatchError, TargetError
+from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.model import load_base
 from lorakit.patch import read_patch, save_patch

@@ -4,28 +4,37 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lorakit.adapting import adapter_spec
 from lorakit.batch import Batch
 from lorakit.cli import main
-from lorakit.errors import LorakitError, RunError
-from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.engine.observe import bytes_held
+from lorakit.errors import BaseModelError, LorakitError, RunError
+from lorakit.loading import load_for_training
+from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.loss import loss_sum
 from lorakit.model import find_base, load_base
+from lorakit.optim import build_optimizer
 from lorakit.plan import Machine, choose, described, run
 from lorakit.plan.counting import MicroBatch
 from lorakit.plan.machine import GB, cgroup_rooms, named_gpu
 from lorakit.plan.memory import MARGIN
-from lorakit.plan.trace import Tracer
-from lorakit.recipe import AdapterSection, Recipe, load_recipe
+from lorakit.plan.moments import State, state_of
+from lorakit.plan.parts import adapter_bytes, base_bytes, whole
+from lorakit.plan.shapes import Piece, Shapes, read_shapes
+from lorakit.plan.trace import Live, Tracer
+from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.conftest import make_base, write_rows
 from tests.models import build
+from tests.test_methods import build as build_kind
 
 BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 H200 = described("H200", 2, 1, None)
@@ -62,6 +71,10 @@ def of_large(large: Path, recipe: Write) -> Callable[..., Recipe]:
         return load_recipe(path, ("parallel.backend=ddp", "parallel.processes=2", *overrides))
 
     return load
+
+
+def of(folder: Path, **settings: Any) -> BaseSection:
+    return BaseSection(model=str(folder), **settings)
 
 
 def memory(plan: Any, backend: str) -> Any:
@@ -107,7 +120,7 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
     model.train()
 
     form = MicroBatch(lines, width, lines * width, packed=packed, masked=not packed)
-    planned = Tracer(base, section, torch.float32, checkpointing=False).training(form)
+    planned = Tracer(base, of(base), section, torch.float32, checkpointing=False).training(form)
 
     real = saved_for_backward(model, batch)
     assert real > 0
@@ -120,7 +133,8 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
     for layers in (3, 6, 9):
         folder = make_base(tmp_path / str(layers), tokenizer, num_hidden_layers=layers)
         for recompute, found in saved.items():
-            found.append(Tracer(folder, AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved)
+            tracer = Tracer(folder, of(folder), AdapterSection(), torch.float32, checkpointing=recompute)
+            found.append(tracer.training(form).saved)
     kept, recomputed = saved[False], saved[True]
     assert kept[2] - kept[1] == kept[1] - kept[0] > recomputed[2] - recomputed[1]
     assert recomputed[2] - recomputed[1] == 3 * 64 * 32 * 4  # of three layers their inputs: 64 tokens of 32 float32
@@ -129,7 +143,7 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
 def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
     def needs(width: int, recompute: bool) -> float:
         form = MicroBatch(1, width, width, packed=True, masked=False)
-        return Tracer(base, AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
+        return Tracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
 
     assert needs(64, True) < needs(64, False) < needs(128, False)
 
@@ -172,6 +186,181 @@ def test_no_weight_is_read(tmp_path: Path, base: Path, recipe: Write) -> None:
     whole = run(load_recipe(recipe()), H200)
     cut = run(load_recipe(recipe(base={"model": str(folder)})), H200)
     assert memory(cut, "single") == memory(whole, "single")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of base and adapter."""
+
+    model: str
+    base: dict[str, Any]
+    adapter: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+
+
+KINDS = {
+    "nf4": Kind("llama", {"quantize": "nf4"}, {}),
+    "fp4_with_plain_scales": Kind("llama", {"quantize": "fp4", "double_quantize": False}, {}, torch.bfloat16),
+    "int8": Kind("llama", {"quantize": "int8"}, {"init": "pissa"}),
+    "some_are_skipped": Kind(
+        "llama", {"quantize": "nf4", "skip_modules": ("down_proj",)}, {"modules_to_save": ("down_proj",), "targets": ("q_proj",)}
+    ),
+    "nf4_and_dora": Kind("llama", {"quantize": "nf4"}, {"method": "dora"}, torch.bfloat16),
+    "nf4_and_experts": Kind("mixtral", {"quantize": "nf4"}, {"target_parameters": "all-experts"}),
+    "dora": Kind("llama", {}, {"method": "dora"}),
+    "dora_with_dropout": Kind("gpt2", {}, {"method": "rsdora", "dropout": 0.1}),
+    "lora_fa": Kind("llama", {}, {"method": "lora_fa"}),
+    "pissa": Kind("llama", {}, {"init": "pissa"}),
+    "experts": Kind("mixtral", {}, {"target_parameters": "all-experts"}, torch.bfloat16),
+    "experts_transposed": Kind("gpt_oss", {}, {"target_parameters": "all-experts"}),
+    "tokens": Kind("llama_tied", {"quantize": "nf4"}, {"trainable_tokens": (5, 7)}),
+    "tied": Kind("gpt2", {}, {"targets": ("wte", "c_attn"), "tied_head": "both"}),
+    "biases": Kind("gpt2", {}, {"bias": "all"}),
+    "whole_head": Kind("llama", {}, {"modules_to_save": ("lm_head",), "targets": ("q_proj",)}, torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps(name: str, tmp_path: Path) -> None:
+    kind, width = KINDS[name], 60
+    build_kind(kind.model).save_pretrained(tmp_path)
+    section, adapter = of(tmp_path, **kind.base), AdapterSection(rank=4, **kind.adapter)
+
+    shapes = read_shapes(tmp_path, section, adapter, kind.dtype)
+    form = MicroBatch(1, width, width, packed=True, masked=False)
+    live = Tracer(tmp_path, section, adapter, kind.dtype, checkpointing=False).training(form)
+
+    model = load_for_training(section, tmp_path, kind.dtype, torch.device("cpu"), in_parts=False).model
+    spec = adapter_spec(adapter, tmp_path)
+    attach(model, find_targets(model, spec), spec, seed=0)
+    learnt = adapter_tensors(model)
+    known = {id(tensor) for tensor in learnt.values()}
+    assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters() if id(p) not in known)
+    assert adapter_bytes(shapes) == sum(tensor.nbytes for tensor in learnt.values())
+    assert shapes.fixed_bytes == sum(tensor.nbytes for tensor in fixed_tensors(model).values())
+    ids = torch.arange(width)[None] % 60
+    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, width)
+    assert live.saved == pytest.approx(saved_for_backward(model.train(), batch), rel=0.10)
+
+
+def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values(base: Path) -> None:
+    form = MicroBatch(1, 4, 4, packed=True, masked=False)  # few tokens, so that weights are what is large
+
+    def looked_at(**settings: Any) -> tuple[Shapes, Live]:
+        section = of(base, **settings)
+        tracer = Tracer(base, section, AdapterSection(), torch.float32, checkpointing=False)
+        return read_shapes(base, section, AdapterSection(), torch.float32), tracer.training(form)
+
+    (plain, kept), (packed, unpacked), (rows, in_two) = (
+        looked_at(),
+        looked_at(quantize="nf4"),
+        looked_at(quantize="int8"),
+    )
+    weight = 48 * 32 * 4  # the largest, in float32
+    assert unpacked.saved == in_two.saved == kept.saved
+    assert kept.layer < weight < unpacked.layer <= kept.layer + 1.1 * weight
+    assert 1.8 * weight < in_two.layer <= kept.layer + 2.1 * weight  # bytes become floats in two products
+    assert base_bytes(packed) < base_bytes(rows) < base_bytes(plain)
+    assert packed.num_matmul_parameters() == rows.num_matmul_parameters() == plain.num_matmul_parameters()
+    assert sum(piece.num_values for piece in packed.base) == sum(piece.numel for piece in plain.base)
+    assert packed.packing_bytes > weight
+    assert plain.packing_bytes == 0
+
+
+def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
+    model = build_kind("mixtral")
+    model.save_pretrained(tmp_path)
+    form = MicroBatch(1, 4, 4, packed=True, masked=False)
+    plain, experts = (
+        Tracer(
+            tmp_path, of(tmp_path), AdapterSection(targets=("q_proj",), target_parameters=which), torch.float32,
+            checkpointing=False,
+        ).training(form)
+        for which in ((), "all-experts")
+    )  # fmt: skip
+    sizes = [p.nbytes for name, p in model.named_parameters() if p.dim() == 3]
+    assert experts.saved - plain.saved >= sum(sizes)  # W + s B A of every layer, kept for backward
+    assert experts.layer - plain.layer >= max(sizes) - min(sizes)  # beside W + s B A, of which one is gone by then
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_a_base_whose_files_are_packed_is_planned_as_it_is_loaded(quantize: str, base: Path, tmp_path: Path) -> None:
+    skipped = ["lm_head", "model.layers.1.mlp"]
+    how = BitsAndBytesConfig(
+        load_in_8bit=quantize == "int8", load_in_4bit=quantize != "int8", bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True, llm_int8_skip_modules=skipped,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=how, dtype=torch.float32, device_map="cpu"
+    ).save_pretrained(tmp_path)
+
+    shapes = read_shapes(tmp_path, of(tmp_path), AdapterSection(), torch.float32)
+
+    model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), in_parts=False).model
+    assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters())
+    assert shapes.packing == quantize
+    assert shapes.packing_bytes == 0  # they are never in floats while they are read
+    (tmp_path / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(BaseModelError, match="quantised with 'gptq'; lorakit reads bitsandbytes"):
+        read_shapes(tmp_path, of(tmp_path), AdapterSection(), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["single", "ddp", "zero3", "fsdp2"])
+def test_packing_leaves_a_process_a_quarter_of_the_base(backend: str, of_large: Callable[..., Recipe]) -> None:
+    whole, packed = (memory(run(of_large(*more), H200), backend) for more in ((), ("base.quantize=nf4",)))
+    kept_in_floats = 2 * 2 * 128256 * 4096 // (1 if backend in ("single", "ddp") else 2)  # embedding and head
+    assert packed.base - kept_in_floats == pytest.approx((whole.base - kept_in_floats) * (4.127 / 16), rel=0.01)
+    assert packed.loading < packed.training < whole.training
+    assert packed.activations - whole.activations == pytest.approx(2 * 14336 * 4096, rel=1.0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str, base: Path) -> None:
+    section = AdapterSection(rank=100, rank_pattern={"q_proj": 3})  # tensors above and below 4,096 elements
+    shapes = read_shapes(base, of(base), section, torch.float32)
+    sizes = [piece.numel for piece in shapes.adapter]
+    tensors = {str(i): torch.nn.Parameter(torch.ones(size)) for i, size in enumerate(sizes)}
+    optimizer = build_optimizer(tensors, name=name, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    for tensor in tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    real = bytes_held(value for state in optimizer.state.values() for value in state.values())
+    assert min(sizes) < 4096 < max(sizes)
+    assert state_of(name, shapes, whole, 1, len(sizes)) == State(real)
+    paged = state_of(f"paged_{name}", replace(shapes, pieces=tuple(_larger(shapes))), whole, 1, 0)
+    assert paged.paged > 0
+    assert paged.stays > 0  # tensors of fewer than 100,000 elements are not paged
+
+
+def _larger(shapes: Shapes) -> Iterator[Piece]:
+    for piece in shapes.adapter:
+        yield replace(piece, shape=(piece.shape[0] * 30, *piece.shape[1:]))
+
+
+def test_moments_in_8_bits_take_less_and_paged_ones_rest_with_the_host(of_large: Callable[..., Recipe]) -> None:
+    names = ("adamw", "adamw8bit", "paged_adamw")
+    plain, eight, paged = (
+        memory(run(of_large(f"train.optimizer={name}", "adapter.rank=512"), H200), "ddp") for name in names
+    )
+    assert eight.optimizer == pytest.approx(plain.optimizer * (2 + 8 / 256) / 8, rel=1e-3)
+    assert paged.optimizer == 0
+    assert paged.host - plain.host == pytest.approx(plain.optimizer, rel=1e-3)
+    assert eight.disk < plain.disk
+
+
+def test_what_the_adapter_keeps_fixed_is_kept_in_checkpoints(of_large: Callable[..., Recipe]) -> None:
+    plain, twice = (memory(run(of_large(f"adapter.init={init}"), H200), "ddp") for init in ("gaussian", "pissa"))
+    assert twice.adapter == plain.adapter
+    assert twice.base == plain.base + plain.adapter  # A0 and B0
+    assert twice.disk == plain.disk + 5 * plain.adapter  # two checkpoints, two on their way, the patch
+
+
+def test_float32_lengths_of_rows_do_not_double_what_is_gathered(of_large: Callable[..., Recipe]) -> None:
+    plain, dora = (memory(run(of_large(f"adapter.method={method}"), H200), "zero3") for method in ("lora", "dora"))
+    assert dora.gathered == pytest.approx(plain.gathered, rel=0.01)
 
 
 # --- advice ---------------------------------------------------------------------------------------------------------
@@ -345,6 +534,32 @@ def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, t
     assert choose(load_recipe(path), fresh=True).values["parallel.backend"] == "ddp"
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_moments_in_8_bits_leave_auto_the_backends_that_hold_whole_tensors(recipe: Write, processes: int) -> None:
+    named = load_recipe(
+        recipe(), ("train.optimizer=adamw8bit", "parallel.backend=ddp", f"parallel.processes={processes}")
+    )
+    open_one = named.model_copy(update={"parallel": named.parallel.model_copy(update={"backend": "auto"})})
+
+    choice = choose(open_one, fresh=True)
+
+    assert choice.values == {"parallel.backend": "single" if processes == 1 else "ddp"}
+    plan = run(named)
+    assert [row.way.backend for row in plan.advice.rows] == ["single", "ddp"]
+    assert "left out    zero1, zero2, zero3, fsdp2: refused with optimizer adamw8bit" in plan.text
+
+
+def test_no_more_processes_are_proposed_for_whole_tensors(of_large: Callable[..., Recipe]) -> None:
+    plan = run(of_large("train.optimizer=adamw8bit"), small(H200, 12))
+    assert {row.way.backend for row in plan.advice.rows} == {"single", "ddp"}
+    assert plan.advice.cheapest is None
+
+
+def test_moments_that_are_paged_need_a_gpu(recipe: Write) -> None:
+    rows = run(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",))).advice.rows
+    assert all("pages" in row.way.lacks and row.change is None for row in rows)
+
+
 def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakit.plan.machine.free_host_memory", lambda: 100_000_000)
     with pytest.raises(RunError, match=r"parallel.backend: auto: nothing fits as the recipe stands"):
@@ -356,18 +571,27 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.spread
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "processes"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("backend", "processes", "quantize", "settings"),
+    [
+        ("single", 1, "none", {}),
+        ("fsdp2", 2, "none", {}),
+        ("single", 1, "nf4", {"adapter": {"method": "dora"}, "train": {"optimizer": "adamw8bit"}}),
+        ("fsdp2", 2, "nf4", {}),
+    ],
+)
 def test_a_run_takes_what_the_plan_says(
-    backend: str, processes: int, recipe: Write, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    backend: str, processes: int, quantize: str, settings: dict[str, Any], recipe: Write, tmp_path: Path, tokenizer: Any
 ) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
              "num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings": 512}  # fmt: skip
     folder = make_base(tmp_path / "base", tokenizer, **sizes)
     rows = write_rows(tmp_path / "long.jsonl", [{"text": "so many green birds " * 100}] * (2 * processes))
     path = recipe(
-        base={"model": str(folder)}, parallel={"backend": backend, "processes": processes},
+        base={"model": str(folder), "quantize": quantize}, adapter=settings.get("adapter", {}), parallel={"backend": backend, "processes": processes},
         data={"train": str(rows), "eval": None, "max_tokens": 256, "on_long_rows": "truncate", "loss_on": "all"},
-        train={"steps": 2, "batch_size": processes, "micro_batch_size": 1, "warmup_steps": 1},
+        train={"steps": 2, "batch_size": processes, "micro_batch_size": 1, "warmup_steps": 1}
+        | settings.get("train", {}),
     )  # fmt: skip
     planned = memory(run(load_recipe(path)), backend)
 
@@ -379,6 +603,7 @@ def test_a_run_takes_what_the_plan_says(
     ranks = [record["engine"], *record["ranks"]]
     assert planned.base == max(rank["base_bytes"] for rank in ranks)
     assert planned.adapter == max(rank["adapter_bytes"] for rank in ranks)
+    assert planned.optimizer == max(rank["optimizer_bytes"] for rank in ranks)
     taken = max(rank["peak_memory_bytes"] for rank in ranks)
     assert taken == pytest.approx(planned.peak, rel=MARGIN)
 

@@ -88,7 +88,7 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Param
 def _frozen_dtype(model: nn.Module) -> torch.dtype:
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # DeepSpeed knows no packed ones
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
 

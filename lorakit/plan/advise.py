@@ -39,7 +39,7 @@ def advise(weigher: Weigher) -> Advice:
     """Weigh every backend."""
     num_processes = weigher.num_processes
     rows = []
-    for backend in LAYOUTS:
+    for backend in weigher.backends:
         way = as_it_stands(weigher, backend, num_processes)
         rows.append(Row(way, None if way.fits else cheapest_change(weigher, way)))
     best = fastest([row.way for row in rows if row.way.fits and _is_asked(row.way, num_processes)])
@@ -87,8 +87,8 @@ def more_processes(weigher: Weigher, num_processes: int) -> Way | None:
         ways = [
             weigher.way(name, count, {"parallel.processes": count, **recompute})
             for recompute in ({}, RECOMPUTE)
-            for name, layout in LAYOUTS.items()
-            if layout.splits_base
+            for name in weigher.backends
+            if LAYOUTS[name].splits_base
         ]
         if any(way.fits for way in ways):
             return fastest([way for way in ways if way.fits])

@@ -25,7 +25,7 @@ from lorakit.plan.passing import (
     zero12_messages,
 )  # fmt: skip
 from lorakit.plan.shapes import Shapes
-from lorakit.recipe import ParallelSection
+from lorakit.recipe import ParallelSection, Recipe
 from lorakit.recipe.parallel import OffloadSection
 
 
@@ -105,6 +105,19 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
 }  # fmt: skip
 SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
 """Which is taken of those that are expected to be as fast."""
+
+
+def accepted(recipe: Recipe) -> tuple[str, ...]:
+    """The backends that the rules of recipes leave a recipe, whatever its own `parallel` section says."""
+    return tuple(name for name in LAYOUTS if _accepts(recipe, name))
+
+
+def _accepts(recipe: Recipe, backend: str) -> bool:
+    try:
+        Recipe.model_validate(recipe.model_dump() | {"parallel": {"backend": backend}})
+    except ValueError:
+        return False
+    return True
 
 
 def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:

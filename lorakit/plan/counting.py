@@ -64,12 +64,14 @@ class Count(TorchDispatchMode):
             return torch.zeros(self._num_found(args[0]), args[0].dim(), dtype=torch.long, device=META)
         if packet in (ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_):
             args = (args[0], [place for given in args[1] for place in self._places(given)], *args[2:])
-        made = _grouped_product(*args[:2]) if packet is ATEN._grouped_mm else func(*args, **(kwargs or {}))
+        made = (_grouped_product if packet is ATEN._grouped_mm else func)(*args, **(kwargs or {}))
         if packet is ATEN.all:
             self._alls.add(made.untyped_storage()._cdata)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 self._note(leaf)
+        if func.namespace != ATEN.name and getattr(args[0], "dtype", None) is torch.int8:
+            self.peak[self.phase] = max(self.peak[self.phase], self.alive + made.nbytes)  # floats in two products
         return made
 
     def _places(self, given: Tensor | None) -> list[Tensor | None]:
@@ -124,9 +126,15 @@ def _attend(
     return attended
 
 
-def _grouped_product(x: Tensor, weights: Tensor) -> Tensor:
-    """Rows of several experts times the weight of each; torch's own meta function knows bfloat16 alone."""
-    return torch.empty(*x.shape[:-1], weights.shape[-1], dtype=x.dtype, device=META)
+def _grouped_product(x: Tensor, y: Tensor, offs: Tensor | None = None, **rest: Any) -> Tensor:
+    """Rows of several experts times the weight of each, or columns times rows: the gradient of these weights.
+
+    torch's own meta function knows bfloat16 alone.
+    """
+    if x.dim() == y.dim() == 2:
+        assert offs is not None
+        return torch.empty(len(offs), x.shape[0], y.shape[1], dtype=x.dtype, device=META)
+    return torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype, device=META)
 
 
 def _num_experts(model: nn.Module) -> int:

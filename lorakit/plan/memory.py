@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from lorakit.plan.backends import LAYOUTS, Layout, offloads_of
-from lorakit.plan.parts import adapter_bytes, base_bytes, sum_of
+from lorakit.plan.moments import State, state_of
+from lorakit.plan.parts import adapter_bytes, base_bytes, sum_of, whole
 from lorakit.plan.passing import Gathered
 from lorakit.plan.process import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
 from lorakit.plan.shapes import Shapes
@@ -72,12 +73,14 @@ class Setting:
     backend: str
     num_processes: int
     local_processes: int
+    optimizer: str
+    """As recipes name it."""
     parallel: ParallelSection
     on_gpu: bool
     converts: bool
     """The files hold another dtype than the run's."""
     stored_bytes: int
-    """Of the base in its files."""
+    """Of the base in its files, where they are mapped; 0 for a packed one, which is read tensor by tensor."""
     keeps: int
     """Checkpoints on disk."""
     layer_bytes: int = 0
@@ -102,7 +105,7 @@ def memory_of(shapes: Shapes, setting: Setting, live: Live, evaluating: Live | N
     still = Memory(
         base=base(shapes, setting), adapter=adapter(shapes, setting), gradients=gradients(shapes, setting),
         optimizer=optimizer(shapes, setting), activations=activations, logits=logits, gathered=gathered,
-        messages=layout.messages(shapes, n, setting.parallel), heap=heap(setting),
+        messages=layout.messages(shapes, n, setting.parallel), heap=heap(shapes, setting),
         process=process + communication(setting), loading=0, saving=0,
     )  # fmt: skip
     still = replace(still, loading=loading(shapes, setting, still), saving=saving(shapes, setting, still))
@@ -131,21 +134,32 @@ def gradients(shapes: Shapes, setting: Setting) -> int:
 
 
 def optimizer(shapes: Shapes, setting: Setting) -> int:
-    """AdamW: two moments in float32, 2 A or 2 A / N, and step counters; 0 when it rests elsewhere."""
+    """AdamW: two moments, 2 A or 2 A / N in float32, and step counters; 0 when it rests elsewhere."""
     if setting.offloads.optimizer != "none" and setting.on_gpu:
         return 0
-    return optimizer_state(shapes, setting)
+    return optimizer_state(shapes, setting).stays
 
 
-def optimizer_state(shapes: Shapes, setting: Setting) -> int:
+def optimizer_state(shapes: Shapes, setting: Setting) -> State:
     """Wherever it rests."""
-    moments = 2 * sum_of(shapes.adapter, setting.layout.optimizer, setting.num_processes)
-    return moments + 4 * setting.layout.num_counters(shapes)
+    layout = setting.layout
+    return state_of(
+        setting.optimizer, shapes, layout.optimizer, setting.num_processes, layout.num_counters(shapes)
+    )  # fmt: skip
 
 
-def heap(setting: Setting) -> int:
-    """As much as some layers keep for backward, where freed blocks are not given back at once: whole bases on CPUs."""
-    if setting.on_gpu or setting.layout.splits_base:
+def checkpoint_bytes(shapes: Shapes, setting: Setting) -> int:
+    """A, what else is the adapter's own, and the whole optimizer state: 3 A with AdamW in float32."""
+    state = state_of(setting.optimizer, shapes, whole, 1, 0)
+    return adapter_bytes(shapes) + shapes.fixed_bytes + state.stays + state.paged
+
+
+def heap(shapes: Shapes, setting: Setting) -> int:
+    """As much as some layers keep for backward, where freed blocks are not given back at once.
+
+    That is with whole bases on CPUs, unless they are packed: there weights in floats come and go.
+    """
+    if setting.on_gpu or setting.layout.splits_base or shapes.packing:
         return 0
     return KEPT_LAYERS * setting.layer_bytes
 
@@ -160,42 +174,48 @@ def loading(shapes: Shapes, setting: Setting, still: Memory) -> int:
 
     On CPUs a base in the dtype of its files is mapped from them; else the mapped files come on top of its copy. DDP
     then sends the whole base once, in two messages of 250 MB at a time. On GPUs files are read into host memory.
+    A base that is packed takes one weight in floats at a time, wherever that is done.
     """
     held = still.base + still.adapter + still.process
     mapped = setting.stored_bytes if setting.converts and not setting.layout.splits_base else 0
-    return held + (0 if setting.on_gpu else mapped) + setting.layout.loading(shapes)
+    return held + (0 if setting.on_gpu else mapped) + max(shapes.packing_bytes, setting.layout.loading(shapes))
 
 
 def saving(shapes: Shapes, setting: Setting, still: Memory) -> int:
-    """All but activations; on CPUs with whole copies of adapter and moments, 3 A."""
+    """All but activations; on CPUs with whole copies of all that a checkpoint holds, about 3 A."""
     held = still.base + still.adapter + still.gradients + still.optimizer + still.messages + still.process
-    return held + (0 if setting.on_gpu else 3 * adapter_bytes(shapes))
+    return held + (0 if setting.on_gpu else checkpoint_bytes(shapes, setting))
 
 
 def host(shapes: Shapes, setting: Setting) -> int:
-    """In host memory of a GPU's process: libraries, the base while it is loaded whole, what rests there, and 3 A.
+    """In host memory of a GPU's process: libraries, the base while it is loaded whole, what rests there, about 3 A.
 
-    Whole files are mapped, and shared by the processes of a machine; a converted base is each process's own.
+    Whole files are mapped, and shared by the processes of a machine; a converted base is each process's own; of a
+    packed one there is one tensor at a time.
     """
     if not setting.on_gpu:
         return 0
     n, layout = setting.num_processes, setting.layout
     shared = 0 if layout.splits_base else setting.stored_bytes // setting.local_processes
     own = base_bytes(shapes) if setting.converts and not layout.splits_base else 0
-    resting = sum_of(shapes.frozen, layout.base, n) if setting.offloads.parameters == "cpu" else 0
+    if shapes.packing:
+        own = max(piece.nbytes for piece in shapes.frozen) + shapes.packing_bytes
+    state = optimizer_state(shapes, setting)
+    resting = state.paged + (sum_of(shapes.frozen, layout.base, n) if setting.offloads.parameters == "cpu" else 0)
     if setting.offloads.optimizer == "cpu":
-        resting += optimizer_state(shapes, setting) + 2 * sum_of(shapes.adapter, layout.optimizer, n)
-    waiting = resting + setting.activations_on_host + 3 * adapter_bytes(shapes)
+        resting += state.stays + 2 * sum_of(shapes.adapter, layout.optimizer, n)
+    waiting = resting + setting.activations_on_host + checkpoint_bytes(shapes, setting)
     return HOST_OF_GPU_PROCESS + max(shared + own, waiting)
 
 
 def disk(shapes: Shapes, setting: Setting) -> int:
-    """Per machine: 3 A for each kept checkpoint and two more; A for the patch; what rests there."""
+    """Per machine: each kept checkpoint and two more, the patch, and what rests there."""
     resting = sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
     moved = resting if setting.offloads.parameters == "nvme" else 0
     if setting.offloads.optimizer == "nvme":
-        moved += 2 * optimizer_state(shapes, setting)
-    return (3 * (setting.keeps + 2) + 1) * adapter_bytes(shapes) + moved * setting.local_processes
+        moved += 2 * optimizer_state(shapes, setting).stays
+    patch = adapter_bytes(shapes) + shapes.fixed_bytes
+    return (setting.keeps + 2) * checkpoint_bytes(shapes, setting) + patch + moved * setting.local_processes
 
 
 def _moments(

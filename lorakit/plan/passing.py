@@ -59,13 +59,13 @@ def zero3_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) ->
 
     Before the first layer they are there twice, as the messages they came in and as the tensors cut from these; later
     once, with one message of L. Alone, two of L. DeepSpeed counts elements, two bytes each, so float32 has twice as
-    many bytes.
+    many bytes, and packed weights about half.
     """
-    itemsize = max(piece.itemsize for piece in shapes.frozen)
-    largest = max(piece.numel for piece in shapes.frozen) * itemsize
+    itemsize = base_bytes(shapes) / sum(piece.numel for piece in shapes.frozen)
+    largest = max(piece.nbytes for piece in shapes.frozen)
     if num_ranks == 1:
         return Gathered(2 * largest, 2 * largest, 2 * largest)
-    ahead = min(base_bytes(shapes), round(parallel.prefetch_mb * MEGABYTE / 2) * itemsize + largest)
+    ahead = min(base_bytes(shapes), round(parallel.prefetch_mb * MEGABYTE / 2 * itemsize) + largest)
     return Gathered(2 * ahead, ahead + largest, ahead + largest)
 
 

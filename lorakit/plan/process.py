@@ -22,16 +22,17 @@ HOST_OF_GPU_PROCESS: Final = 3_000_000_000  # libraries with their GPU code, in 
 TOKENS: Final = 256
 OPTIONAL: Final = ("deepspeed",)
 """What some backends import besides."""
+PACKED: Final = "packed"
 
 
-def measured(folder: Path, dtype: str, needs: str | None) -> int:
+def measured(folder: Path, dtype: str, needs: str | None, *, packs: bool = False) -> int:
     """Resident bytes of a process that has everything but a base.
 
     ``folder`` holds the base, whose tokenizer may be large; it computes in ``dtype``; ``needs`` is a package that the
-    backend imports besides.
+    backend imports besides; ``packs``: weights or moments are packed.
     """
     found = _asked_of_a_fresh_one(folder, dtype)
-    return found["plain"] if needs is None else found.get(needs, found["plain"])
+    return found["plain"] + sum(found.get(name, 0) for name in (needs, PACKED if packs else None) if name is not None)
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def _asked_of_a_fresh_one(folder: Path, dtype: str) -> dict[str, int]:
 
 
 def _take_a_step(folder: Path, dtype: str) -> None:
-    """Two packed rows, forward, backward and update, with the built-in base."""
+    """Two rows end to end, forward, backward and update, with the built-in base."""
     import torch
 
     import lorakit.train  # noqa: F401 - what a run imports
@@ -73,11 +74,18 @@ def _take_a_step(folder: Path, dtype: str) -> None:
 
 def _report(folder: Path, dtype: str) -> dict[str, int]:
     _take_a_step(folder, dtype)
+    from lorakit.errors import RunError
+    from lorakit.quant import library
+
     found = {"plain": resident_bytes()}
+    with contextlib.suppress(RunError):  # not installed
+        library()
+        found[PACKED] = resident_bytes() - found["plain"]
     for package in OPTIONAL:
         if importlib.util.find_spec(package) is not None:
+            before = resident_bytes()
             importlib.import_module(package)
-            found[package] = resident_bytes()
+            found[package] = resident_bytes() - before
     return found
 
 

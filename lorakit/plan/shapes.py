@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,11 +17,12 @@ from torch import nn
 from lorakit.adapting import adapter_spec
 from lorakit.engine.fsdp2 import layer_groups
 from lorakit.lora import attach, find_targets
-from lorakit.lora.inject import adapter_tensors
+from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.model import load_skeleton
 from lorakit.patch.base_files import INDEX, SINGLE
 from lorakit.patch.tensor_file import DTYPES, MAX_HEADER_BYTES
-from lorakit.recipe import AdapterSection
+from lorakit.plan.packing import bytes_to_pack, facts_of, pack_skeleton
+from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
 """The group of what belongs to no layer."""
@@ -35,7 +36,11 @@ class Piece:
     shape: tuple[int, ...]
     itemsize: int
     trains: bool
+    kept: bool
+    """Whether checkpoints hold it: what learns, and what else is the adapter's own."""
     group: str
+    num_values: int
+    """What it stands for: a packed weight for all its values, the scales beside it for none."""
 
     @property
     def numel(self) -> int:
@@ -44,6 +49,11 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it takes part in products; a weight in 4 bits is stored flat."""
+        return len(self.shape) > 1 or self.num_values > self.numel
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,10 @@ class Shapes:
     num_layers: int
     stored_dtype: torch.dtype | None
     """Of most of what the files hold; None when they say nothing."""
+    packing: str = ""
+    """How the base is packed, in words; empty when it is in floats."""
+    packing_bytes: int = 0
+    """Taken while the largest weight is packed; 0 when none is."""
 
     @property
     def frozen(self) -> tuple[Piece, ...]:
@@ -69,6 +83,16 @@ class Shapes:
     @property
     def adapter(self) -> tuple[Piece, ...]:
         return tuple(piece for piece in self.pieces if piece.trains)
+
+    @property
+    def base(self) -> tuple[Piece, ...]:
+        """The frozen tensors that are not the adapter's own."""
+        return tuple(piece for piece in self.frozen if not piece.kept)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of the adapter's own tensors that do not learn."""
+        return sum(piece.nbytes for piece in self.frozen if piece.kept)
 
     def bytes_of_groups(self) -> dict[str, int]:
         """group -> bytes of all its tensors."""
@@ -80,24 +104,26 @@ class Shapes:
     def num_matmul_parameters(self) -> int:
         """Weights that take part in matrix products: matrices, without an embedding that is only looked up in."""
         looked_up = self.embedding if self.embedding != self.head else None
-        return sum(p.numel for p in self.frozen if len(p.shape) > 1 and p.name != looked_up)
+        return sum(p.num_values for p in self.frozen if p.is_matrix and p.name != looked_up)
 
 
-def read_shapes(folder: Path, adapter: AdapterSection, dtype: torch.dtype) -> Shapes:
-    """The shapes of a base in a folder, with the adapter of a recipe, the base in ``dtype``.
+def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> Shapes:
+    """The shapes of a base in a folder, with the adapter of a recipe, the base in ``dtype`` or packed.
 
     Raises:
-        BaseModelError: no config, or an architecture transformers does not know.
+        BaseModelError: no config, an architecture transformers does not know, or packed as lorakit cannot read.
         TargetError: the adapter does not go onto it.
     """
-    return shapes_of(adapted_skeleton(folder, adapter, dtype), stored_dtype(folder))
+    shapes = shapes_of(adapted_skeleton(folder, base, adapter, dtype), stored_dtype(folder))
+    return shapes if base.quantize != "none" else replace(shapes, packing_bytes=0)
 
 
-def adapted_skeleton(folder: Path, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
-    """The base of a folder in ``dtype`` with an adapter on it, all of it on the meta device."""
+def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
+    """The base of a folder in ``dtype`` or packed, with an adapter on it, all of it on the meta device."""
     model = load_skeleton(folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    pack_skeleton(model, base, folder, dtype)
     spec = adapter_spec(adapter, folder)
     targets = find_targets(model, spec)
     with torch.device("meta"):
@@ -109,19 +135,23 @@ def shapes_of(model: nn.Module, stored: torch.dtype | None) -> Shapes:
     config: Any = model.config
     config = config.get_text_config()
     trained = {id(tensor) for tensor in adapter_tensors(model).values()}
-    groups = _groups(model)
+    kept = {id(tensor) for tensor in all_tensors(model).values()}
+    groups, values = _groups(model), _values(model)
     pieces = tuple(
         Piece(
-            name, tuple(tensor.shape), tensor.dtype.itemsize, id(tensor) in trained, groups.get(id(tensor), ROOT)
+            name, tuple(tensor.shape), tensor.dtype.itemsize, id(tensor) in trained, id(tensor) in kept,
+            groups.get(id(tensor), ROOT), values.get(id(tensor), tensor.numel()),
         )
         for name, tensor in model.named_parameters()
     )  # fmt: skip
+    packed = [facts for facts in map(facts_of, model.modules()) if facts is not None]
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
     return Shapes(
         type(model).__name__, pieces, _weight_name(model, "get_input_embeddings", names),
         _weight_name(model, "get_output_embeddings", names), hidden,
         heads * int(getattr(config, "head_dim", None) or hidden // heads), int(config.num_hidden_layers), stored,
+        packed[0].packing.name if packed else "", max(map(bytes_to_pack, packed), default=0),
     )  # fmt: skip
 
 
@@ -166,6 +196,17 @@ def _header(path: Path) -> dict[str, Any]:
 def _groups(model: nn.Module) -> dict[int, str]:
     names = {module: name for name, module in model.named_modules()}
     return {id(tensor): names[part] for part in layer_groups(model) for tensor in part.parameters()}
+
+
+def _values(model: nn.Module) -> dict[int, int]:
+    """Tensor of a packed layer -> how many values it stands for."""
+    found = {}
+    for layer in model.modules():
+        facts = facts_of(layer)
+        for name in () if facts is None else facts.packing.shapes(*facts.shape):
+            assert facts is not None
+            found[id(layer.get_parameter(name))] = math.prod(facts.shape) if name == "weight" else 0
+    return found
 
 
 def _weight_name(model: nn.Module, getter: str, names: dict[int, str]) -> str | None:

@@ -1,6 +1,7 @@
 """A plan as a person reads it: what one process takes with every backend, what fits, and what to do."""
 
 from lorakit.plan.advise import Advice, Row
+from lorakit.plan.backends import LAYOUTS
 from lorakit.plan.machine import GB
 from lorakit.plan.memory import CATEGORIES, MARGIN
 from lorakit.plan.parts import base_bytes
@@ -19,13 +20,14 @@ def text_of(weigher: Weigher, advice: Advice) -> str:
 
 def _facts(weigher: Weigher, advice: Advice) -> list[str]:
     shapes, work = weigher.shapes(), advice.rows[-1].way.work
-    total, trained = (sum(p.numel for p in pieces) for pieces in (shapes.frozen, shapes.adapter))
+    total, trained = sum(p.num_values for p in shapes.base), sum(p.numel for p in shapes.adapter)
+    packed = f" packed as {shapes.packing}" if shapes.packing else ""
     batch = work.training
     lines = f"{batch.lines} x {batch.width}" if batch.lines > 1 else f"{batch.width}"
     return [
         f"machine     {weigher.machine.words()}",
         f"base        {weigher.recipe.base.model}, {shapes.architecture}, {_count(total)} parameters in"
-        f" {weigher.dtype}, {base_bytes(shapes) / GB:,.2f} GB",
+        f" {weigher.dtype}{packed}, {base_bytes(shapes) / GB:,.2f} GB",
         f"adapter     {_count(trained)} parameters in float32",
         f"micro-batch {lines} tokens, {batch.num_labels} learnt; {work.micro_batches} of each process in a step",
         f"rows        {work.known}",
@@ -62,6 +64,8 @@ def _advice(weigher: Weigher, advice: Advice) -> list[str]:
         if not row.way.fits:
             helps = f"; fits with {row.change.words()}, {_peak(row.change)}" if row.change else ""
             lines.append(f"{row.way.backend:<11} needs {row.way.lacks}{helps}")
+    if refused := [name for name in LAYOUTS if name not in weigher.backends]:
+        lines.append(f"left out    {', '.join(refused)}: refused with optimizer {weigher.recipe.train.optimizer}")
     if best is None:
         return lines
     lines.append(f"advice      {best.backend}{_with(best)}: expected to be the fastest that fits, {_peak(best)}")

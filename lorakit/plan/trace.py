@@ -21,7 +21,7 @@ from lorakit.job import CHECKPOINTS, checkpoint_layers
 from lorakit.loss import loss_sum
 from lorakit.plan.counting import META, Attention, Count, MicroBatch
 from lorakit.plan.shapes import adapted_skeleton, repeated_layers
-from lorakit.recipe import AdapterSection
+from lorakit.recipe import AdapterSection, BaseSection
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,10 @@ class Live:
 class Tracer:
     """Runs micro-batches through the model of a folder."""
 
-    def __init__(self, folder: Path, adapter: AdapterSection, dtype: torch.dtype, *, checkpointing: bool) -> None:
-        self._model = adapted_skeleton(folder, adapter, dtype).train()
+    def __init__(
+        self, folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype, *, checkpointing: bool
+    ) -> None:
+        self._model = adapted_skeleton(folder, base, adapter, dtype).train()
         self._parent, self._name, self._layers = repeated_layers(self._model)
         config: Any = self._model.config
         self._config = config.get_text_config()

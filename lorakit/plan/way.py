@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.dtype import DTYPES
+from lorakit.plan.backends import accepted
 from lorakit.plan.counting import MicroBatch
 from lorakit.plan.machine import GB, Machine
 from lorakit.plan.memory import MARGIN, Memory, Setting, memory_of
@@ -54,7 +55,7 @@ class Weigher:
 
     def __init__(self, recipe: Recipe, machine: Machine, folder: Path, dtype: str, num_processes: int) -> None:
         self.recipe, self.machine, self.folder, self.dtype = recipe, machine, folder, dtype
-        self.num_processes = num_processes
+        self.num_processes, self.backends = num_processes, accepted(recipe)
         self._shapes = cache(self._read_shapes)
         self._tracer = cache(self._make_tracer)
         self._live = cache(self._trace)
@@ -84,14 +85,14 @@ class Weigher:
         self, recipe: Recipe, backend: str, num_processes: int, dtype: str, work: Workload, checkpointing: bool
     ) -> Setting:
         shapes = self._shapes(dtype)
-        stored = shapes.stored_dtype or DTYPES[dtype]
+        stored = DTYPES[dtype] if shapes.packing else shapes.stored_dtype or DTYPES[dtype]
         inputs = work.training.num_tokens * shapes.hidden_size * shapes.num_layers * DTYPES[dtype].itemsize
         return Setting(
-            backend=backend, num_processes=num_processes,
+            backend=backend, num_processes=num_processes, optimizer=recipe.train.optimizer,
             local_processes=max(1, min(num_processes, self.num_processes) // self.machine.nodes),
             parallel=recipe.parallel,
             on_gpu=self.machine.gpu is not None, converts=stored != DTYPES[dtype],
-            stored_bytes=sum(piece.numel for piece in shapes.frozen) * stored.itemsize,
+            stored_bytes=0 if shapes.packing else sum(piece.numel for piece in shapes.base) * stored.itemsize,
             keeps=recipe.train.keep_checkpoints,
             layer_bytes=round(self._live(dtype, False, work.training).saved / shapes.num_layers),
             activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
@@ -101,6 +102,8 @@ class Weigher:
         """What there is not enough of, in words; empty when there is, with room to spare."""
         machine, local = self.machine, setting.local_processes
         need, spare = memory.peak * (1 + MARGIN), f"{MARGIN:.0%} to spare"
+        if machine.gpu is None and setting.optimizer.startswith("paged"):
+            return f"a GPU, whose memory {setting.optimizer} pages; on processors adamw8bit is as small"
         if machine.gpu is None and need * local > machine.host_memory_bytes:
             return f"{_gb(need * local)} with {spare}, {_gb(machine.host_memory_bytes)} of memory are free"
         if machine.gpu is not None and local > machine.gpus_per_node:
@@ -117,7 +120,10 @@ class Weigher:
         return ""
 
     def _process(self, setting: Setting, dtype: str) -> int:
-        return CUDA_CONTEXT if setting.on_gpu else measured(self.folder, dtype, setting.layout.needs)
+        if setting.on_gpu:
+            return CUDA_CONTEXT
+        packs = bool(self.shapes().packing) or setting.optimizer != "adamw"
+        return measured(self.folder, dtype, setting.layout.needs, packs=packs)
 
     def _look_at_rows(self) -> Rows:
         if self._rows is None:
@@ -125,10 +131,10 @@ class Weigher:
         return self._rows
 
     def _read_shapes(self, dtype: str) -> Shapes:
-        return read_shapes(self.folder, self.recipe.adapter, DTYPES[dtype])
+        return read_shapes(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype])
 
     def _make_tracer(self, dtype: str, checkpointing: bool) -> Tracer:
-        return Tracer(self.folder, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing)
+        return Tracer(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing)
 
     def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> Live:
         tracer = self._tracer(dtype, checkpointing)

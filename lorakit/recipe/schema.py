@@ -207,7 +207,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _packed_moments_need_whole_tensors(self) -> "Recipe":
-        if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp"):
+        if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp", "auto"):
             raise ValueError(
                 f"train.optimizer: {self.train.optimizer} packs the moments of whole tensors, which"
                 f" {self.parallel.backend} cuts into parts; use adamw, or backend single or ddp"

@@ -1,0 +1,80 @@
+"""Packed bases without their weights: which layers are packed and how, by the recipe or by the base's config.
+
+The layers are those that a run computes with, on the meta device, so that what unpacking allocates is seen.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lorakit.errors import BaseModelError
+from lorakit.loading import quantization
+from lorakit.lora.targets import embedding_and_head
+from lorakit.packed_files import METHOD
+from lorakit.patch.base_files import read_json
+from lorakit.quant import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
+from lorakit.quantized import Quantization, choose_layers, linear_layers, put_packed
+from lorakit.recipe import BaseSection
+
+META: Final = torch.device("meta")
+PACKING_BYTES: Final = 64  # for each of PIECE_ELEMENTS values, which are packed at a time
+ROUNDING_BYTES: Final = 10  # for each value that becomes a byte: one float16, and two products in float32
+
+
+def pack_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The same model, with packed layers where the run would have them.
+
+    Raises:
+        BaseModelError: its files are packed as lorakit cannot read, or nothing can be packed as asked.
+    """
+    how = _stored(folder, model) or quantization(section)
+    if how is not None:
+        if how.packing.name in FOUR_BITS:
+            code_tables(how.packing.name, META)  # kept; they cannot be made where nothing has values
+        for name, facts in choose_layers(folder, model, how, dtype).items():
+            put_packed(model, name, facts)
+    return model
+
+
+def facts_of(layer: nn.Module) -> Packed | None:
+    """What the tensors of a layer stand for; None for a layer in floats."""
+    facts = getattr(layer, "packed", None)
+    return facts if isinstance(facts, Packed) else None
+
+
+def bytes_to_pack(facts: Packed) -> int:
+    """Taken while one weight is packed: the weight in floats, what packing it needs, and its parts before they meet."""
+    size = facts.shape[0] * facts.shape[1]
+    four = facts.packing.name in FOUR_BITS
+    needs = PACKING_BYTES * min(size, PIECE_ELEMENTS) if four else ROUNDING_BYTES * size
+    return size * facts.dtype.itemsize + needs + facts.packing.num_bytes(*facts.shape)
+
+
+def _stored(folder: Path, model: nn.Module) -> Quantization | None:
+    """How config.json says that the files are packed; None when they are not.
+
+    It is what transformers goes by: all linear layers but the output head, or but those that the config names.
+    """
+    told = read_json(folder / "config.json").get("quantization_config")
+    if told is None:
+        return None
+    method = told.get("quant_method") if isinstance(told, dict) else told
+    if method != METHOD:
+        raise BaseModelError(
+            f"{folder}: quantised with {method!r}; lorakit reads {METHOD}. Use the base it was made from"
+        )
+    packing = Packing("int8")
+    if not told.get("load_in_8bit", told.get("_load_in_8bit")):
+        packing = Packing(told.get("bnb_4bit_quant_type", "fp4"), bool(told.get("bnb_4bit_use_double_quant")))
+    kept = told.get("llm_int8_skip_modules")
+    _, head = embedding_and_head(model)
+    names = [name for name in linear_layers(model) if (name != head if kept is None else not _is_kept(name, kept))]
+    return Quantization(packing, only=tuple(names))
+
+
+def _is_kept(name: str, patterns: list[Any]) -> bool:
+    """As transformers reads them: from the start up to a dot, or at the end."""
+    return any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(key) for key in patterns)
