@@ -11,7 +11,7 @@ from torch import nn
 from lorakit.errors import BaseModelError
 from lorakit.model import _explained, _quiet, load_skeleton
 
-ELSEWHERE: Final = "use backend single, ddp or zero2, which load whole tensors"
+ELSEWHERE: Final = "use backend single, ddp or zero2 and a base in floats, which load whole tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
 
 

@@ -1,6 +1,7 @@
 """Bases whose files hold packed weights, as transformers and bitsandbytes write them: found, and read."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.patch.base_files import BaseFiles, open_base_files
 from lorakit.patch.tensor_file import Entry
-from lorakit.quant import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing
+from lorakit.quant import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
 
 STATE: Final = ".quant_state.bitsandbytes__"
 BYTE_ROWS: Final = "SCB"
 METHOD: Final = "bitsandbytes"
+CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -49,45 +51,82 @@ def is_packed(folder: Path) -> bool:
 
 
 def stored_packed(files: BaseFiles, device: torch.device) -> dict[str, StoredPacked]:
-    """Stored weight name -> how it is packed, for every weight that is."""
+    """Stored weight name -> how it is packed, for every weight that is.
+
+    Raises:
+        BaseModelError: a tensor of one is missing or of another size than the rest says, so unpacking it would read
+        past its end; or it is packed in a way that is not read.
+    """
     found = {}
     for name in files.holder:
         if STATE in name:
-            weight = name.partition(STATE)[0]
-            found[weight] = _four_bits(files, weight, name, device)
+            one = _four_bits(files, name.partition(STATE)[0], name, device)
         elif name.endswith(f".{BYTE_ROWS}"):
             weight = f"{name.removesuffix(BYTE_ROWS)}weight"
-            out, wide = files.entry(weight).shape
-            found[weight] = StoredPacked(weight, Packing("int8"), (out, wide), 0.0, device)
+            shape = files.entry(weight).shape if weight in files.holder else ()
+            one = StoredPacked(
+                weight, Packing("int8"), (shape[0], math.prod(shape[1:])) if shape else (0, 0), 0.0, device
+            )
+        else:
+            continue
+        _check_sizes(files, one)
+        found[one.name] = one
     return found
 
 
 def _four_bits(files: BaseFiles, weight: str, state: str, device: torch.device) -> StoredPacked:
-    told = json.loads(bytes(files.holder[state].read(state).tolist()))
-    name, nested = told["quant_type"], told.get("nested_blocksize")
-    if name not in FOUR_BITS or told["blocksize"] != BLOCK or nested not in (None, NESTED_BLOCK):
+    try:
+        told = json.loads(bytes(files.holder[state].read(state).tolist()))
+        name, block, nested = told["quant_type"], told["blocksize"], told.get("nested_blocksize")
+        out, wide = (int(size) for size in told["shape"])
+        offset = float(told.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise BaseModelError(f"{files.folder}: {state}: damaged: {problem!r}") from None
+    if name not in FOUR_BITS or block != BLOCK or nested not in (None, NESTED_BLOCK) or min(out, wide) < 1:
         raise BaseModelError(
-            f"{files.folder}: {weight}: packed as {name} in blocks of {told['blocksize']} ({nested} of scales); lorakit"
-            f" reads blocks of {BLOCK} ({NESTED_BLOCK})"
+            f"{files.folder}: {weight}: packed as {name} in blocks of {block} ({nested} of scales); lorakit reads"
+            f" blocks of {BLOCK} ({NESTED_BLOCK})"
         )
-    return StoredPacked(
-        weight, Packing(name, nested is not None), tuple(told["shape"]), float(told.get("nested_offset", 0.0)), device
-    )
+    return StoredPacked(weight, Packing(name, nested is not None), (out, wide), offset, device)
+
+
+def _names(one: StoredPacked) -> dict[str, str]:
+    """Tensor of a packed weight -> its stored name."""
+    if one.packing.name == "int8":
+        return {"weight": one.name, "row_scale": f"{one.name.removesuffix('weight')}{BYTE_ROWS}"}
+    found = {"weight": one.name, "block_scale": f"{one.name}.absmax"}
+    return found | {"nested_scale": f"{one.name}.nested_absmax"} if one.packing.double else found
+
+
+def _check_sizes(files: BaseFiles, one: StoredPacked) -> None:
+    expected = one.packing.shapes(*one.shape)
+    for key, name in _names(one).items():
+        shape, dtype = expected[key]
+        size = math.prod(shape) * dtype.itemsize
+        entry = files.entry(name) if name in files.holder else None
+        held = None if entry is None else math.prod(entry.shape) * entry.dtype.itemsize
+        if held != size or (entry is not None and key != "weight" and entry.dtype != dtype):
+            told = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
+            raise BaseModelError(
+                f"{files.folder}: {name}: {told}; {one.shape} packed as {one.packing.name} has {shape} {dtype} there"
+            )
+    codes = code_tables(one.packing.name, CPU) if one.packing.name in FOUR_BITS else ()
+    for key, codes_here in zip(("quant_map", "nested_quant_map"), codes, strict=False):
+        name = f"{one.name}.{key}"
+        if name in files.holder and not torch.equal(files.holder[name].read(name).float().view(-1), codes_here):
+            raise BaseModelError(
+                f"{files.folder}: {name}: other values than bitsandbytes' own; they would be unpacked wrong"
+            )
 
 
 def stored_tensors(files: BaseFiles, one: StoredPacked) -> dict[str, Tensor]:
-    def read(name: str) -> Tensor:
-        return files.holder[name].read(name).to(one.device)
-
-    weight = read(one.name)
-    if one.packing.name == "int8":
-        return {"weight": weight, "row_scale": read(f"{one.name.removesuffix('weight')}{BYTE_ROWS}").float()}
-    found = {"weight": weight.view(torch.uint8).reshape(-1), "block_scale": read(f"{one.name}.absmax")}
-    if not one.packing.double:
-        return found
-    return found | {
-        "nested_scale": read(f"{one.name}.nested_absmax"), "offset": torch.tensor([one.offset], device=one.device)
-    }  # fmt: skip
+    """The tensors of a packed weight, read now."""
+    found = {key: files.holder[name].read(name).to(one.device) for key, name in _names(one).items()}
+    if one.packing.name != "int8":
+        found["weight"] = found["weight"].view(torch.uint8).reshape(-1)
+    if one.packing.double:
+        found["offset"] = torch.tensor([one.offset], device=one.device)
+    return found
 
 
 def promised(files: BaseFiles, stored: Mapping[str, StoredPacked]) -> dict[str, Entry]:

@@ -536,12 +536,10 @@ def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, t
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_in_8_bits_leave_auto_the_backends_that_hold_whole_tensors(recipe: Write, processes: int) -> None:
-    named = load_recipe(
-        recipe(), ("train.optimizer=adamw8bit", "parallel.backend=ddp", f"parallel.processes={processes}")
-    )
-    open_one = named.model_copy(update={"parallel": named.parallel.model_copy(update={"backend": "auto"})})
+    asked = ("train.optimizer=adamw8bit", f"parallel.processes={processes}")
+    named = load_recipe(recipe(), (*asked, "parallel.backend=ddp"))
 
-    choice = choose(open_one, fresh=True)
+    choice = choose(load_recipe(recipe(), (*asked, "parallel.backend=auto")), fresh=True)
 
     assert choice.values == {"parallel.backend": "single" if processes == 1 else "ddp"}
     plan = run(named)

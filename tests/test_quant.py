@@ -213,3 +213,33 @@ def test_loading_never_holds_the_base_in_floats(tmp_path: Path, tokenizer: Any) 
     assert floats_bytes > 250e6
     assert held < 0.4 * floats_bytes
     assert grown < 0.7 * floats_bytes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("how", "change", "message"),
+    [
+        (
+            "nf4-double",
+            lambda t, w: t.update({w: t[w][:-1]}),
+            r"q_proj.weight: \(511, 1\) torch.uint8; \(32, 32\) packed as nf4 has",
+        ),
+        ("nf4-double", lambda t, w: t.pop(f"{w}.nested_absmax"), "nested_absmax: missing"),
+        ("nf4-double", lambda t, w: t.update({f"{w}.absmax": t[f"{w}.absmax"].float()}), "absmax: .* torch.float32"),
+        ("nf4", lambda t, w: t[f"{w}.quant_map"].mul_(2), "other values than bitsandbytes' own"),
+        ("nf4", lambda t, w: t.update({f"{w}.quant_state.bitsandbytes__nf4": t[w].view(-1)[:9].clone()}), "damaged"),
+        ("int8", lambda t, w: t.update({w.replace("weight", "SCB"): torch.ones(3)}), r"SCB: \(3,\)"),
+    ],
+)
+def test_a_damaged_packed_file_is_refused_before_anything_is_unpacked(
+    base: Path, tmp_path: Path, how: str, change: Any, message: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    theirs(base, how, torch.float32).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors, "model.layers.0.self_attn.q_proj.weight")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(BaseModelError, match=message):
+        loaded(tmp_path)

@@ -169,6 +169,8 @@ def _tied_problems(
     elif spec.tied_head == "both":
         if embedding not in touched:
             yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
+        if "bias" in learnt.get(head, ()):
+            yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
         if embedding in targets and (spec.method not in PLAIN_METHODS or spec.init not in RANDOM):
             yield (
                 f"adapter.tied_head: both: with method {', '.join(PLAIN_METHODS)} and init {', '.join(RANDOM)} only;"
