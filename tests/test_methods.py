@@ -291,3 +291,29 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_model(
 
     assert all(parameter.requires_grad for parameter in base.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
+    from peft.optimizers import create_loraplus_optimizer
+
+    from lorakit.optim import build_optimizer, set_rate
+
+    model = trained(Case("llama", QV))
+    save_patch(model, tmp_path / "patch")
+    peft = PeftModel.from_pretrained(build("llama"), tmp_path / "patch", is_trainable=True)
+    ours = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, ratio=16.0)
+    theirs = create_loraplus_optimizer(peft, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, weight_decay=0.0)
+
+    for one, optimizer in ((model, ours), (peft, theirs)):
+        for _ in range(3):
+            logits(one).square().mean().backward()
+            if optimizer is ours:
+                set_rate(optimizer.param_groups, 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    close(logits(model), logits(peft), 1e-4)
+    factors = {name: tensor for name, tensor in adapter_tensors(model).items() if "lora_A" in name or "lora_B" in name}
+    others = dict(peft.named_parameters())
+    for name, tensor in factors.items():
+        close(tensor, others[f"base_model.model.{name}.default.weight"], 1e-4)
