@@ -265,6 +265,18 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
             {"targets": ["embed_tokens"], "tied_head": "both", "method": "dora"},
             "with method lora, rslora",
         ),
+        ("llama", {"targets": ["embed_tokens"], "tied_head": "both"}, "has a weight of its own"),
+        (
+            "llama_tied",
+            {"targets": ["lm_head"], "tied_head": "untie", "trainable_tokens": [1]},
+            "so it has their rows too",
+        ),
+        (
+            "llama_tied",
+            {"targets": ["embed_tokens"], "modules_to_save": ["lm_head"], "tied_head": "both"},
+            "lm_head would learn in another way",
+        ),
+        ("llama", QV | {"init": "olora", "rank": 17}, "v_proj has no 17 directions of its own, it is 16 x 32"),
         ("llama", QV | {"target_parameters": "all-experts"}, "no experts that are stored as 3-D"),
         ("mixtral", QV | {"target_parameters": ["experts.gate_proj"]}, "Did you mean|Nearest"),
         ("mixtral", QV | {"target_parameters": "all-experts", "dropout": 0.1}, "would not reach them"),

@@ -39,7 +39,7 @@ def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> E
     learnt, more = _learnt(model, spec, names)
     tied = tied_head(model)
     rows, wrong = _token_rows(model, spec, names | set(learnt))
-    problems += [*more, *wrong, *_tied_problems(tied, spec, names, learnt)]
+    problems += [*more, *wrong, *_tied_problems(tied, spec, names, learnt, rows)]
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
@@ -153,11 +153,16 @@ def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[s
 
 
 def _tied_problems(
-    tied: tuple[str, str] | None, spec: AdapterSpec, targets: set[str], learnt: Mapping[str, tuple[str, ...]]
-) -> Iterator[str]:
+    tied: tuple[str, str] | None, spec: AdapterSpec, targets: set[str], learnt: Mapping[str, tuple[str, ...]],
+    rows: str | None,
+) -> Iterator[str]:  # fmt: skip
     if tied is None:
+        if spec.tied_head == "both":
+            yield "adapter.tied_head: both: the output head of this base has a weight of its own; name both in targets"
         return
     head, embedding = tied
+    if rows == embedding and (head in targets or head in learnt):
+        yield f"adapter.trainable_tokens: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
     touched = [name for name in tied if name in targets or "weight" in learnt.get(name, ())]
     if not touched:
         return
@@ -167,15 +172,24 @@ def _tied_problems(
             " happen: `tied_head: both` changes the shared weight, `tied_head: untie` gives the head one of its own"
         )
     elif spec.tied_head == "both":
-        if embedding not in touched:
-            yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
-        if "bias" in learnt.get(head, ()):
-            yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
-        if embedding in targets and (spec.method not in PLAIN_METHODS or spec.init not in RANDOM):
-            yield (
-                f"adapter.tied_head: both: with method {', '.join(PLAIN_METHODS)} and init {', '.join(RANDOM)} only;"
-                f" got {spec.method}, {spec.init}"
-            )
+        yield from _both_problems(head, embedding, spec, targets, learnt)
+
+
+def _both_problems(
+    head: str, embedding: str, spec: AdapterSpec, targets: set[str], learnt: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """What keeps head and embedding from changing alike."""
+    if embedding not in targets and "weight" not in learnt.get(embedding, ()):
+        yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
+    if head in learnt and embedding not in learnt:
+        yield f"adapter.tied_head: both: {head} would learn in another way than {embedding}; leave {head} out"
+    elif "bias" in learnt.get(head, ()):
+        yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
+    if embedding in targets and (spec.method not in PLAIN_METHODS or spec.init not in RANDOM):
+        yield (
+            f"adapter.tied_head: both: with method {', '.join(PLAIN_METHODS)} and init {', '.join(RANDOM)} only;"
+            f" got {spec.method}, {spec.init}"
+        )
 
 
 def _tensors(module: nn.Module) -> dict[str, nn.Parameter]:
