@@ -21,6 +21,12 @@ CHOSEN = {  # what `make test` spreads over processes: every method, every kind,
     ("floats, experts", "target_parameters"), ("floats", "output head"),
 }  # fmt: skip
 
+RESUMED = [  # what lies in a checkpoint besides A and B: fixed starts, magnitudes, whole tensors, rows, experts
+    ("nf4", "init: pissa"), ("floats", "lora_fa"), ("floats", "rsdora"), ("floats", "modules_to_save"),
+    ("floats", "trainable_tokens"), ("floats, experts", "target_parameters"),
+    ("floats, tied head", "embedding and head alike"),
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
@@ -46,7 +52,26 @@ def test_the_page_is_what_is_found(tried: Found) -> None:
 @pytest.fixture(scope="module")
 def alone(folder: Path, tried: Found) -> Callable[[bool], dict[str, Any]]:
     """What one process gives, run when first asked for."""
-    return functools.cache(lambda chosen: launch(folder, 1, cases(tried, "single", chosen=chosen)))
+
+    def run(chosen: bool) -> dict[str, Any]:
+        whole = [support.cell(*at) | {"steps": 4, "parallel": {"backend": "single"}} for at in RESUMED]
+        more = [case | {"name": f"{case['name']}-resumed"} for case in whole] if chosen else []
+        found = launch(folder, 1, [*cases(tried, "single", chosen=chosen), *more])
+        for at in RESUMED:
+            torch.save(found[name := support.cell(*at)["name"]], folder / f"{name}.pt")
+        return found
+
+    return functools.cache(run)
+
+
+def resumed(folder: Path, backend: str) -> list[dict[str, Any]]:
+    """Steps 3 and 4 of runs whose first two one process took, where nothing is as it starts."""
+    started = [support.cell(*at) for at in RESUMED]
+    return [
+        case | {"name": f"{case['name']}-resumed", "resume": str(folder / f"{case['name']}.pt"), "steps": 4}
+        | {"parallel": {"backend": backend}}
+        for case in started
+    ]  # fmt: skip
 
 
 def cases(tried: Found, backend: str, *, chosen: bool) -> list[dict[str, Any]]:
@@ -69,12 +94,14 @@ def cases(tried: Found, backend: str, *, chosen: bool) -> list[dict[str, Any]]:
 def test_two_processes_train_what_one_does(
     backend: str, chosen: bool, folder: Path, tried: Found, alone: Callable[[bool], dict[str, Any]]
 ) -> None:
-    found = launch(folder, 2, cases(tried, backend, chosen=chosen))
+    expected_of = alone(chosen)
+    found = launch(folder, 2, [*cases(tried, backend, chosen=chosen), *(resumed(folder, backend) if chosen else [])])
 
     for name, got in found.items():
-        expected = alone(chosen)[name]
+        expected = expected_of[name]
         assert got["unreached"] == []
-        torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(expected["losses"]), rtol=2e-5, atol=0)
+        losses = torch.tensor(expected["losses"][-len(got["losses"]) :])
+        torch.testing.assert_close(torch.tensor(got["losses"]), losses, rtol=2e-5, atol=0)
         assert got["adapter"].keys() == expected["adapter"].keys()
         for key, tensor in expected["adapter"].items():
             if key.endswith("c_attn.bias"):
@@ -82,5 +109,5 @@ def test_two_processes_train_what_one_does(
             differs = (got["adapter"][key] - tensor).abs() > 2e-5 + 2e-3 * tensor.abs()
             assert differs.float().mean() < 1e-3, f"{name}: {key}"  # a gradient near zero may round to either sign
     packed = support.cell("nf4", "lora")["name"]
-    whole, part = (one[packed]["ranks"][0]["base_bytes"] for one in (alone(chosen), found))
+    whole, part = (one[packed]["ranks"][0]["base_bytes"] for one in (expected_of, found))
     assert part == whole if backend in ("ddp", "zero2") else 0.49 < part / whole < 0.55
