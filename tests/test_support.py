@@ -87,7 +87,8 @@ def cases(tried: Found, backend: str, *, chosen: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("backend", "chosen"),
     [
-        *((backend, True) for backend in support.BACKENDS[1:]),
+        *((backend, True) for backend in ("zero3", "fsdp2")),
+        *(pytest.param(backend, True, marks=pytest.mark.attack) for backend in ("ddp", "zero2")),
         *(pytest.param(backend, False, marks=pytest.mark.attack) for backend in support.BACKENDS[1:]),
     ],
 )
