@@ -138,9 +138,9 @@ def page(refused: Mapping[tuple[str, str], str | None]) -> str:
         "# What goes with what",
         "",
         "Written by `python -m tests.support` from what it tried; `tests/test_support.py` fails when this page is not what"
-        " is found. Every `yes` is trained on one process there and, with two processes on `ddp`, `zero2`, `zero3` and"
-        " `fsdp2`, compared with one process: a choice of cells by `make test`, all of them by `make attack`. A refusal"
-        " comes from `lorakit check`, before anything is loaded.",
+        " is found. Every `yes` is trained on one process there. With two processes on `ddp`, `zero2`, `zero3` and `fsdp2`"
+        " it is compared with one process: all cells by `make attack`, a choice of them on `zero3` and `fsdp2` by"
+        " `make test`. A refusal comes from `lorakit check`, before anything is loaded.",
         "",
         "| | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * len(KINDS),
