@@ -30,8 +30,8 @@ def how_telling(worker: Worker) -> int:
 
 
 def only_followed(failed: Sequence[Worker]) -> bool:
-    """Whether all that failed ended as workers do when another one has gone, and none says more."""
-    return all(how_telling(worker) == 3 and not worker.words for worker in failed)
+    """Whether all that failed ended as workers do when another one has gone or has a user error to tell of."""
+    return all(not worker.words and (how_telling(worker) == 3 or worker.code == USER_ERROR) for worker in failed)
 
 
 def exit_code(worker: Worker) -> int:
