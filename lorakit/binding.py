@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError
 from lorakit.lora.experts import expert_factors, transposed_experts
 from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR, PackedLinear, kind_of, weight_of
-from lorakit.lora.merging import Update, merged_weight
-from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank
+from lorakit.lora.merging import Update, merged_weight, rows_update
+from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.slots import Slot, SlotHook, standing_in
 from lorakit.lora.targets import tied_head
 from lorakit.patch import Patch, PatchLayer, Shapes
@@ -48,9 +48,7 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
     for name, held in patch.rows.items():
         weight = weight_of(model.get_submodule(name))
         tokens = torch.tensor(held.tokens, device=weight.device)
-        slot = Slot(tokens=tokens, rows=_cast(held.tensor, weight, name))
-        tied = tied_head(model)
-        slots |= dict.fromkeys([name, *(tied[:1] if tied and tied[1] == name else ())], slot)
+        slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(held.tensor, weight, name)))
     return slots
 
 
@@ -102,14 +100,18 @@ def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
         changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [update_of(layer)], old.dtype)
     for name, held in patch.rows.items():
         old = model.get_parameter(f"{name}.weight")
-        update = Update("rows", 1.0, {"rows": held.tensor}, 1.0, held.tokens)
-        tied = tied_head(model)
-        for module in (name, *(tied[:1] if tied and tied[1] == name else ())):
-            changed[f"{module}.weight"] = merged_weight(old, EMBEDDING, [update], old.dtype)
+        merged_rows = merged_weight(old, EMBEDDING, [rows_update(held.tensor, held.tokens)], old.dtype)
+        changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
     for name, tensor in changed.items():
         module_name, _, key = name.rpartition(".")
         merged.get_submodule(module_name).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return merged
+
+
+def _sharing(embedding: str, model: nn.Module) -> list[str]:
+    """The embedding, and the head that is tied to it."""
+    tied = tied_head(model)
+    return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
 
 
 def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
@@ -166,8 +168,7 @@ def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
     W = stored.T if kind.transposed else stored
     tensors = {name: tensor.to(W.device) for name, tensor in layer.tensors.items()}
     V = merge_low_rank(W.clone(), {part: tensors[part] for part in ("lora_A", "lora_B")}, layer.scale)
-    norm = torch.linalg.vector_norm(V, dim=1)
-    return torch.where(norm == 0, 1.0, tensors[MAGNITUDE].double() / norm).float()
+    return row_gain(tensors[MAGNITUDE].double(), torch.linalg.vector_norm(V, dim=1)).float()
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

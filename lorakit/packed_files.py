@@ -5,13 +5,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
-from lorakit.patch.base_files import BaseFiles, open_base_files
+from lorakit.patch.base_files import BaseFiles, read_json
 from lorakit.patch.tensor_file import Entry
 from lorakit.quant import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
 
@@ -32,22 +32,27 @@ class StoredPacked:
     device: torch.device
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether config.json says that the weights are packed.
+def packing_config(folder: Path) -> dict[str, Any] | None:
+    """What config.json says of packed weights; None when they are in floats.
 
     Raises:
-        BaseModelError: in a way that lorakit cannot read.
+        BaseModelError: they are packed in a way that lorakit cannot read.
     """
-    told = open_base_files(folder).config().get("quantization_config")
+    told = read_json(folder / "config.json").get("quantization_config")
     if told is None:
-        return False
+        return None
     method = told.get("quant_method") if isinstance(told, dict) else told
-    if method != METHOD:
+    if not isinstance(told, dict) or method != METHOD:
         raise BaseModelError(
             f"{folder}: quantised with {method!r}; lorakit reads {METHOD} (nf4, fp4, int8)."
             " Use the base it was made from"
         )
-    return True
+    return told
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether config.json says that the weights are packed; errors as ``packing_config``."""
+    return packing_config(folder) is not None
 
 
 def stored_packed(files: BaseFiles, device: torch.device) -> dict[str, StoredPacked]:

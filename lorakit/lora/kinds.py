@@ -62,10 +62,10 @@ def _shrink_linear(layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
 
 def _shrink_embedding(layer: nn.Module, ids: Tensor, A: Tensor) -> Tensor:
     """Rows of A^T: an embedding is a linear layer on one-hot vectors."""
-    return _scaled(layer, F.embedding(ids, A.T))
+    return scaled(layer, F.embedding(ids, A.T))
 
 
-def _scaled(layer: nn.Module, rows: Tensor) -> Tensor:
+def scaled(layer: nn.Module, rows: Tensor) -> Tensor:
     """Gemma scales what it looks up."""
     scale = getattr(layer, "embed_scale", None)
     return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
@@ -87,7 +87,7 @@ def _run_conv1d(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run_embedding(layer: nn.Module, ids: Tensor, bias: Tensor | None) -> Tensor:
-    return _scaled(layer, F.embedding(ids, weight_of(layer)))
+    return scaled(layer, F.embedding(ids, weight_of(layer)))
 
 
 LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, False, _shrink_linear, _run_linear, weight_of)

@@ -35,6 +35,11 @@ class Update:
         return self.tokens is None and METHODS[self.method].additive
 
 
+def rows_update(rows: Tensor, tokens: tuple[int, ...], weight: float = 1.0) -> Update:
+    """Rows (tokens, width) in place of an embedding's own."""
+    return Update("rows", 1.0, {"rows": rows}, weight, tokens)
+
+
 def row_blocks(shape: tuple[int, int], *, whole: bool = False) -> Iterator[slice]:
     """The rows of a matrix, cut into blocks of about BLOCK_ELEMENTS, or all at once."""
     num_rows = shape[0] if whole else max(1, BLOCK_ELEMENTS // max(1, shape[1]))

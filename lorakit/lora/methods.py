@@ -105,16 +105,19 @@ def dora_gain(tensors: Tensors, times: Callable[[Tensor], Tensor], s: float) -> 
         inner = (times(A).float() * B).sum(1)
         squares = ((B @ (A @ A.T)) * B).sum(1)
         norm = (tensors["weight_norm"].square() + 2 * s * inner + s * s * squares).clamp(min=0).sqrt()
-        zero = norm == 0
-    return torch.where(zero, 1.0, tensors[MAGNITUDE] / norm.masked_fill(zero, 1.0))
+    return row_gain(tensors[MAGNITUDE], norm)
 
 
 def merge_dora(W: Tensor, tensors: Tensors, s: float) -> Tensor:
     """(m / |V|) V with V = W + s B A, for whole rows of W in float64."""
     V = merge_low_rank(W, tensors, s)
-    norm = torch.linalg.vector_norm(V, dim=1, keepdim=True)
-    gain = torch.where(norm == 0, 1.0, tensors[MAGNITUDE].double()[:, None] / norm.masked_fill(norm == 0, 1.0))
-    return V.mul_(gain)
+    return V.mul_(row_gain(tensors[MAGNITUDE].double(), torch.linalg.vector_norm(V, dim=1))[:, None])
+
+
+def row_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """m / |V| of each row (out,); 1 where V's row is zero."""
+    zero = norm == 0
+    return torch.where(zero, 1.0, magnitude / norm.masked_fill(zero, 1.0))
 
 
 LORA = Method(lambda alpha, r: alpha / r, add_low_rank, merge_low_rank)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.kinds import EMBEDDING, Kind
+from lorakit.lora.kinds import EMBEDDING, Kind, scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +183,7 @@ def _with_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         bias = getattr(layer, "bias", None)
         return y.index_copy(-1, slot.tokens, own if bias is None else own + bias[slot.tokens])
     found = x[..., None] == slot.tokens
-    scale = getattr(layer, "embed_scale", None)
-    own = slot.rows if scale is None else slot.rows * torch.as_tensor(scale, dtype=y.dtype, device=y.device)
-    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), own), y)
+    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scaled(layer, slot.rows)), y)
 
 
 def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lorakit.lora.carrier import Carrier
+from lorakit.lora.kinds import scaled
 
 
 class Shelled(Carrier):
@@ -85,9 +86,7 @@ class LearntRows(Carrier):
         places = self.get_buffer("places")[ids]
         own = self.get_parameter("trainable_tokens_delta").to(rows.dtype)
         rows = torch.where((places >= 0)[..., None], nn.functional.embedding(places.clamp(min=0), own), rows)
-        if self.embed_scale is None:
-            return rows
-        return rows * torch.as_tensor(self.embed_scale, dtype=rows.dtype, device=rows.device)
+        return scaled(self, rows)
 
 
 @final

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorakit.lora.experts import expert_factors
 from lorakit.lora.kinds import CONV1D, LINEAR, Kind
-from lorakit.lora.merging import RowMerger, Update, norm_of_sum
+from lorakit.lora.merging import RowMerger, Update, norm_of_sum, rows_update
 from lorakit.merge.experts import ExpertPlace
 from lorakit.merge.unpacked import rewritten
 from lorakit.patch import Patch
@@ -41,7 +41,7 @@ class Part:
         """The update of a matrix, read from the patch now."""
         if self.place in self.of.patch.rows:
             rows = self.of.patch.rows[self.place]
-            return Update("rows", 1.0, {"rows": rows.tensor}, self.of.weight, rows.tokens)
+            return rows_update(rows.tensor, rows.tokens, self.of.weight)
         if self.expert is not None and self.expert.expert is not None:
             return self.update_of(self.expert.expert)
         layer = self.of.patch.layers[self.place]

@@ -79,10 +79,10 @@ class BaseIdentity:
     ) -> dict[str, str]:  # fmt: skip
         stored = {module: self._stored(module) for module in modules}
         wanted = {module: names for module, names in stored.items() if names and (module, rounded_to) not in known}
-        readers = [self._reader(name, rounded_to) for names in wanted.values() for name in names]
-        found = iter(digest(readers))
+        unique = list(dict.fromkeys(name for names in wanted.values() for name in names))
+        found = dict(zip(unique, digest([self._reader(name, rounded_to) for name in unique]), strict=True))
         for module, names in wanted.items():
-            each = [next(found) for _ in names]
+            each = [found[name] for name in names]
             known[module, rounded_to] = each[0] if len(each) == 1 else _hash(each)
         return {module: known[module, rounded_to] for module, names in stored.items() if names}
 

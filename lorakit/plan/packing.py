@@ -10,11 +10,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.errors import BaseModelError
 from lorakit.loading import quantization
 from lorakit.lora.targets import embedding_and_head
-from lorakit.packed_files import METHOD
-from lorakit.patch.base_files import read_json
+from lorakit.packed_files import packing_config
 from lorakit.quant import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
 from lorakit.quantized import Quantization, choose_layers, linear_layers, put_packed
 from lorakit.recipe import BaseSection
@@ -58,14 +56,9 @@ def _stored(folder: Path, model: nn.Module) -> Quantization | None:
 
     It is what transformers goes by: all linear layers but the output head, or but those that the config names.
     """
-    told = read_json(folder / "config.json").get("quantization_config")
+    told = packing_config(folder)
     if told is None:
         return None
-    method = told.get("quant_method") if isinstance(told, dict) else told
-    if method != METHOD:
-        raise BaseModelError(
-            f"{folder}: quantised with {method!r}; lorakit reads {METHOD}. Use the base it was made from"
-        )
     packing = Packing("int8")
     if not told.get("load_in_8bit", told.get("_load_in_8bit")):
         packing = Packing(told.get("bnb_4bit_quant_type", "fp4"), bool(told.get("bnb_4bit_use_double_quant")))
