@@ -4,8 +4,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,27 @@ def scratch() -> Path:
 def rss_bytes() -> int:
     """Resident memory of this process."""
     return int(_lines("/proc/self/statm")[0].split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int:
+    """The most that was resident in this process; ru_maxrss would begin with what the parent process held."""
+    return int(next(line for line in _lines("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def matmul_rate(base: Path, num_tokens: int) -> float:
+    """Operations per second of torch's matmul, float32, over the shapes of a base's layers: the ceiling of a step."""
+    config = json.loads((base / "config.json").read_text())
+    h, i = config["hidden_size"], config["intermediate_size"]
+    kv = h * config["num_key_value_heads"] // config["num_attention_heads"]
+    shapes = [(h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h, config["vocab_size"])]
+    pairs = [(torch.randn(num_tokens, one), torch.randn(one, other)) for one, other in shapes]
+    best = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for x, w in pairs:
+            x @ w
+        best.append(time.perf_counter() - began)
+    return sum(2.0 * num_tokens * one * other for one, other in shapes) / statistics.median(best)
 
 
 def _lines(path: str) -> list[str]:

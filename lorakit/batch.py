@@ -1,6 +1,6 @@
 """One micro-batch: what data makes and an engine computes with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -14,7 +14,8 @@ IGNORED: Final = -100
 class Batch:
     """One micro-batch. ``labels`` are shifted already: position t holds the token to predict after token t.
 
-    Packed: one line holding every row end to end, ``position_ids`` restart at each row, no attention mask.
+    Packed: one line holding every row end to end, ``position_ids`` restart at each row, no attention mask; each row
+    has ``row_lengths`` tokens.
     Padded: one line per row, padded on the right and masked.
     """
 
@@ -25,6 +26,7 @@ class Batch:
     rows: tuple[int, ...]
     num_tokens: int
     num_label_tokens: int
+    row_lengths: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on a device."""
@@ -35,4 +37,4 @@ class Batch:
                 ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
             )
         }  # fmt: skip
-        return Batch(**tensors, rows=self.rows, num_tokens=self.num_tokens, num_label_tokens=self.num_label_tokens)  # type: ignore[arg-type]
+        return replace(self, **tensors)  # type: ignore[arg-type]

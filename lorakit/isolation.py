@@ -1,12 +1,15 @@
-"""Does this model keep packed rows apart? Asked of the model itself before training, because some do not."""
+"""Does this model keep packed rows apart, and is its loss what we take it for? Asked of the model itself."""
 
-from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lorakit.attention import Rows, attend_as_before, attend_row_by_row
 from lorakit.data import Batches, collate
 from lorakit.errors import RunError
+from lorakit.loss import LossModel
 
 MAX_TOKENS = 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -30,37 +33,74 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
             )
 
 
-def check_isolation(model: nn.Module, batches: Batches, device: torch.device) -> None:
-    """Passes when two rows packed together give the outputs they give alone.
+def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> None:
+    """Make packed rows give the outputs they give alone.
+
+    Their attention goes row by row where the model allows it; elsewhere it is left to transformers to keep them apart
+    with a mask over the whole line, whose memory grows with the square of its tokens.
 
     Raises:
-        RunError: they do not; packing would train on a mixture of rows.
+        RunError: rows see each other all the same; packing would train on a mixture of them.
     """
-    chosen = [0, 1] if len(batches.rows) > 1 else [0, 0]
-    each = [collate(batches.rows, [row], packing=True) for row in chosen]
-    parts = [
-        replace(b, input_ids=b.input_ids[:, :MAX_TOKENS], position_ids=b.position_ids[:, :MAX_TOKENS]) for b in each
-    ]
-    ids = [part.input_ids.to(device) for part in parts]
-    positions = [part.position_ids.to(device) for part in parts]
-    was_training = model.training
+    model = called.model
+    probe = _probe(batches, device)
+    was_training = called.training
     try:
-        with torch.no_grad():
-            model.eval()
-            alone = [
-                model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in zip(ids, positions, strict=True)
-            ]
-            packed = model(input_ids=torch.cat(ids, 1), position_ids=torch.cat(positions, 1), use_cache=False).logits
+        called.eval()
+        alone = torch.cat([_logits(called, [row]) for row in probe], 1)
+        if attend_row_by_row(model):
+            rows = Rows([row["input_ids"].shape[1] for row in probe])
+            if _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.reached:
+                called.by_row = True
+                return
+            attend_as_before(model)
+        off = _difference(_logits(called, probe), alone)
     except TypeError as problem:
         raise RunError(
             f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false"
         ) from None
     finally:
-        model.train(was_training)
-    expected = torch.cat(alone, 1)
-    off = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    if not off <= TOLERANCE.get(expected.dtype, 3e-2):
+        called.train(was_training)
+    if not off <= _tolerance(alone):
         raise RunError(
             f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by {off:.1%});"
             " set data.packing: false"
         )
+
+
+def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> bool:
+    """Whether the loss in chunks is the loss of the model's own logits."""
+    good = called.in_chunks
+    was_training = called.training
+    called.eval()
+    for row in _probe(batches, device) if good else ():
+        ids = row["input_ids"]
+        labels = ids.roll(-1, 1)
+        with torch.no_grad():
+            found = float(called(input_ids=ids, labels=labels))
+            expected = float(F.cross_entropy(called(input_ids=ids)[0].float(), labels[0], reduction="sum"))
+        good = good and abs(found - expected) <= _tolerance(next(called.parameters())) * expected
+    called.train(was_training)
+    return good
+
+
+def _probe(batches: Batches, device: torch.device) -> list[dict[str, Tensor]]:
+    """The beginnings of two rows."""
+    chosen = [0, 1] if len(batches.rows) > 1 else [0, 0]
+    made = [collate(batches.rows, [row], packing=True).to(device) for row in chosen]
+    return [{"input_ids": b.input_ids[:, :MAX_TOKENS], "position_ids": b.position_ids[:, :MAX_TOKENS]} for b in made]
+
+
+@torch.no_grad()
+def _logits(called: LossModel, rows: list[dict[str, Tensor]], **more: Any) -> Tensor:
+    """Of rows packed into one line."""
+    found: Tensor = called(**{key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}, **more)
+    return found
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def _tolerance(like: Tensor) -> float:
+    return TOLERANCE.get(like.dtype, 3e-2)

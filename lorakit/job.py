@@ -15,7 +15,7 @@ from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, Group, ReadInto, StepSettings
 from lorakit.errors import RunError
-from lorakit.isolation import check_isolation, check_positions
+from lorakit.isolation import check_positions, isolate_rows, knows_logits
 from lorakit.loading import packing_facts
 from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer, learning_rate
@@ -84,8 +84,9 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
     )  # fmt: skip
     group.together(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job, adapted.base.read)
+    engine.called.in_chunks = not group.any(not knows_logits(engine.called, job.batches, engine.device))
     if recipe.data.packing:
-        check_isolation(model, job.batches, engine.device)
+        isolate_rows(engine.called, job.batches, engine.device)
     return job
 
 

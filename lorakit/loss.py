@@ -1,16 +1,161 @@
-"""The loss of a micro-batch: cross-entropy summed over label tokens, in float32."""
+"""The loss of a micro-batch: cross-entropy summed over label tokens, in float32.
 
+Where nothing on the output head learns, its product is made in chunks of label positions, and their gradient at once:
+logits are never kept, so memory does not grow with vocabulary times tokens.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from lorakit.attention import Rows
 from lorakit.batch import IGNORED, Batch
 
+CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""Of float32 logits that are there at a time."""
+LIFTED: Final = {torch.float16: 1024.0}
+"""What gradients are multiplied by while they are in a dtype whose smallest number is not small."""
+FACTORS: Final = ("logit_scale", "lm_head_multiplier")
+DIVISORS: Final = ("logits_scaling",)
+CAP: Final = "final_logit_softcapping"
 
-def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of token losses (a scalar). The caller divides by the number of label tokens of the whole step."""
-    if batch.attention_mask is None:
-        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does with its head's product: logits = cap tanh(scale z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@final
+class LossModel(nn.Module):
+    """A model as training calls it: token ids and labels in, the sum of its label tokens' losses out.
+
+    ``in_chunks``: whether logits are made in chunks. ``by_row``: whether packed rows attend row by row.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = loss_head(model)
+        self.in_chunks, self.by_row = self.head is not None, False
+
+    def forward(self, labels: Tensor | None = None, row_lengths: Rows | None = None, **inputs: Tensor) -> Tensor:
+        """The sum of token losses, a scalar; without labels the logits (lines, tokens, vocabulary)."""
+        told: dict[str, Any] = {**inputs, "use_cache": False}
+        if row_lengths is not None:
+            told["row_lengths"] = row_lengths
+        if labels is None:
+            logits: Tensor = self.model(**told).logits
+            return logits
+        if self.in_chunks:
+            assert self.head is not None
+            hidden: Tensor = self.model.base_model(**told)[0]  # type: ignore[operator]
+            summed: Tensor = self.head(hidden, labels)
+            return summed
+        logits = self.model(**told).logits
+        labelled = labels != IGNORED
+        return F.cross_entropy(logits[labelled].float(), labels[labelled], reduction="sum")
+
+
+def loss_sum(model: nn.Module, batch: Batch, *, by_row: bool = False) -> Tensor:
+    """Sum of token losses (a scalar) of a ``LossModel``; the caller divides by the label tokens of the whole step."""
+    inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
     else:
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    labelled = batch.labels != IGNORED
-    return F.cross_entropy(logits[labelled].float(), batch.labels[labelled], reduction="sum")
+        inputs["position_ids"] = batch.position_ids
+    rows = {"row_lengths": Rows(batch.row_lengths)} if by_row and batch.row_lengths else {}
+    summed: Tensor = model(**inputs, **rows)
+    return summed
+
+
+@final
+class LossHead(nn.Module):
+    """The output head and the loss in one. Its weight is the head's own, so that engines gather it for this."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, head: nn.Linear, rule: LogitRule) -> None:
+        super().__init__()
+        self.register_parameter("weight", head.get_parameter("weight"))
+        self.register_parameter("bias", head.bias)
+        self.rule = rule
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """hidden (..., width), labels (...) -> the sum of the losses where there is a label, float32."""
+        labelled = labels != IGNORED
+        hidden, labels = hidden[labelled], labels[labelled]
+        weight = self.get_parameter("weight")
+        summed: Tensor = _SummedLoss.apply(hidden, weight, self.bias, labels, self.rule)  # type: ignore[no-untyped-call]
+        return summed
+
+
+def loss_head(model: nn.Module) -> LossHead | None:
+    """The head of a model when its loss can be made in chunks; None when something on it learns, or it is unlike."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    backbone = getattr(model, "base_model", model)
+    if not plain or backbone is model or any(p.requires_grad for p in head.parameters()):
+        return None
+    return LossHead(head, logit_rule(model))
+
+
+def logit_rule(model: nn.Module) -> LogitRule:
+    """What the config says is done with the head's product. A run asks the model itself before it relies on it."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    told = {name: getattr(config, name, None) for name in (*FACTORS, *DIVISORS, CAP)}
+    factors = [told[name] or 1.0 for name in FACTORS] + [1.0 / (told[name] or 1.0) for name in DIVISORS]
+    return LogitRule(math.prod(factors), told[CAP])
+
+
+@final
+class _SummedLoss(torch.autograd.Function):
+    """Forward makes the gradient too: it needs the same logits, and the head itself does not learn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogitRule
+    ) -> Tensor:  # fmt: skip
+        learns = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if learns else None
+        summed = torch.zeros((), device=hidden.device)
+        lift = LIFTED.get(hidden.dtype, 1.0)
+        size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 25) // (4 * weight.shape[0]))
+        for start in range(0, len(labels), size):
+            part = slice(start, start + size)
+            z = F.linear(hidden[part], weight, bias).float()
+            wanted = labels[part, None]
+            z, slope = _ruled(z, rule)
+            logs = z.logsumexp(1, keepdim=True)
+            summed += (logs - z.gather(1, wanted)).sum()
+            if gradient is not None:
+                z.sub_(logs).exp_().scatter_add_(1, wanted, z.new_full(wanted.shape, -1.0))
+                if slope is not None:
+                    z.mul_(slope)
+                torch.mm(z.mul_(rule.scale * lift).to(weight.dtype), weight, out=gradient[part])
+        ctx.save_for_backward(gradient)
+        ctx.lift = lift
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return (gradient.float() * (outer[0] / ctx.lift)).to(gradient.dtype), None, None, None, None
+
+
+def _ruled(z: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | None]:
+    """Logits, and what a cap makes of their gradient."""
+    if rule.scale != 1.0:
+        z = z.mul_(rule.scale)
+    if rule.cap is None:
+        return z, None
+    bent = z.div_(rule.cap).tanh_()
+    return bent * rule.cap, 1 - bent.square()

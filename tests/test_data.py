@@ -22,7 +22,7 @@ from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prep
 from lorakit.data.rows import BadRow, parse_row
 from lorakit.data.shapes import read_shape
 from lorakit.errors import DataError
-from lorakit.loss import loss_sum
+from lorakit.loss import LossModel, loss_sum
 from lorakit.model import load_base
 from tests.conftest import chat, write_rows
 
@@ -419,7 +419,7 @@ def test_a_packed_rows_loss_and_gradients_are_those_of_the_row_alone(base: Path,
 
     def run(groups: list[list[int]], packing: bool) -> tuple[float, dict[str, torch.Tensor]]:
         model.zero_grad()
-        losses = [loss_sum(model, collate(batches.rows, group, packing=packing)) for group in groups]
+        losses = [loss_sum(LossModel(model), collate(batches.rows, group, packing=packing)) for group in groups]
         sum(losses).backward()
         return sum(float(loss.detach()) for loss in losses), {
             name: tensor.grad.clone() for name, tensor in adapter_tensors(model).items()

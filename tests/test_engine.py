@@ -12,9 +12,10 @@ import torch
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import NonFiniteStep, StepSettings, open_engine
 from lorakit.errors import LorakitError, RunError
-from lorakit.isolation import check_isolation, check_positions
+from lorakit.isolation import check_positions, isolate_rows, knows_logits
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
+from lorakit.loss import LossModel
 from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
@@ -100,16 +101,36 @@ def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batc
 
 def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:
     model = load_base(base, torch.float32, CPU)
-    check_isolation(model, batches(4), CPU)
     forward = model.forward
-    model.forward = lambda input_ids, position_ids, use_cache: forward(
+    model.forward = lambda input_ids, position_ids, use_cache, row_lengths=None: forward(
         input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
     )
 
     with pytest.raises(
         LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"
     ):
-        check_isolation(model, batches(4), CPU)
+        isolate_rows(LossModel(model), batches(4), CPU)
+
+
+def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_a_mask(
+    base: Path, batches: Any
+) -> None:
+    called = LossModel(load_base(base, torch.float32, CPU))
+    forward = called.model.forward
+    called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
+
+    isolate_rows(called, batches(4), CPU)
+
+    assert not called.by_row
+    assert called.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+
+
+def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_its_own(base: Path, batches: Any) -> None:
+    called = LossModel(load_base(base, torch.float32, CPU).requires_grad_(False))
+    assert knows_logits(called, batches(4), CPU)
+    called.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
+
+    assert not knows_logits(called, batches(4), CPU)
 
 
 def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> None:

@@ -20,7 +20,7 @@ LAYERS: list[list[str]] = [
     ["errors", "version", "resident"],
     ["recipe", "lora", "durable"],
     ["quant"],
-    ["batch", "dtype", "optim"],
+    ["batch", "dtype", "optim", "attention"],
     ["loss", "patch"],
     ["model", "data", "engine", "origin"],
     ["model_parts"],
@@ -49,7 +49,7 @@ ONLY = {  # the only importers of a package
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
-    "transformers": {"model", "model_parts", "assets"},
+    "transformers": {"attention", "model", "model_parts", "assets"},
     "rich": {"run"},
     "matplotlib": {"run"},
 }

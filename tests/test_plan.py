@@ -14,13 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.adapting import adapter_spec
+from lorakit.attention import attend_row_by_row
 from lorakit.batch import Batch
 from lorakit.cli import main
 from lorakit.engine.observe import bytes_held
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
-from lorakit.loss import loss_sum
+from lorakit.loss import LossModel, loss_sum
 from lorakit.model import find_base, load_base
 from lorakit.optim import build_optimizer
 from lorakit.plan import Machine, choose, described, run
@@ -96,10 +97,12 @@ def saved_for_backward(model: torch.nn.Module, batch: Batch) -> int:
         return tensor
 
     hidden: list[int] = []
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    called = LossModel(model)
+    called.by_row = attend_row_by_row(model)
+    head = called.head or model.get_output_embeddings()  # type: ignore[operator]
     handle = head.register_forward_pre_hook(lambda *_: hidden.append(sum(size for size, _ in found.values())))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_sum(model, batch)
+        loss_sum(called, batch, by_row=called.by_row)
     handle.remove()
     return hidden[0]
 
@@ -112,14 +115,15 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
     lines, width = (1, 60) if packed else (3, 40)
     ids = torch.ones(lines, width, dtype=torch.long)
     mask = None if packed else torch.ones_like(ids).index_fill(1, torch.tensor([width - 1]), 0)
-    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, lines * width)
+    rows = (width - 20, 20) if packed else ()
+    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, lines * width, rows)
     section = AdapterSection(rank=4)
     model = load_base(base, torch.float32, torch.device("cpu"))
     spec = AdapterSpec(**section.model_dump())
     attach(model, find_targets(model, spec), spec, seed=0)
     model.train()
 
-    form = MicroBatch(lines, width, lines * width, packed=packed, masked=not packed)
+    form = MicroBatch(lines, width, lines * width, packed=packed, masked=True, row_lengths=rows)
     planned = Tracer(base, of(base), section, torch.float32, checkpointing=False).training(form)
 
     real = saved_for_backward(model, batch)
@@ -128,7 +132,7 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
 
 
 def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, tokenizer: Any) -> None:
-    form = MicroBatch(1, 64, 64, packed=True, masked=False)
+    form = MicroBatch(1, 64, 64, packed=True, masked=False, row_lengths=(64,))
     saved: dict[bool, list[float]] = {False: [], True: []}
     for layers in (3, 6, 9):
         folder = make_base(tmp_path / str(layers), tokenizer, num_hidden_layers=layers)
@@ -142,7 +146,7 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
 
 def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
     def needs(width: int, recompute: bool) -> float:
-        form = MicroBatch(1, width, width, packed=True, masked=False)
+        form = MicroBatch(1, width, width, packed=True, masked=False, row_lengths=(width,))
         return Tracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
 
     assert needs(64, True) < needs(64, False) < needs(128, False)
@@ -227,7 +231,7 @@ def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps
     section, adapter = of(tmp_path, **kind.base), AdapterSection(rank=4, **kind.adapter)
 
     shapes = read_shapes(tmp_path, section, adapter, kind.dtype)
-    form = MicroBatch(1, width, width, packed=True, masked=False)
+    form = MicroBatch(1, width, width, packed=True, masked=False, row_lengths=(width,))
     live = Tracer(tmp_path, section, adapter, kind.dtype, checkpointing=False).training(form)
 
     model = load_for_training(section, tmp_path, kind.dtype, torch.device("cpu"), in_parts=False).model
@@ -239,12 +243,14 @@ def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps
     assert adapter_bytes(shapes) == sum(tensor.nbytes for tensor in learnt.values())
     assert shapes.fixed_bytes == sum(tensor.nbytes for tensor in fixed_tensors(model).values())
     ids = torch.arange(width)[None] % 60
-    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, width)
+    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, width, (width,))
     assert live.saved == pytest.approx(saved_for_backward(model.train(), batch), rel=0.10)
 
 
 def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values(base: Path) -> None:
-    form = MicroBatch(1, 4, 4, packed=True, masked=False)  # few tokens, so that weights are what is large
+    form = MicroBatch(
+        1, 4, 4, packed=True, masked=False, row_lengths=(4,)
+    )  # few tokens, so that weights are what is large
 
     def looked_at(**settings: Any) -> tuple[Shapes, Live]:
         section = of(base, **settings)
@@ -270,7 +276,7 @@ def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values
 def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
     model = build_kind("mixtral")
     model.save_pretrained(tmp_path)
-    form = MicroBatch(1, 4, 4, packed=True, masked=False)
+    form = MicroBatch(1, 4, 4, packed=True, masked=False, row_lengths=(4,))
     plain, experts = (
         Tracer(
             tmp_path, of(tmp_path), AdapterSection(targets=("q_proj",), target_parameters=which), torch.float32,
@@ -370,7 +376,7 @@ def test_where_the_base_fits_the_whole_base_is_advised_and_where_not_it_is_split
     of_large: Callable[..., Recipe],
 ) -> None:
     roomy = run(of_large(), H200).advice
-    tight = run(of_large("train.activation_checkpointing=layers"), small(H200, 24)).advice
+    tight = run(of_large("train.activation_checkpointing=layers"), small(H200, 19)).advice
     assert roomy.best is not None
     assert roomy.best.backend == "ddp"
     assert "a whole base" not in roomy.why
@@ -378,7 +384,7 @@ def test_where_the_base_fits_the_whole_base_is_advised_and_where_not_it_is_split
     assert tight.best.backend == "fsdp2"
     assert "a whole base of 16.06 GB does not fit each process" in tight.why
     for row in (*roomy.rows, *tight.rows):
-        limit = (141 if row in roomy.rows else 24) * GB
+        limit = (141 if row in roomy.rows else 19) * GB
         assert row.way.fits == (row.way.memory.peak * (1 + MARGIN) <= limit)
 
 

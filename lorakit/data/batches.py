@@ -98,7 +98,9 @@ def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
         input_ids, shifted, position_ids = _pad(ids, 0), _pad(labels, IGNORED), _pad(positions, 0)
         mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
     num_label_tokens = sum(int((label != IGNORED).sum()) for label in labels)
-    return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(map(len, ids)), num_label_tokens)
+    lengths = tuple(map(len, ids))
+    told = lengths if packing else ()
+    return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(lengths), num_label_tokens, told)
 
 
 def unlearnt(batch: Batch) -> Batch:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lorakit.batch import Batch
 from lorakit.engine.group import Group
+from lorakit.loss import LossModel
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class Engine(Protocol):
     """Told where the run is, for the words of an error."""
     shards_base: bool
     """The base is built without weights, and ``prepare`` reads this rank's part of each."""
+
+    called: LossModel
+    """The model as it is called, once ``prepare`` has taken it."""
 
     def prepare(
         self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None

@@ -12,6 +12,7 @@ from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.world import World
 from lorakit.lora.inject import adapter_tensors
+from lorakit.loss import LossModel
 from lorakit.recipe import ParallelSection
 
 
@@ -26,9 +27,9 @@ class ReplicatedEngine(WholeEngine):
         self._accelerator, group = join(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(model))
-        prepared: nn.Module = self._accelerator.prepare(model)
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        self._optimizer = build(adapter_tensors(called.model))
+        prepared: nn.Module = self._accelerator.prepare(called)
         return prepared
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

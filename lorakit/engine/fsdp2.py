@@ -20,6 +20,7 @@ from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.engine.world import World
 from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.loss import LossModel
 from lorakit.recipe import ParallelSection
 
 
@@ -33,7 +34,8 @@ class ShardedEngine(WholeEngine):
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        model = called.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
@@ -41,12 +43,12 @@ class ShardedEngine(WholeEngine):
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
             )
-        fully_shard(model, mesh=mesh, offload_policy=policy)
+        fully_shard(called, mesh=mesh, offload_policy=policy)
         self._rests_on = torch.device("cpu") if offload else self.device
-        fill(model, self._rests_on, self.rank, read)
+        fill(called, self._rests_on, self.rank, read)
         buffers_to(model, self.device)
         self._optimizer = build(adapter_tensors(model))
-        return model
+        return called
 
     def part_of(self, shape: Sequence[int]) -> int:
         return math.ceil(shape[0] / self.world_size) * math.prod(shape[1:])
@@ -94,16 +96,16 @@ class ShardedEngine(WholeEngine):
         )
 
     def held(self) -> dict[str, int]:
-        for module in self._model.modules():
+        for module in self.called.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().held()
 
     def kind(self) -> dict[str, Any]:
-        parts = sum(isinstance(module, FSDPModule) for module in self._model.modules())
+        parts = sum(isinstance(module, FSDPModule) for module in self.called.modules())
         every = all(isinstance(p, DTensor) for p in self._model.parameters())
         return {
-            "engine": f"FSDPModule ({parts} groups)" if parts else type(self._forward).__name__,
+            "engine": f"FSDPModule ({parts} groups)" if parts else type(self._model).__name__,
             "backend": "fsdp2" if parts and every else "single",
         }
 
@@ -124,11 +126,13 @@ def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
     return any(inner in layer.modules() for outer in lists for layer in outer)
 
 
-def fill(model: nn.Module, device: torch.device, rank: int, read: ReadInto | None) -> None:
+def fill(called: LossModel, device: torch.device, rank: int, read: ReadInto | None) -> None:
     """Memory for the shards that are on meta, and this rank's rows of the base in them."""
-    waiting = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    parameters = dict(model.named_parameters())
+    waiting = [name for name, parameter in called.model.named_parameters() if parameter.is_meta]
+    called._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    )
+    parameters = dict(called.model.named_parameters())
     for name in waiting:
         parameter = parameters[name]
         assert isinstance(parameter, DTensor)

@@ -11,15 +11,16 @@ from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.stepping import SteppingEngine, as_held, to_cpu, to_keep
 from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.loss import LossModel
 from lorakit.optim import set_rate
 
 
 class WholeEngine(SteppingEngine):
     """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(model))
-        return model
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        self._optimizer = build(adapter_tensors(called.model))
+        return called
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -72,4 +73,4 @@ class WholeEngine(SteppingEngine):
         }
 
     def kind(self) -> dict[str, Any]:
-        return {"engine": type(self._forward).__name__, "backend": "single"}
+        return {"engine": type(self._model).__name__, "backend": "single"}

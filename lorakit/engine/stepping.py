@@ -23,7 +23,7 @@ from lorakit.engine.observe import Collectives, process_group_name
 from lorakit.engine.processes import give_memory_back
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors, all_tensors
-from lorakit.loss import loss_sum
+from lorakit.loss import LossModel, loss_sum
 
 
 class SteppingEngine(ABC):
@@ -40,7 +40,7 @@ class SteppingEngine(ABC):
     # --- what a backend fills in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
         """Spread the model and build its optimizer; returns the module to call for a forward pass."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class SteppingEngine(ABC):
     def prepare(
         self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None
     ) -> None:
-        self._model, self._settings = model.train(), settings
+        self.called, self._model, self._settings = LossModel(model).train(), model, settings
         self._unreached = set(adapter_tensors(model))
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -98,7 +98,7 @@ class SteppingEngine(ABC):
         if self.shards_base:
             give_memory_back(self.device)
         with calm():
-            self._forward = self.take(model, optimizer, read)
+            self._forward = self.take(self.called, optimizer, read)
         self.group.together(lambda: confirm_layout(self._expected, self.observed()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
@@ -129,10 +129,13 @@ class SteppingEngine(ABC):
                 place = number * self.world_size + self.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, place))
                 with self.micro_batch(last=number == len(micro_batches) - 1):
-                    loss = loss_sum(self._forward, batch.to(self.device))
+                    loss = self._loss_sum(batch)
                     self.backward(loss / labels * self._scale.value)
                 losses.append(loss.detach())
         return losses
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return loss_sum(self._forward, batch.to(self.device), by_row=self.called.by_row)
 
     def _suspects(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
         """The rows of the micro-batches whose loss is not finite, or all rows when only a gradient is; of all ranks."""
@@ -148,7 +151,7 @@ class SteppingEngine(ABC):
                 for batch in micro_batches:
                     if self.group.any(stop()):
                         return None
-                    total += float(loss_sum(self._forward, batch.to(self.device)))
+                    total += float(self._loss_sum(batch))
                     num_label_tokens += batch.num_label_tokens
         finally:
             self._forward.train()

@@ -23,6 +23,7 @@ from lorakit.engine.unpinned import unpinned
 from lorakit.engine.world import World
 from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole, whole
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
+from lorakit.loss import LossModel
 from lorakit.optim import set_rate
 from lorakit.recipe import ParallelSection
 
@@ -48,17 +49,17 @@ class ZeroEngine(SteppingEngine):
         plugin.dschf = None  # while it lives transformers builds every model in parts of its own
         super().__init__(device, group, parallel.backend)
 
-    def take(self, model: nn.Module, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        limit = self._settings.max_grad_norm
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        limit, model = self._settings.max_grad_norm, called.model
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
-            partition(model, config, self.group, read)
+            partition(called, config, self.group, read)
             buffers_to(model, self.device)
         adapter = adapter_tensors(model)
         for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
             tensor.register_hook(lambda gradient, name=name: self.reached([name]))
-        engine, _ = self._accelerator.prepare(model, build(adapter))
+        engine, _ = self._accelerator.prepare(called, build(adapter))
         self._zero = engine.optimizer
         if self._stage == 3:
             keep_adapter_whole(self._zero, adapter.values())

@@ -9,20 +9,21 @@ from torch import Tensor, nn
 
 from lorakit.engine.base import ReadInto
 from lorakit.engine.group import Group
+from lorakit.loss import LossModel
 
 
-def partition(model: nn.Module, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:
+def partition(called: LossModel, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:
     """Give every parameter DeepSpeed's partitioned form; ``read`` fills this rank's part of those on meta.
 
     A whole frozen tensor never exists: memory is asked for, but only this rank's range of it is ever touched.
     """
     import deepspeed
 
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(model), enabled=True)
-    for name, parameter in list(model.named_parameters()):
+    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(called), enabled=True)
+    for name, parameter in list(called.model.named_parameters()):
         if parameter.is_meta:
             assert read is not None
-            parameter = _replace(model, parameter, _touched_in_part(name, parameter, group, read))
+            parameter = _replace(called, parameter, _touched_in_part(name, parameter, group, read))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         init._convert_to_deepspeed_param(parameter)

@@ -21,7 +21,10 @@ META: Final = torch.device("meta")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The form of one micro-batch: ``lines`` of ``width`` tokens, of which ``num_labels`` are learnt."""
+    """The form of one micro-batch: ``lines`` of ``width`` tokens, of which ``num_labels`` are learnt.
+
+    Packed: one line, of rows of ``row_lengths`` tokens.
+    """
 
     lines: int
     width: int
@@ -29,6 +32,7 @@ class MicroBatch:
     packed: bool
     masked: bool
     """Whether attention needs a mask: several rows in a line, or padding."""
+    row_lengths: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

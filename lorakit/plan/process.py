@@ -54,7 +54,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     from lorakit.errors import BaseModelError
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
-    from lorakit.loss import loss_sum
+    from lorakit.loss import LossModel, loss_sum
     from lorakit.model import find_base, load_base, load_tokenizer
     from lorakit.optim import build_optimizer
 
@@ -65,7 +65,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     positions = torch.arange(TOKENS // 2).repeat(2)[None]
     ids = torch.ones_like(positions)
-    loss_sum(model, Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).backward()
+    loss_sum(LossModel(model), Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).backward()
     optimizer.step()
     _ = torch.ones(TOKENS, 1024, dtype=DTYPES[dtype]) @ torch.ones(
         1024, 1024, dtype=DTYPES[dtype]

@@ -7,7 +7,7 @@ the adapter's gradients. Layers that are alike are run once or twice and multipl
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -15,10 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lorakit.attention import attend_row_by_row
 from lorakit.batch import IGNORED, Batch
 from lorakit.errors import BaseModelError
 from lorakit.job import CHECKPOINTS, checkpoint_layers
-from lorakit.loss import loss_sum
+from lorakit.loss import LossModel, loss_sum
 from lorakit.plan.counting import META, Attention, Count, MicroBatch
 from lorakit.plan.shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection
@@ -46,6 +47,8 @@ class Tracer:
         self, folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype, *, checkpointing: bool
     ) -> None:
         self._model = adapted_skeleton(folder, base, adapter, dtype).train()
+        self._called = LossModel(self._model)
+        self._called.by_row = attend_row_by_row(self._model)
         self._parent, self._name, self._layers = repeated_layers(self._model)
         config: Any = self._model.config
         self._config = config.get_text_config()
@@ -59,11 +62,11 @@ class Tracer:
 
     def training(self, batch: MicroBatch) -> Live:
         """Of forward and backward."""
-        return self._multiplied(lambda: _training(self._model, batch))
+        return self._multiplied(lambda: _training(self._called, batch))
 
     def evaluating(self, batch: MicroBatch) -> Live:
         """Of a forward that keeps nothing."""
-        return self._multiplied(lambda: _evaluating(self._model, batch))
+        return self._multiplied(lambda: _evaluating(self._called, batch))
 
     def _multiplied(self, run: Callable[[], Live]) -> Live:
         """For one layer of each kind, and for each kind what one more adds."""
@@ -104,31 +107,37 @@ def _kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int
     return found
 
 
-def _training(model: nn.Module, batch: MicroBatch) -> Live:
-    count = Count(batch, model)
-    with count, Attention(), _noting_the_head(model, count):
-        loss_sum(model, _made(batch)).backward()
+def _training(called: LossModel, batch: MicroBatch) -> Live:
+    count = Count(_seen(called, batch), called.model)
+    with count, Attention(), _noting_the_head(called, count):
+        loss_sum(called, _made(batch), by_row=called.by_row).backward()
     return Live(count.saved, count.peak["head"] - count.saved, count.peak["layer"] - count.saved)
 
 
-def _evaluating(model: nn.Module, batch: MicroBatch) -> Live:
-    count = Count(batch, model)
+def _evaluating(called: LossModel, batch: MicroBatch) -> Live:
+    count = Count(_seen(called, batch), called.model)
     with count, Attention(), torch.no_grad():
-        loss_sum(model, _made(batch))
+        loss_sum(called, _made(batch), by_row=called.by_row)
     return Live(0.0, max(count.peak.values()), 0.0)
+
+
+def _seen(called: LossModel, batch: MicroBatch) -> MicroBatch:
+    """Rows that attend by themselves need no mask."""
+    return replace(batch, masked=batch.masked and not (batch.packed and called.by_row))
 
 
 def _made(batch: MicroBatch) -> Batch:
     ids = torch.zeros(batch.lines, batch.width, dtype=torch.long, device=META)
     labels = torch.full_like(ids, IGNORED)
     mask = None if batch.packed else torch.ones_like(ids)
-    return Batch(ids, labels, torch.zeros_like(ids), mask, (0,), batch.num_tokens, batch.num_labels)
+    places = torch.zeros_like(ids)
+    return Batch(ids, labels, places, mask, (0,), batch.num_tokens, batch.num_labels, batch.row_lengths)
 
 
 @contextmanager
-def _noting_the_head(model: nn.Module, count: Count) -> Iterator[None]:
+def _noting_the_head(called: LossModel, count: Count) -> Iterator[None]:
     """Tell ``count`` when the head begins, and when backward has left it."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head: nn.Module = called.head or called.model.get_output_embeddings()  # type: ignore[operator]
 
     def begins(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         count.saved, count.phase = count.alive, "head"

@@ -146,6 +146,6 @@ def _heaviest(recipe: Recipe, rows: TokenRows, micro_batches: Iterator[list[int]
 def _form(lengths: list[int], labels: list[int], packing: bool) -> MicroBatch:
     total, num_labels = sum(lengths), max(1, sum(labels))
     if packing:
-        return MicroBatch(1, total, num_labels, packed=True, masked=len(lengths) > 1)
+        return MicroBatch(1, total, num_labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
     padded = len(set(lengths)) > 1
     return MicroBatch(len(lengths), max(lengths), num_labels, packed=False, masked=padded)

@@ -1,0 +1,71 @@
+"""Sides that do the same work in processes of their own and take turns, so that a noisy machine is noisy for all."""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.machine import peak_bytes, python
+
+Step = Callable[[], dict[str, Any]]
+"""One round of a side's work -> what it took and what came of it."""
+
+
+def serve(step: Step, **ready: Any) -> None:
+    """One side: a round for every line on standard input, an answer per line on standard output."""
+    print(json.dumps(ready), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({**step(), "peak_bytes": peak_bytes()}), flush=True)
+
+
+class Side:
+    """The other end of ``serve``; ``ready`` is what it said before its first round."""
+
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            python(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+        )
+        self.ready = self._answer()
+
+    def step(self) -> dict[str, Any]:
+        assert self._process.stdin
+        print(file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def end(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        assert self._process.stderr
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(map(str, self._process.args))}\n{self._process.stderr.read()[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def take_turns(sides: Mapping[str, Side], rounds: int, *, warm: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """``rounds`` rounds of every side, one after the other, the order turning round; first ``warm`` uncounted."""
+    names = list(sides)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(-warm, rounds):
+        for name in names if number % 2 else reversed(names):
+            answer = sides[name].step()
+            if number >= 0:
+                found[name].append(answer)
+    return found
+
+
+def middle(rounds: list[dict[str, Any]], what: str = "seconds") -> float:
+    """The median."""
+    return statistics.median(one[what] for one in rounds)
+
+
+def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str = "seconds") -> float:
+    """The median of the ratios, pair by pair."""
+    return statistics.median(a[what] / b[what] for a, b in zip(ours, theirs, strict=True))

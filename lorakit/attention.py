@@ -1,0 +1,122 @@
+"""Packed rows attend row by row: the rows of a line never meet, and no mask over the whole line is formed.
+
+It goes around the model's own attention function, through transformers' interfaces. A row's mask is the model's own
+rule (causal, a sliding window, chunks) on that row alone, made once per pass for all layers; a causal one is left out.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+PREFIX: Final = "rows_"
+INNER: Final = ("sdpa", "eager")
+BLOCK: Final = 512  # queries whose mask is looked at together
+
+MaskOf = Callable[..., Tensor | None]
+"""transformers' mask interface"""
+
+
+@final
+class Rows:
+    """The tokens of each row of a packed line, handed to a model's forward as ``row_lengths``.
+
+    ``reached``: whether the model has handed them on to its attention.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths, self.reached = tuple(lengths), False
+
+
+def attend_row_by_row(model: nn.Module) -> bool:
+    """Switch a model to it; False when its attention does not go through transformers' interface."""
+    inner = getattr(model.config, "_attn_implementation", None)
+    switches = getattr(model, "_can_set_attn_implementation", None)
+    if inner not in INNER or switches is None or not switches():
+        return False
+    _register(inner)
+    model.set_attn_implementation(PREFIX + inner)  # type: ignore[operator]
+    return True
+
+
+def attend_as_before(model: nn.Module) -> None:
+    """Undo ``attend_row_by_row``."""
+    now = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(now.removeprefix(PREFIX))  # type: ignore[operator, union-attr]
+
+
+def _register(inner: str) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    mask_of, functions = ALL_MASK_ATTENTION_FUNCTIONS[inner], ALL_ATTENTION_FUNCTIONS
+
+    def masks(**asked: Any) -> Any:
+        one_line = asked["batch_size"] == 1 and asked["q_length"] == asked["kv_length"]
+        if one_line and asked.get("attention_mask") is None:
+            return Masks(mask_of, asked, leaves_out_causal=inner == "sdpa")
+        return mask_of(**asked)
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        row_lengths: Rows | None = None, **rest: Any,
+    ) -> Any:  # fmt: skip
+        # a model that cannot use sdpa has a function of its own beside its attention
+        attention = functions.get(inner) or sys.modules[type(module).__module__].eager_attention_forward
+        if not isinstance(attention_mask, Masks):
+            return attention(module, query, key, value, attention_mask, **rest)
+        if row_lengths is None:
+            return attention(module, query, key, value, attention_mask.of_the_line(), **rest)
+        row_lengths.reached = True
+        lengths = row_lengths.lengths
+        parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+        rows = zip(*parts, attention_mask.of_rows(lengths), strict=True)
+        outputs = [attention(module, *row, **rest)[0] for row in rows]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, masks)
+    functions.register(PREFIX + inner, attend)
+
+
+@final
+class Masks:
+    """A model's mask rule for one pass over a line, and the masks made by it when they are first asked for."""
+
+    def __init__(self, mask_of: MaskOf, asked: Mapping[str, Any], *, leaves_out_causal: bool) -> None:
+        self._mask_of, self._asked, self._leaves_out_causal = mask_of, asked, leaves_out_causal
+        self._rows: tuple[Tensor | None, ...] | None = None
+        self._line: tuple[Tensor | None] | None = None
+
+    def of_the_line(self) -> Tensor | None:
+        """The mask over the whole line, where nobody says which tokens are a row."""
+        self._line = self._line or (self._mask_of(**self._asked),)
+        return self._line[0]
+
+    def of_rows(self, lengths: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """The mask of each row; None where it is causal and attention can do that by itself."""
+        if self._rows is None:
+            starts = [sum(lengths[:number]) for number in range(len(lengths))]
+            self._rows = tuple(self._of_row(*row) for row in zip(starts, lengths, strict=True))
+        return self._rows
+
+    def _of_row(self, start: int, length: int) -> Tensor | None:
+        if self._leaves_out_causal and self._is_causal(start, length):
+            return None
+        place = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
+        return self._mask_of(**{**self._asked, **place, "allow_is_causal_skip": False})
+
+    def _is_causal(self, start: int, length: int) -> bool:
+        """Whether every token of a row meets all tokens of the row up to itself, and no other."""
+        if self._asked.get("use_vmap"):
+            return False  # a rule that cannot be asked in blocks
+        rule, device = self._asked["mask_function"], self._asked["device"]
+        keys = torch.arange(start, start + length, device=device)
+        zero = torch.zeros((), dtype=keys.dtype, device=device)
+        for queries in keys.split(BLOCK):
+            expected = keys[None, :] <= queries[:, None]
+            found = rule(zero, zero, queries[:, None], keys[None, :])
+            if not bool((found == expected).all()):
+                return False
+        return True

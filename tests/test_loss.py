@@ -1,0 +1,175 @@
+"""The loss in chunks is the plain loss, and its gradients are the plain gradients, whatever the head."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lorakit.loss
+from lorakit import inject
+from lorakit.batch import IGNORED, Batch
+from lorakit.lora import adapter_tensors
+from lorakit.loss import LogitRule, LossHead, LossModel, loss_sum
+from tests.models import SMALL, build
+
+HEADS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "llama, tied": SMALL | {"tie_word_embeddings": True},
+    "gemma2": SMALL | {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.7},
+    "granite": SMALL | {"logits_scaling": 8.0},
+    "cohere": SMALL | {"logit_scale": 0.3},
+    "phi": {key: value for key, value in SMALL.items() if key != "pad_token_id"},  # a head with a bias
+}  # fmt: skip
+
+
+def a_batch(lines: int = 2, width: int = 11) -> Batch:
+    ids = torch.randint(3, 64, (lines, width), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    labels[:, ::3] = IGNORED
+    positions = torch.arange(width).repeat(lines, 1)
+    return Batch(ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), int((labels != IGNORED).sum()))
+
+
+def plain(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lorakit.loss, "CHUNK_BYTES", {"cpu": 4 * 64 * 4})  # four positions
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", HEADS)
+def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split(",")[0], **HEADS[kind]))
+    for p in model.get_output_embeddings().parameters():  # logits that a cap bends
+        p.data.normal_()
+    inject(model, rank=3)
+    for tensor in adapter_tensors(model).values():
+        tensor.data.normal_(std=0.3)
+    tensors, batch = list(adapter_tensors(model).values()), a_batch()
+    expected = plain(model, batch)
+    gradients = torch.autograd.grad(expected / 7, tensors)
+
+    called = LossModel(model)
+    assert called.in_chunks
+    found = loss_sum(called, batch)
+
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for one, other in zip(torch.autograd.grad(found / 7, tensors), gradients, strict=True):
+        assert (one - other).norm() <= 3e-5 * other.norm()  # through a whole model, which magnifies rounding
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "rule", [LogitRule(), LogitRule(scale=0.25), LogitRule(cap=2.0), LogitRule(scale=3.0, cap=1.5)]
+)
+def test_in_float32_it_is_the_float64_result_to_a_millionth(rule: LogitRule) -> None:
+    torch.manual_seed(0)
+    linear, labels = nn.Linear(16, 64).requires_grad_(False), torch.randint(0, 64, (50,))
+    hidden = torch.randn(50, 16, requires_grad=True)
+    exact = hidden.detach().double().requires_grad_()
+    logits = rule.scale * F.linear(exact, linear.weight.double(), linear.bias.double())
+    logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    expected.backward()
+
+    found = LossHead(linear, rule)(hidden, labels)
+    found.backward()
+
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    assert (hidden.grad - exact.grad).norm() <= 1e-6 * exact.grad.norm()
+
+
+class Biggest(TorchDispatchMode):
+    """The most values in any tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.values = max([self.values, *(t.numel() for t in tree_leaves(made) if isinstance(t, torch.Tensor))])
+        return made
+
+
+def test_no_tensor_grows_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lorakit.loss, "CHUNK_BYTES", {"cpu": 4 * 1000 * 8})
+    head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitRule(cap=3.0))
+    hidden = torch.randn(500, 4, requires_grad=True)
+    with Biggest() as seen:
+        head(hidden, torch.randint(0, 1000, (500,))).backward()
+    assert seen.values == 8 * 1000
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_in_16_bits_gradients_are_as_near_as_the_dtype_allows(dtype: torch.dtype, off: float) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 5000, bias=False).requires_grad_(False)
+    hidden, labels = torch.randn(64, 32), torch.randint(0, 5000, (64,))
+    exact = hidden.double().requires_grad_()
+    (F.cross_entropy(exact @ linear.weight.double().T, labels, reduction="sum") / 1000).backward()  # small gradients
+
+    rounded = hidden.to(dtype).requires_grad_()
+    (LossHead(linear.to(dtype), LogitRule())(rounded, labels) / 1000).backward()
+
+    assert rounded.grad is not None
+    assert exact.grad is not None
+    assert float((rounded.grad.double() - exact.grad).norm() / exact.grad.norm()) < off
+
+
+@pytest.mark.parametrize(
+    "settings", [{"targets": ["lm_head", "q_proj"]}, {"modules_to_save": ["lm_head"]}], ids=["adapted", "learnt"]
+)
+def test_a_head_that_learns_has_its_loss_from_whole_logits(settings: dict[str, Any]) -> None:
+    model = inject(build("llama"), **settings)
+    called, batch = LossModel(model), a_batch()
+
+    assert not called.in_chunks
+    torch.testing.assert_close(loss_sum(called, batch), plain(model, batch), rtol=1e-6, atol=0)
+
+
+def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
+    model = inject(build("llama"), rank=2)
+    batch = a_batch()
+    batch.labels.fill_(IGNORED)
+
+    summed = loss_sum(LossModel(model), batch)
+    summed.backward()
+
+    assert float(summed.detach()) == 0
+    gradients = [tensor.grad for tensor in adapter_tensors(model).values()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_what_forward_keeps_does_not_depend_on_the_vocabulary() -> None:
+    kept = []
+    for vocabulary, chunks in itertools.product((1000, 4000), (True, False)):
+        head = LossHead(nn.Linear(8, vocabulary, bias=False).requires_grad_(False), LogitRule())
+        hidden, labels = torch.randn(300, 8, requires_grad=True), torch.randint(0, 1000, (300,))
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if chunks:
+                head(hidden, labels)
+            else:
+                F.cross_entropy(F.linear(hidden, head.get_parameter("weight")), labels, reduction="sum")
+        kept.append(sum(sizes))
+    assert kept[0] == kept[2] < 300 * 10
+    assert kept[3] > kept[1] > 300 * 1000
