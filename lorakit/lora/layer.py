@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.lora.carrier import Carrier
-from lorakit.lora.kinds import Kind
+from lorakit.lora.kinds import CONV1D, LINEAR, Kind
 from lorakit.lora.methods import METHODS, Sight
+from lorakit.lora.product import adapted_product, fits_product
 
 
 @final
@@ -33,6 +34,7 @@ class LoraLinear(Carrier):
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
         self._names = tuple(tensors)
+        self.in_one = kind in (LINEAR, CONV1D) and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
         fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
         self.carry(tensors, fixed=fixed, derived=METHODS[method].derived)
 
@@ -41,7 +43,13 @@ class LoraLinear(Carrier):
         return {name: self.get_parameter(name) for name in self._names}
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(self, x, self.tensors())
+        tensors, weight = self.tensors(), self._parameters.get("weight")
+        if self.in_one and weight is not None and fits_product(x, weight):
+            return adapted_product(
+                x, weight, _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
+                transposed=self.kind.transposed, dropout=self.dropout.p if self.training else 0.0,
+            )  # fmt: skip
+        return adapted(self, x, tensors)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}"

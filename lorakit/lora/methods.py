@@ -54,6 +54,8 @@ class Method:
     """fixed tensors that follow from W, so that no file holds them"""
     additive: bool = True
     """whether it adds the same to W whatever W is"""
+    low_rank: bool = True
+    """whether ``apply`` is y + s (x' A^T) B^T and nothing else"""
 
 
 def add_low_rank(see: Sight, tensors: Tensors, s: float) -> Tensor:
@@ -125,7 +127,7 @@ RSLORA = replace(LORA, scale=lambda alpha, r: alpha / math.sqrt(r))  # Kalajdzie
 LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.03303)
 DORA = replace(
     LORA, apply=apply_dora, merge=merge_dora, measure=measure_rows, fixed=("weight_norm",), derived=("weight_norm",),
-    additive=False,
+    additive=False, low_rank=False,
 )  # fmt: skip
 RSDORA = replace(DORA, scale=RSLORA.scale)
 
