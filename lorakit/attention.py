@@ -4,6 +4,7 @@ It goes around the model's own attention function, through transformers' interfa
 rule (causal, a sliding window, chunks) on that row alone, made once per pass for all layers; a causal one is left out.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
@@ -105,7 +106,11 @@ class Masks:
         if self._leaves_out_causal and self._is_causal(start, length):
             return None
         place = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
-        return self._mask_of(**{**self._asked, **place, "allow_is_causal_skip": False})
+        mask = self._mask_of(**{**self._asked, **place, "allow_is_causal_skip": False})
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        dtype = self._asked.get("dtype", torch.float32)  # as numbers once, rather than once in every layer
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
     def _is_causal(self, start: int, length: int) -> bool:
         """Whether every token of a row meets all tokens of the row up to itself, and no other."""

@@ -34,6 +34,10 @@ def formula(x: Any, weight: Any, bias: Any, A: Any, B: Any, s: float, seed: int 
     return F.linear(x, weight, bias) + s * F.linear(F.linear(thinned, A), B)
 
 
+def product(weight: torch.Tensor, **rest: Any) -> torch.Tensor:
+    return adapted_product(weight=lambda: weight, **rest)
+
+
 def learning(what: dict[str, Any]) -> list[torch.Tensor]:
     return [what[name] for name in ("x", "bias", "A", "B") if what[name] is not None]
 
@@ -54,7 +58,7 @@ def test_values_and_gradients_are_those_of_the_formula(dropout: float, transpose
     if transposed:
         one["weight"] = nn.Parameter(one["weight"].T.contiguous(), requires_grad=False)
     torch.manual_seed(5)
-    found = adapted_product(**one, transposed=transposed, dropout=dropout)
+    found = product(**one, transposed=transposed, dropout=dropout)
 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad((found * weights).sum(), learning(one)), gradients, strict=True):
@@ -65,9 +69,9 @@ def test_values_and_gradients_are_those_of_the_formula(dropout: float, transpose
 def test_what_does_not_learn_gets_no_gradient_and_the_rest_gets_the_same(frozen: str) -> None:
     one = given()
     every = dict(zip(("x", "bias", "A", "B"), torch.autograd.grad(
-        adapted_product(**one, transposed=False, dropout=0.0).square().sum(), learning(one)), strict=True))  # fmt: skip
+        product(**one, transposed=False, dropout=0.0).square().sum(), learning(one)), strict=True))  # fmt: skip
     one[frozen].requires_grad_(False)
-    adapted_product(**one, transposed=False, dropout=0.0).square().sum().backward()
+    product(**one, transposed=False, dropout=0.0).square().sum().backward()
     assert one[frozen].grad is None
     for name in {"x", "bias", "A", "B"} - {frozen}:
         assert torch.equal(one[name].grad, every[name])
@@ -78,8 +82,8 @@ def test_float32_masters_on_16_bit_weights_learn_in_float32() -> None:
     weights = torch.randn(2, 12, 12)
     for name in ("A", "B"):
         one[name] = one[name].detach().float().requires_grad_()
-    (adapted_product(**one, transposed=False, dropout=0.0).float() * weights).sum().backward()
-    (adapted_product(**exact, transposed=False, dropout=0.0) * weights).sum().backward()
+    (product(**one, transposed=False, dropout=0.0).float() * weights).sum().backward()
+    (product(**exact, transposed=False, dropout=0.0) * weights).sum().backward()
     for name in ("A", "B"):
         assert one[name].grad.dtype is torch.float32
         assert (one[name].grad - exact[name].grad).norm() < 0.02 * exact[name].grad.norm()
@@ -89,7 +93,7 @@ def test_forward_keeps_x_and_the_small_product_and_nothing_of_the_size_of_y() ->
     one = given()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        adapted_product(**one, transposed=False, dropout=0.5)
+        product(**one, transposed=False, dropout=0.5)
     assert sorted(t.numel() for t in kept) == sorted([24 * 16, 24 * 4, 4 * 16, 12 * 4])
     assert any(t.data_ptr() == one["x"].data_ptr() for t in kept)
 

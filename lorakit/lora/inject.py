@@ -12,6 +12,7 @@ from lorakit.errors import TargetError
 from lorakit.lora.carrier import Carrier
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extras import Extras, find_extras
+from lorakit.lora.gated import keep_gates_alone
 from lorakit.lora.layer import LoraLinear, MirroredHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import AdapterSpec, Patterns
@@ -104,6 +105,7 @@ def attach(
         _attach_rows(model, extras.token_rows, spec.trainable_tokens, stored)
     if extras.mirrored is not None:
         _mirror(model, *extras.mirrored, spec)
+    keep_gates_alone(model)
     return model
 
 

@@ -1,6 +1,7 @@
 """The training layer: a frozen linear layer and one adapter, all of them parameters of one module."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import final
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.lora.carrier import Carrier
-from lorakit.lora.kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.kinds import EMBEDDING, Kind
 from lorakit.lora.methods import METHODS, Sight
 from lorakit.lora.product import adapted_product, fits_product
 
@@ -34,7 +35,7 @@ class LoraLinear(Carrier):
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
         self._names = tuple(tensors)
-        self.in_one = kind in (LINEAR, CONV1D) and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
+        self.in_one = kind is not EMBEDDING and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
         fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
         self.carry(tensors, fixed=fixed, derived=METHODS[method].derived)
 
@@ -46,7 +47,7 @@ class LoraLinear(Carrier):
         tensors, weight = self.tensors(), self._parameters.get("weight")
         if self.in_one and weight is not None and fits_product(x, weight):
             return adapted_product(
-                x, weight, _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
+                x, partial(self.kind.floats, self), _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
                 transposed=self.kind.transposed, dropout=self.dropout.p if self.training else 0.0,
             )  # fmt: skip
         return adapted(self, x, tensors)

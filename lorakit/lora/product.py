@@ -1,38 +1,46 @@
 """y = x W^T + b + s (x' A^T) B^T in one piece, with the order of products that reads and writes the least.
 
 The small product comes first and the large one is added onto it, so y is written once; dY B is made once and used
-twice; x is kept as it is, without a copy in another dtype, and dropout by its seed instead of its mask. W does not
-learn. Letters as in methods.py; x' is x after dropout. Formulas: shared by every exact implementation.
+twice; x is kept as it is, without a copy in another dtype, or not at all where it can be made again; dropout is kept
+by its seed instead of its mask. W does not learn. Letters as in methods.py; x' is x after dropout.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lorakit.lora.again import Make, made_again
+
+Weight = Callable[[], Tensor]
 
 
 def fits_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product can be made in one piece: one dtype throughout, which no autocast changes."""
-    return x.dtype == weight.dtype and not weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
+    """Whether the product can be made in one piece: one dtype throughout, unless packed, which no autocast changes."""
+    device = x.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    same = x.dtype == weight.dtype or not weight.is_floating_point()
+    return same and not weight.requires_grad and not cast
 
 
 def adapted_product(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, A: Tensor, B: Tensor, s: float, *, transposed: bool,
+    x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float, *, transposed: bool,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    """x (..., in), weight (out, in) or with ``transposed`` (in, out), A (r, in), B (out, r) -> y (..., out)."""
+    """x (..., in), () -> weight (out, in) or with ``transposed`` (in, out), A (r, in), B (out, r) -> y (..., out)."""
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else None
-    flat = x.reshape(-1, x.shape[-1])
-    y: Tensor = _Product.apply(flat, weight, bias, A, B, s, transposed, dropout, seed)  # type: ignore[no-untyped-call]
-    return y.view(*x.shape[:-1], y.shape[-1])
+    again = made_again(x) if torch.is_grad_enabled() else None
+    y: Tensor = _Product.apply(x, weight, bias, A, B, s, transposed, dropout, seed, again)  # type: ignore[no-untyped-call]
+    return y
 
 
 def dropped(x: Tensor, p: float, seed: int | None) -> Tensor:
     """x with each value zero with probability p and the others divided by 1 - p; the same for the same seed."""
     if seed is None:
         return x
-    numbers = torch.Generator(x.device).manual_seed(seed)
+    numbers = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     kept = torch.empty_like(x).bernoulli_(1 - p, generator=numbers)
     return kept.mul_(1 / (1 - p)).mul_(x)
 
@@ -41,35 +49,43 @@ def dropped(x: Tensor, p: float, seed: int | None) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, A: Tensor, B: Tensor, s: float,
-        transposed: bool, dropout: float, seed: int | None,
+        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float,
+        transposed: bool, dropout: float, seed: int | None, again: Make | None,
     ) -> Tensor:  # fmt: skip
+        given = x
+        x = given.reshape(-1, given.shape[-1])
         S = dropped(x, dropout, seed) @ A.to(x.dtype).T
         y = S @ (B * s).to(x.dtype).T
         if bias is not None:
             y += bias
-        y.addmm_(x, weight if transposed else weight.T)
-        ctx.save_for_backward(x, A, B, S)
-        # the object, not its values: an engine may take these away until backward and bring them back
+        W = weight().to(x.dtype)
+        y.addmm_(x, W if transposed else W.T)
+        ctx.save_for_backward(A, B, S, *([x] if again is None else []))
+        # where W is found, not W: it may be packed, and an engine may take it away until backward and bring it back
         ctx.weight, ctx.s, ctx.transposed, ctx.dropout, ctx.seed = weight, s, transposed, dropout, seed
-        return y
+        ctx.again = again
+        return y.view(*given.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
-        (dy,) = outer
-        x, A, B, S = ctx.saved_tensors
+        A, B, S, *kept = ctx.saved_tensors
+        shape = (*outer[0].shape[:-1], A.shape[1])
+        dy = outer[0].reshape(-1, outer[0].shape[-1])
         for_x, _, for_bias, for_A, for_B = ctx.needs_input_grad[:5]
         dx = dbias = dA = dB = None
         D = dy @ (B * ctx.s).to(dy.dtype)
         if for_B:
             dB = (dy.T @ S).to(B.dtype).mul_(ctx.s)
         if for_A:
+            x = kept[0] if ctx.again is None else ctx.again().reshape(-1, A.shape[1])
             dA = (D.T @ dropped(x, ctx.dropout, ctx.seed)).to(A.dtype)
         if for_x:
             # dropout multiplies by numbers that do not depend on x, so its gradient is itself
             dx = dropped(D @ A.to(D.dtype), ctx.dropout, ctx.seed)
-            dx.addmm_(dy, ctx.weight.T if ctx.transposed else ctx.weight)
+            W = ctx.weight().to(dy.dtype)
+            dx.addmm_(dy, W.T if ctx.transposed else W)
+            dx = dx.view(shape)
         if for_bias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None
+        return dx, None, dbias, dA, dB, None, None, None, None, None

@@ -122,8 +122,12 @@ def _evaluating(called: LossModel, batch: MicroBatch) -> Live:
 
 
 def _seen(called: LossModel, batch: MicroBatch) -> MicroBatch:
-    """Rows that attend by themselves need no mask."""
-    return replace(batch, masked=batch.masked and not (batch.packed and called.by_row))
+    """Rows that attend by themselves need a mask only where they are longer than a window."""
+    if not (batch.packed and called.by_row):
+        return batch
+    config: Any = called.model.config
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return replace(batch, masked=window is not None and max(batch.row_lengths) > window)
 
 
 def _made(batch: MicroBatch) -> Batch:

@@ -1,0 +1,79 @@
+"""What a layer read, made again in backward instead of being kept: the products that norms and gates end in.
+
+Autograd already keeps the factors of a product whose gradient it needs, so keeping the product too is waste. Which
+they are is read off the graph that made x; a product is the same bits each time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Make = Callable[[], Tensor]
+SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+def made_again(x: Tensor) -> Make | None:
+    """() -> x once more, from what its own graph keeps for backward; None when it keeps too little.
+
+    Or when somebody else looks after what is kept, as activation checkpointing does: each tensor is given back once.
+    """
+    if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
+        return None
+    return _maker(x.grad_fn, x.dtype)
+
+
+def _kept_elsewhere() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _maker(node: Any, dtype: torch.dtype) -> Make | None:
+    known = MAKERS.get(node.name())
+    return known(node, dtype) if known else None
+
+
+def _product(node: Any, dtype: torch.dtype) -> Make | None:
+    """a * b. Autograd keeps each factor that the other one's gradient needs; one that it does not need is made too."""
+    (left, _), (right, _) = node.next_functions
+    first = (lambda: node._saved_self) if right is not None else _factor(left, dtype)
+    second = (lambda: node._saved_other) if left is not None else _factor(right, dtype)
+    if first is None or second is None:
+        return None
+    return lambda: _checked(first() * second(), dtype)
+
+
+def _factor(node: Any, dtype: torch.dtype) -> Make | None:
+    """A factor that is not kept. In a product of 16 bits it has 16 bits of the same kind, or the product had more."""
+    if node is None:
+        return None
+    if node.name() == "ToCopyBackward0":
+        return _copy(node, dtype) if dtype in SIXTEEN else None
+    return _maker(node, dtype)
+
+
+def _copy(node: Any, dtype: torch.dtype) -> Make | None:
+    """A float32 product, rounded."""
+    ((inner, _),) = node.next_functions
+    exact = None if inner is None or dtype not in SIXTEEN else _maker(inner, torch.float32)
+    return None if exact is None else lambda: exact().to(dtype)
+
+
+def _gated(node: Any, dtype: torch.dtype) -> Make | None:
+    """What gated.py makes."""
+
+    def make() -> Tensor:
+        gate, up = node.saved_tensors
+        return _checked(node.act(gate) * up, dtype)
+
+    return make
+
+
+def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:
+    assert made.dtype == dtype, f"a product of {made.dtype} was taken for one of {dtype}"
+    return made
+
+
+MAKERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
+    "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _gated,
+}  # fmt: skip
