@@ -1,4 +1,6 @@
 # The two commands of the README are `make quickstart` and `make test`; both set everything up first.
+# `make bench` measures what docs/performance.md shows, in about half an hour on 2 cores; COMPARE=benchmarks/results/FILE
+# puts an earlier result of the same hardware beside it.
 # `make attack` kills, stops, cuts off and starves runs over processes and hosts; it takes a quiet machine and a while.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +9,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test attack lint clean
+.PHONY: install quickstart test attack bench lint clean
 
 install: .venv/installed
 
@@ -37,6 +39,9 @@ test: install lint
 
 attack: install
 	$(BIN)/python -m pytest -m attack
+
+bench: install
+	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))
 
 lint: install
 	$(BIN)/ruff check .

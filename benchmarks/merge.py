@@ -98,6 +98,16 @@ def largest(base: Path) -> int:
     return max(e.end - e.start for shard in open_base_files(base).shards for e in shard.entries.values())
 
 
+def rates(result: dict[str, Any]) -> dict[str, float]:
+    """The figures that the target speaks of."""
+    found = {"merge / (cp + fsync)": statistics.median(
+        a["seconds"] / b["seconds"] for a, b in zip(result["lorakit"], result["cp"], strict=True)
+    )}  # fmt: skip
+    limit = 2 * result["largest_tensor_bytes"] + 100e6
+    above = statistics.median(one["peak_bytes"] - one["imports_bytes"] for one in result["lorakit"])
+    return found | {"merge memory / allowed": above / limit}
+
+
 def show(result: dict[str, Any]) -> None:
     """The table."""
 

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from lorakit.engine.joined import place_of
 from lorakit.engine.launcher import launch
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.model import find_base
-from lorakit.plan import choose
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.train import run
 
@@ -43,17 +42,21 @@ def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: 
     if place_of(recipe, os.environ) is not None:
         run(recipe, fresh=fresh, why=why)
         return 0
-    choice = choose(recipe, fresh=fresh)
-    recipe = choice.of(recipe)
+    values: Mapping[str, str] = {}
+    if recipe.parallel.is_auto or recipe.train.activation_checkpointing == "auto":
+        from lorakit.plan import choose
+
+        choice = choose(recipe, fresh=fresh)
+        recipe, values, why = choice.of(recipe), choice.values, choice.why
     parallel = recipe.parallel
     if not parallel.is_spread:
-        run(recipe, fresh=fresh, why=choice.why)
+        run(recipe, fresh=fresh, why=why)
         return 0
     find_base(recipe.base.model, recipe.base.revision)  # said once here rather than by every worker
     command = [
         sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides,
-        *(f"{key}={value}" for key, value in choice.values.items()),
-        *(["--fresh"] if fresh else []), *(["--why", choice.why] if choice.why else []),
+        *(f"{key}={value}" for key, value in values.items()),
+        *(["--fresh"] if fresh else []), *(["--why", why] if why else []),
     ]  # fmt: skip
     return launch(
         command, processes=parallel.processes, nodes=parallel.nodes, node_rank=None, rendezvous=parallel.rendezvous,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -34,6 +35,8 @@ from lorakit.patch.tensor_file import open_tensors, write_tensors
 from tests.conftest import make_base
 
 CPU = torch.device("cpu")
+from lorakit.patch.patch import is_finite
+
 TENSORS = "adapter_model.safetensors"
 
 
@@ -404,3 +407,16 @@ def test_a_base_with_missing_weights_is_refused(base: Path, tmp_path: Path) -> N
 
     with pytest.raises(LorakitError, match=r"missing or of another shape.*model.layers.1.mlp.up_proj.weight"):
         load_base(folder, torch.float32, CPU)
+
+
+def test_what_is_not_finite_is_found_whatever_is_beside_it() -> None:
+    largest = torch.full((4,), torch.finfo(torch.float32).max)
+    assert is_finite(largest)  # though their sum is not
+    assert is_finite(torch.zeros(0))
+    for value in (math.inf, -math.inf, math.nan):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            tensor = torch.randn(1000).to(dtype)
+            assert is_finite(tensor)
+            tensor[77] = value
+            assert not is_finite(tensor)
+    assert not is_finite(torch.tensor([math.inf, -math.inf]))
