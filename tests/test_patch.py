@@ -31,11 +31,11 @@ from lorakit.patch import (
     read_patch,
     save_patch,
 )  # fmt: skip
+from lorakit.patch.patch import is_finite
 from lorakit.patch.tensor_file import open_tensors, write_tensors
 from tests.conftest import make_base
 
 CPU = torch.device("cpu")
-from lorakit.patch.patch import is_finite
 
 TENSORS = "adapter_model.safetensors"
 
