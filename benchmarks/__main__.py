@@ -35,12 +35,12 @@ class Target:
 
 
 PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
-    "even": (lambda: step.measure("100M", "even", 7), step),
-    "half": (lambda: step.measure("100M", "half", 7), step),
-    "chat": (lambda: step.measure("100M", "chat", 7), step),
+    "even": (lambda: step.measure("100M", "even", 5), step),
+    "half": (lambda: step.measure("100M", "half", 5), step),
+    "chat": (lambda: step.measure("100M", "chat", 5), step),
     "startup": (lambda: startup.measure(5), startup),
     "merge": (lambda: merge.measure("1.1B", 5, torch.bfloat16, 16, True), merge),
-    "save": (lambda: save.measure(7), save),
+    "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
 }
 TARGETS = (

@@ -98,8 +98,8 @@ def test_a_product_is_made_again_bit_for_bit(kind: str, dtype: torch.dtype) -> N
     x = makers(dtype)[kind]
     again = made_again(x)
     assert again is not None
-    assert again().dtype == dtype
-    assert torch.equal(again(), x)
+    assert again.made().dtype == dtype
+    assert torch.equal(again.made(), x)
 
 
 def test_what_keeps_too_little_is_not_made_again() -> None:

@@ -1,11 +1,11 @@
-"""What a layer read, made again in backward instead of being kept: the products that norms and gates end in.
+"""What layers read, made again in backward instead of being kept: the products that norms and gates end in.
 
 Autograd already keeps the factors of a product whose gradient it needs, so keeping the product too is waste. Which
-they are is read off the graph that made x; a product is the same bits each time.
+they are is read off the graph that made x; a product is the same bits each time, and made once for all that read it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,14 +14,39 @@ Make = Callable[[], Tensor]
 SIXTEEN = (torch.float16, torch.bfloat16)
 
 
-def made_again(x: Tensor) -> Make | None:
-    """() -> x once more, from what its own graph keeps for backward; None when it keeps too little.
+@final
+class Again:
+    """One x for all the layers that read it: made for the first that asks in backward, let go of by the last."""
+
+    def __init__(self, make: Make) -> None:
+        self._make, self._readers = make, 0
+        self._made: Tensor | None = None
+
+    def read(self) -> "Again":
+        """Note one more reader."""
+        self._readers += 1
+        return self
+
+    def made(self) -> Tensor:
+        """x, for one of its readers."""
+        x = self._make() if self._made is None else self._made
+        self._readers -= 1
+        self._made = x if self._readers > 0 else None
+        return x
+
+
+def made_again(x: Tensor) -> Again | None:
+    """x once more, from what its own graph keeps for backward; None when it keeps too little.
 
     Or when somebody else looks after what is kept, as activation checkpointing does: each tensor is given back once.
     """
     if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
         return None
-    return _maker(x.grad_fn, x.dtype)
+    if "lorakit_again" not in vars(x):
+        make = _maker(x.grad_fn, x.dtype)
+        vars(x)["lorakit_again"] = None if make is None else Again(make)
+    again: Again | None = vars(x)["lorakit_again"]
+    return None if again is None else again.read()
 
 
 def _kept_elsewhere() -> bool:
@@ -61,12 +86,7 @@ def _copy(node: Any, dtype: torch.dtype) -> Make | None:
 
 def _gated(node: Any, dtype: torch.dtype) -> Make | None:
     """What gated.py makes."""
-
-    def make() -> Tensor:
-        gate, up = node.saved_tensors
-        return _checked(node.act(gate) * up, dtype)
-
-    return make
+    return lambda: _checked(node.again(node), dtype)
 
 
 def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,7 +52,8 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.act = act
+        ctx.act, ctx.opened = act, None
+        ctx.again = _again
         product: Tensor = act(gate) * up
         return product
 
@@ -61,8 +62,21 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (dy,) = outer
         gate, up = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_()
-            opened = ctx.act(leaf)
+        leaf, opened = ctx.opened or _opened(gate, ctx.act)
+        ctx.opened = None
         (dgate,) = torch.autograd.grad(opened, leaf, dy * up)
         return dgate, dy * opened.detach(), None
+
+
+def _again(ctx: Any) -> Tensor:
+    """The product once more; the opened gate stays for the backward that comes next."""
+    gate, up = ctx.saved_tensors
+    ctx.opened = _opened(gate, ctx.act)
+    return ctx.opened[1].detach() * up  # type: ignore[no-any-return]
+
+
+def _opened(gate: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    """The gate as a leaf, and what the activation makes of it."""
+    with torch.enable_grad():
+        leaf = gate.detach().requires_grad_()
+        return leaf, act(leaf)

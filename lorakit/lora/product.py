@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakit.lora.again import Make, made_again
+from lorakit.lora.again import Again, made_again
 
 Weight = Callable[[], Tensor]
 
@@ -50,7 +50,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float,
-        transposed: bool, dropout: float, seed: int | None, again: Make | None,
+        transposed: bool, dropout: float, seed: int | None, again: Again | None,
     ) -> Tensor:  # fmt: skip
         given = x
         x = given.reshape(-1, given.shape[-1])
@@ -76,9 +76,9 @@ class _Product(torch.autograd.Function):
         dx = dbias = dA = dB = None
         D = dy @ (B * ctx.s).to(dy.dtype)
         if for_B:
-            dB = (dy.T @ S).to(B.dtype).mul_(ctx.s)
+            dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # in this order of the two, twice as fast on CPUs
         if for_A:
-            x = kept[0] if ctx.again is None else ctx.again().reshape(-1, A.shape[1])
+            x = kept[0] if ctx.again is None else ctx.again.made().reshape(-1, A.shape[1])
             dA = (D.T @ dropped(x, ctx.dropout, ctx.seed)).to(A.dtype)
         if for_x:
             # dropout multiplies by numbers that do not depend on x, so its gradient is itself

@@ -36,6 +36,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
             f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
             f" {settings.schedule} from {settings.learning_rate:g}",
         ),
+        *_slow_ways(job),
         *([("auto", why)] if why else []),
         ("engine", _engine(ranks)),
         *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
@@ -51,6 +52,22 @@ def _targets(job: Job) -> str:
     names = ", ".join(kind.name for kind in kinds if kind.adapted)
     what = "linear layers and experts' parameters" if job.adapted.covering.experts else "linear layers"
     return f"{sum(kind.adapted for kind in kinds)} of {sum(kind.count for kind in kinds)} {what} ({names})"
+
+
+def _slow_ways(job: Job) -> list[tuple[str, str]]:
+    """Where a run takes more memory than it might, because of what its model is."""
+    called = job.engine.called
+    lines = []
+    if not called.in_chunks:
+        why = (
+            "something on the output head learns" if called.head is None else "its logits are not what its config says"
+        )
+        lines.append(("loss", f"from the logits of a whole micro-batch, as {why}"))
+    if job.recipe.data.packing and not called.by_row:
+        lines.append(
+            ("packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for")
+        )
+    return lines
 
 
 def _packed(job: Job) -> str | None:

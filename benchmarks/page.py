@@ -1,0 +1,82 @@
+"""Writes the tables and the picture of docs/performance.md from a kept result: `python -m benchmarks.page RESULT`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.__main__ import TARGETS
+from benchmarks.step import over_weights
+from benchmarks.turns import middle
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PICTURE = PAGE.parent / "performance.png"
+BEGIN, END = "<!-- written by benchmarks/page.py -->", "<!-- to here -->"
+WORKS = {"even": "4 rows of 256 tokens, all learnt", "half": "the same, half learnt", "chat": "8 rows of mixed lengths"}
+
+
+def targets(found: dict[str, Any]) -> list[str]:
+    """Every target and what was measured."""
+    lines = ["| row | figure | target | measured | |", "|---|---|---|---|---|"]
+    for target in TARGETS:
+        value = found["rates"].get(target.program, {}).get(target.figure)
+        if value is not None:
+            met = "met" if target.met(value) else "**missed**"
+            lines.append(f"| {target.row} | {target.figure} | {target.words()} | {value:.3f} | {met} |")
+    return lines
+
+
+def steps(found: dict[str, Any]) -> list[str]:
+    """Seconds and memory of every side."""
+    lines = ["| rows | side | seconds | tokens/s | MB over imports and weights |", "|---|---|---|---|---|"]
+    for work, words in WORKS.items():
+        if (raw := found["raw"].get(work)) is None:
+            continue
+        for name in raw["sides"]:
+            seconds, tokens = middle(raw[name]), middle(raw[name], "tokens")
+            memory = over_weights(raw, name) / 1e6
+            lines.append(f"| {words} | {name} | {seconds:.2f} | {tokens / seconds:.0f} | {memory:.0f} |")
+    return lines
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Tokens per second and memory of a step, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    works = [work for work in WORKS if work in found["raw"]]
+    sides = {"lorakit": "#2f6f9f", "peft": "#b8b8b8", "peft defaults": "#dddddd"}
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 3.6))
+    for offset, (name, colour) in enumerate(sides.items()):
+        places = [index + (offset - 1) * 0.27 for index in range(len(works))]
+        rounds = [found["raw"][work][name] for work in works]
+        speed.bar(places, [middle(r, "tokens") / middle(r) for r in rounds], 0.25, label=name, color=colour)
+        memory.bar(places, [over_weights(found["raw"][work], name) / 1e6 for work in works], 0.25, color=colour)
+    for axis, title in ((speed, "useful tokens per second"), (memory, "peak memory over imports and weights, MB")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(len(works)), [WORKS[work] for work in works], fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    speed.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=110)
+
+
+def write(path: Path) -> None:
+    """The part of the page between its marks."""
+    found = json.loads(path.read_text())
+    told = (
+        f"{found['hardware']}, {found['threads']} threads, torch {found['versions']['torch']}, transformers"
+        f" {found['versions']['transformers']}, PEFT {found['versions']['peft']}, {found['date']}"
+        f" (`benchmarks/results/{path.name}`):"
+    )
+    body = [BEGIN, told, "", *targets(found), "", "![tokens per second and memory](performance.png)", "", *steps(found)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + "\n".join(body) + "\n" + END + after)
+    draw(found)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
