@@ -1,5 +1,6 @@
 """Does this model keep packed rows apart, and is its loss what we take it for? Asked of the model itself."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> N
     try:
         called.eval()
         alone = torch.cat([_logits(called, [row]) for row in probe], 1)
-        if attend_row_by_row(model):
+        if _takes_rows(model) and attend_row_by_row(model):
             rows = Rows([row["input_ids"].shape[1] for row in probe])
             if _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.reached:
                 called.by_row = True
@@ -82,6 +83,12 @@ def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> b
         good = good and abs(found - expected) <= _tolerance(next(called.parameters())) * expected
     called.train(was_training)
     return good
+
+
+def _takes_rows(model: nn.Module) -> bool:
+    """Whether a model's forward has room for the lengths of rows."""
+    taken = inspect.signature(model.forward).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or one.name == "row_lengths" for one in taken)
 
 
 def _probe(batches: Batches, device: torch.device) -> list[dict[str, Tensor]]:

@@ -125,6 +125,18 @@ def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_
     assert called.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
+def test_a_model_that_takes_no_row_lengths_keeps_rows_apart_by_a_mask(base: Path, batches: Any) -> None:
+    called = LossModel(load_base(base, torch.float32, CPU))
+    forward = called.model.forward
+    called.model.forward = lambda input_ids, position_ids, use_cache: forward(  # type: ignore[method-assign]
+        input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
+    )
+
+    isolate_rows(called, batches(4), CPU)
+
+    assert not called.by_row
+
+
 def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_its_own(base: Path, batches: Any) -> None:
     called = LossModel(load_base(base, torch.float32, CPU).requires_grad_(False))
     assert knows_logits(called, batches(4), CPU)
