@@ -56,10 +56,10 @@ def draw(found: dict[str, Any]) -> None:
         memory.bar(places, [over_weights(found["raw"][work], name) / 1e6 for work in works], 0.25, color=colour)
     for axis, title in ((speed, "useful tokens per second"), (memory, "peak memory over imports and weights, MB")):
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(works)), [WORKS[work] for work in works], fontsize=8)
+        axis.set_xticks(range(len(works)), [WORKS[work].replace(", ", ",\n") for work in works], fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    speed.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    figure.legend(frameon=False, fontsize=8, loc="lower center", ncols=len(sides))
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(PICTURE, dpi=110)
 
 
