@@ -194,6 +194,8 @@ class Scene(NamedTuple):
     """how long a rank that was told why takes to end: longer than the grace"""
     first: Callable[[int], None] = lambda rank: None
     """what a rank does between joining the store and watching"""
+    together: bool = True
+    """whether nothing happens before every rank was heard of, however busy the machine is"""
     meanwhile: Callable[[dict[int, int]], None] = lambda pids: None
     """done from outside to the ranks' processes"""
 
@@ -248,9 +250,15 @@ SCENES = {
     "broken": Scene(a_collective_breaks_although_all_live, group_seconds=4),
     "first ends": Scene(the_first_ends_well_long_before),
     "another ends": Scene(another_ends_well_long_before),
-    "starts late": Scene(lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, delays={2: 2 * SILENT}),
-    "store answers late": Scene(lambda watch: time.sleep(3 * SILENT), group=False, first=host_stops, meanwhile=continue_the_host),
-    "never starts": Scene(wait_elsewhere, group=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS}),
+    "starts late": Scene(
+        lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, together=False, delays={2: 2 * SILENT},
+    ),
+    "store answers late": Scene(
+        lambda watch: time.sleep(3 * SILENT), group=False, together=False, first=host_stops, meanwhile=continue_the_host,
+    ),
+    "never starts": Scene(
+        wait_elsewhere, group=False, together=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS},
+    ),
     "hard work": Scene(all_work_hard, size=4, group=False),
     "paused": Scene(lambda watch: time.sleep(3 * SILENT), group=False, meanwhile=pause_all),
 }  # fmt: skip
@@ -290,7 +298,7 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
         "127.0.0.1", port, is_master=here, wait_for_workers=False, master_listen_fd=listening if here else None
     )
     if rank == APART:
-        time.sleep(1)
+        wait_until_together(store, scene.size)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def join() -> None:
@@ -298,10 +306,28 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
             seconds = timedelta(seconds=scene.group_seconds)
             inner = PrefixStore("group", store)
             dist.init_process_group("gloo", store=inner, rank=rank, world_size=scene.size, timeout=seconds)
+        if scene.together:
+            come_together(store, scene.size)
+            if here:  # nobody asks it any more when it goes with this rank
+                wait_until_together(store, scene.size)
 
     scene.first(rank)
     settings: Any = {"silent_seconds": SILENT, "grace_seconds": 1.0, **scene.settings}
     return act(scene, Watch(PrefixStore("watch", store), rank, scene.size, **settings), join)
+
+
+def come_together(store: TCPStore, size: int) -> None:
+    """Until every rank is in its third round, so that the answer to an earlier one has come to it."""
+    watched = PrefixStore("watch", store)
+    for key in [f"lorakit/watch/{rank}" for rank in range(size)]:
+        while (said := watched.get(key).decode()) == "-" or json.loads(said)["count"] < 3:
+            time.sleep(0.1)
+    store.add("together", 1)
+
+
+def wait_until_together(store: TCPStore, size: int) -> None:
+    while store.add("together", 0) < size:
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
