@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
-from lorakit.lora.merging import Rounding, RowMerger, Update, norm_of_sum, row_blocks
+from lorakit.lora.merging import Rounding, RowMerger, Update, norm_of_sum, row_blocks, square
 from lorakit.merge.parts import Part, Piece, StackMerger
 from lorakit.merge.unpacked import reading, rewritten
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
@@ -51,12 +51,12 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
             if merge is not None:
                 exact = merge(exact, rows)
             if measured and before is not None:  # without them it is known from the factors
-                change += _square(exact - before)
+                change += square(exact - before)
             rounded = rounding(exact)
+            lost += (block := rounding.lost(exact, rounded))
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
             if before is not None and not changed:
                 changed = not torch.equal(rounded, rounding(before.double()))
-            lost += (block := _square(exact.sub_(wholes.scratch(rounded))))
             if not math.isfinite(block):
                 _check_finite(piece, before, rounded)
     checks.compare()
@@ -98,11 +98,6 @@ def _check_finite(piece: Piece, before: Tensor | None, rounded: Tensor) -> None:
     raise MergeError(f"{piece.name}: the merged values do not fit {piece.dtype}; nothing was written")
 
 
-def _square(values: Tensor) -> float:
-    flat = values.reshape(-1)
-    return float(torch.dot(flat, flat))
-
-
 @dataclass
 class _Wholes:
     """The rows a tensor starts from: the base's, with the whole tensors of patches in their place."""
@@ -114,23 +109,23 @@ class _Wholes:
     def __post_init__(self) -> None:
         self.parts = [(part, part.of.patch.whole) for part in self.piece.wholes]
         self.squares = [0.0] * len(self.parts)
-        self._wide = torch.empty(2, 0, dtype=torch.float64)
+        self._wide = torch.empty(0, dtype=torch.float64)
         self.resized = self.piece.file.entries[self.piece.stored].shape != self.piece.shape
 
     def rows(self, before: Tensor | None, rows: slice) -> Tensor:
         """Some rows in float64, in memory of their own."""
         if not self.parts:
             assert before is not None
-            return self._widened(before, 0)
+            return self._widened(before)
         if before is None:
             new = self._part(0, rows).to(torch.float64, copy=True)
-            self.squares[0] += _square(new)  # of all of it: there is nothing of its shape to compare with
+            self.squares[0] += square(new)  # of all of it: there is nothing of its shape to compare with
             return new
         total = before.to(torch.float64, copy=True)
         for number, (part, _) in enumerate(self.parts):
             new = self._part(number, rows).double()
             difference = new - before.double()
-            self.squares[number] += _square(difference)
+            self.squares[number] += square(difference)
             total += part.of.weight * difference
         # one whole tensor with weight 1 is itself: W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0][0].of.weight == 1.0 else total
@@ -143,15 +138,11 @@ class _Wholes:
             return whole.elements(part.place, *elements).view(rows.stop - rows.start, self.shape[1])
         return whole[part.place].reshape(self.shape)[rows]
 
-    def scratch(self, rounded: Tensor) -> Tensor:
-        """A block in float64, until the next one."""
-        return self._widened(rounded, 1)
-
-    def _widened(self, block: Tensor, which: int) -> Tensor:
+    def _widened(self, block: Tensor) -> Tensor:
         # in memory that is used again and again: touching new memory costs as much as the conversion
-        if self._wide.shape[1] < block.numel():
-            self._wide = torch.empty(2, block.numel(), dtype=torch.float64)
-        return self._wide[which, : block.numel()].view_as(block).copy_(block)
+        if self._wide.numel() < block.numel():
+            self._wide = torch.empty(block.numel(), dtype=torch.float64)
+        return self._wide[: block.numel()].view_as(block).copy_(block)
 
     def norms(self) -> list[float]:
         """How far each whole tensor is from the base's, times its weight."""

@@ -96,13 +96,14 @@ def _add_magnitudes(updates: dict[tuple[str, bool | None], dict[str, str]]) -> N
 def _experts(path: Path, config: PatchConfig, modules: list[str]) -> dict[str, str]:
     """Where the file has the factors of experts -> their parameter, as the config names them."""
     found: dict[str, str] = {}
-    by_name = {stripped(module) for module in modules}
-    for module in by_name:
+    by_name: dict[str, set[str]] = {}
+    for name in modules:
+        by_name.setdefault(stripped(name), set()).add(name)
+    for module, held in by_name.items():
         own = [
             name.rpartition(".")[2] for name in config.target_parameters
             if not (prefix := name.rpartition(".")[0]) or module == prefix or module.endswith(f".{prefix}")
         ]  # fmt: skip
-        held = {name for name in modules if stripped(name) == module}
         places = {place: f"{module}.{parameter}" for parameter, place in expert_modules(module, own).items()}
         if held <= {module} and not own:
             continue

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,14 +36,13 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     _check_settings(folder, patch)
     keys = keyed_tensors(patch)
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.facts, sort_keys=True)} if patch.facts else {})
-    written: dict[str, str] = {}
+    hashing = _Hashing()
 
     def tensor_file(file: BinaryIO) -> None:
-        hashing = _Hashing(file)
-        write_tensors(hashing, keys, metadata)
-        written.update(hashing.digests())
+        write_tensors(hashing.onto(file), keys, metadata)
 
-    def sidecar(file: BinaryIO) -> None:
+    def sidecar(file: BinaryIO) -> None:  # once the tensor file is on the disk
+        written = hashing.digests()
         told = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
         file.write(json_text({"format": 1, **told}).encode())
 
@@ -56,7 +56,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if read_patch(folder).digest != written["xxh3_128"]:
+    if read_patch(folder).digest != hashing.digests()["xxh3_128"]:
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
 
@@ -151,18 +151,30 @@ def remove_patch(folder: Path) -> None:
 
 
 class _Hashing:
-    """A file that knows the digests of what was written into it."""
+    """A file that knows the digests of what was written into it; a thread makes them while the disk is waited for."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sha256, self._xxh3 = file, hashlib.sha256(), xxhash.xxh3_128()
+    def __init__(self) -> None:
+        self._hasher = ThreadPoolExecutor(1)
+        self._states: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3_128": xxhash.xxh3_128()}
+        self._last: Future[None] | None = None
+
+    def onto(self, file: BinaryIO) -> "_Hashing":
+        self._file = file
+        return self
 
     def write(self, content: bytes | memoryview) -> int:
-        self._sha256.update(content)
-        self._xxh3.update(content)
+        """Bytes that nobody changes from now on."""
+        self._last = self._hasher.submit(self._update, content)
         return self._file.write(content)
 
+    def _update(self, content: bytes | memoryview) -> None:
+        for state in self._states.values():
+            state.update(content)
+
     def digests(self) -> dict[str, str]:
-        return {"sha256": self._sha256.hexdigest(), "xxh3_128": self._xxh3.hexdigest()}
+        if self._last is not None:
+            self._last.result()
+        return {name: state.hexdigest() for name, state in self._states.items()}
 
 
 def _check_free(folder: Path) -> None:
