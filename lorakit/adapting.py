@@ -46,7 +46,7 @@ def adapted_base(
     targets = find_targets(base.model, spec)
     reached = {target.name for target in targets} | {e.name for e in find_extras(base.model, spec, targets).experts}
     covered, total = covering(base.model, reached), count_parameters(base.model)
-    attach(base.model, targets, spec, recipe.train.seed, base.stored)
+    attach(base.model, targets, spec, recipe.train.seed, base.stored, compiled=recipe.train.compile)
     trainable = sum(tensor.numel() for tensor in adapter_tensors(base.model).values())
     return AdaptedBase(base, covered, covered.note(spec), total, trainable)
 

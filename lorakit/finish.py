@@ -61,6 +61,7 @@ def write_all(
         steps=progress.step, tokens=progress.tokens, label_tokens=progress.label_tokens, results=facts["results"],
         engine=ranks[0], ranks=ranks[1:], peak_memory_bytes=ranks[0]["peak_memory_bytes"],
         seconds_of_last_start=round(seconds, 2),
+        **({"compiled": job.compiled.told()} if job.compiled else {}),
     )  # fmt: skip
     job.checkpoints.remove()
 

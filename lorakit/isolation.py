@@ -11,6 +11,7 @@ from lorakit.attention import Rows, attend_as_before, attend_row_by_row
 from lorakit.data import Batches, collate
 from lorakit.errors import RunError
 from lorakit.loss import LossModel
+from lorakit.varlen import Trial, kernel_for
 
 MAX_TOKENS = 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -37,8 +38,9 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
 def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> None:
     """Make packed rows give the outputs they give alone.
 
-    Their attention goes row by row where the model allows it; elsewhere it is left to transformers to keep them apart
-    with a mask over the whole line, whose memory grows with the square of its tokens.
+    Their attention goes row by row where the model allows it, in one call where a kernel gives the same. Elsewhere it
+    is left to transformers to keep them apart with a mask over the whole line, whose memory grows with the square of
+    its tokens.
 
     Raises:
         RunError: rows see each other all the same; packing would train on a mixture of them.
@@ -50,10 +52,10 @@ def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> N
         called.eval()
         alone = torch.cat([_logits(called, [row]) for row in probe], 1)
         if _takes_rows(model) and attend_row_by_row(model):
-            rows = Rows([row["input_ids"].shape[1] for row in probe])
-            if _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.reached:
-                called.by_row = True
+            called.by_row = True
+            if _by_row(called, probe, alone, device):
                 return
+            called.by_row = False
             attend_as_before(model)
         off = _difference(_logits(called, probe), alone)
     except TypeError as problem:
@@ -69,12 +71,30 @@ def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> N
         )
 
 
+def _by_row(called: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device) -> bool:
+    """Whether rows that attend row by row give what they give alone; if so, whether they may in one call is found."""
+    rows = Rows([row["input_ids"].shape[1] for row in probe])
+    kernel = kernel_for(device)
+    trial = called.kernel = None if kernel is None else Trial(kernel)
+    good = _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.reached
+    called.kernel = None
+    if good and trial is not None:  # asked on every rank alike, also where the trial failed: engines gather
+        called.kernel = kernel if trial.problem is None else None
+        off = _difference(_logits(called, probe, row_lengths=rows), alone)
+        if not off <= _tolerance(alone):
+            called.kernel, trial.problem = None, f"is off by {off:.1%} on this model"
+        called.kernel_problem = trial.problem
+    return good
+
+
 def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> bool:
     """Whether the loss in chunks is the loss of the model's own logits."""
-    good = called.in_chunks
+    if not called.in_chunks:
+        return False
+    good = True
     was_training = called.training
     called.eval()
-    for row in _probe(batches, device) if good else ():
+    for row in _probe(batches, device):
         ids = row["input_ids"]
         labels = ids.roll(-1, 1)
         with torch.no_grad():

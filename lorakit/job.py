@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lorakit.adapting import AdaptedBase, adapted_base, adapted_names
+from lorakit.compiling import Compiled
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, Group, ReadInto, StepSettings
@@ -42,6 +43,7 @@ class Job:
     checkpoints: Checkpoints
     total_steps: int
     architecture: str
+    compiled: Compiled | None = None
 
     def data_facts(self) -> dict[str, Any]:
         """What the rows were: sources, digest, and what became of them."""
@@ -87,7 +89,7 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
     engine.called.in_chunks = not group.any(not knows_logits(engine.called, job.batches, engine.device))
     if recipe.data.packing:
         isolate_rows(engine.called, job.batches, engine.device)
-    return job
+    return replace(job, compiled=Compiled(model)) if recipe.train.compile else job
 
 
 def read_all(recipe: Recipe) -> tuple[Path, TokenRows, TokenRows | None]:

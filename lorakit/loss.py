@@ -15,9 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.attention import Rows
 from lorakit.batch import IGNORED, Batch
+from lorakit.varlen import Kernel, Trial
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of float32 logits that are there at a time."""
+ROUND: Final = 64
+"""Products of as many rows, or a multiple of them, are the fastest."""
 LIFTED: Final = {torch.float16: 1024.0}
 """What gradients are multiplied by while they are in a dtype whose smallest number is not small."""
 FACTORS: Final = ("logit_scale", "lm_head_multiplier")
@@ -38,6 +41,7 @@ class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the sum of its label tokens' losses out.
 
     ``in_chunks``: whether logits are made in chunks. ``by_row``: whether packed rows attend row by row.
+    ``kernel``: what then attends to all rows in one call; ``kernel_problem``: why none does, on a device that has one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,11 +49,14 @@ class LossModel(nn.Module):
         self.model = model
         self.head = loss_head(model)
         self.in_chunks, self.by_row = self.head is not None, False
+        self.kernel: Kernel | Trial | None = None
+        self.kernel_problem: str | None = None
 
     def forward(self, labels: Tensor | None = None, row_lengths: Rows | None = None, **inputs: Tensor) -> Tensor:
         """The sum of token losses, a scalar; without labels the logits (lines, tokens, vocabulary)."""
         told: dict[str, Any] = {**inputs, "use_cache": False}
-        if row_lengths is not None:
+        if self.by_row and row_lengths is not None:
+            row_lengths.kernel = self.kernel
             told["row_lengths"] = row_lengths
         if labels is None:
             logits: Tensor = self.model(**told).logits
@@ -64,14 +71,14 @@ class LossModel(nn.Module):
         return F.cross_entropy(logits[labelled].float(), labels[labelled], reduction="sum")
 
 
-def loss_sum(model: nn.Module, batch: Batch, *, by_row: bool = False) -> Tensor:
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     """Sum of token losses (a scalar) of a ``LossModel``; the caller divides by the label tokens of the whole step."""
     inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
-    rows = {"row_lengths": Rows(batch.row_lengths)} if by_row and batch.row_lengths else {}
+    rows = {"row_lengths": Rows(batch.row_lengths)} if batch.row_lengths else {}
     summed: Tensor = model(**inputs, **rows)
     return summed
 
@@ -123,23 +130,26 @@ class _SummedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogitRule
     ) -> Tensor:  # fmt: skip
-        learns = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if learns else None
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         summed = torch.zeros((), device=hidden.device)
         lift = LIFTED.get(hidden.dtype, 1.0)
-        size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 25) // (4 * weight.shape[0]))
+        size = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * weight.shape[0])
+        size = max(1, size - size % ROUND or size)
         for start in range(0, len(labels), size):
             part = slice(start, start + size)
             z = F.linear(hidden[part], weight, bias).float()
             wanted = labels[part, None]
             z, slope = _ruled(z, rule)
-            logs = z.logsumexp(1, keepdim=True)
-            summed += (logs - z.gather(1, wanted)).sum()
+            largest, found = z.amax(1, keepdim=True), z.gather(1, wanted)
+            total = z.sub_(largest).exp_().sum(1, keepdim=True)
+            summed += (total.log() + largest - found).sum()
             if gradient is not None:
-                z.sub_(logs).exp_().scatter_add_(1, wanted, z.new_full(wanted.shape, -1.0))
+                z.div_(total).scatter_add_(1, wanted, z.new_full(wanted.shape, -1.0))
                 if slope is not None:
                     z.mul_(slope)
-                torch.mm(z.mul_(rule.scale * lift).to(weight.dtype), weight, out=gradient[part])
+                if rule.scale * lift != 1.0:
+                    z.mul_(rule.scale * lift)
+                torch.mm(z.to(weight.dtype), weight, out=gradient[part])
         ctx.save_for_backward(gradient)
         ctx.lift = lift
         return summed

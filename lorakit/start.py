@@ -43,7 +43,7 @@ def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: 
         run(recipe, fresh=fresh, why=why)
         return 0
     values: Mapping[str, str] = {}
-    if recipe.parallel.is_auto or recipe.train.activation_checkpointing == "auto":
+    if recipe.left_open:
         from lorakit.plan import choose
 
         choice = choose(recipe, fresh=fresh)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,15 @@ def take_step(job: Job, batches: Ahead, progress: Progress, report: Report | Sil
     began = time.perf_counter()
     job.engine.phase(f"step {progress.step + 1}")
     try:
-        result = job.engine.step(progress.step, batches.step(progress.step))
+        with job.compiled.explained() if job.compiled else nullcontext():
+            result = job.engine.step(progress.step, batches.step(progress.step))
     except NonFiniteStep as problem:
         raise RunError(explain_non_finite(job, progress, problem)) from None
     progress.step += 1
     progress.tokens += result.num_tokens
     progress.label_tokens += result.num_label_tokens
+    if job.compiled:
+        job.compiled.after(progress.step)
     report.step(progress.step, result, time.perf_counter() - began)
     if progress.step >= min(REACH_STEPS, job.total_steps) and (unreached := job.engine.unreached()):
         raise RunError(

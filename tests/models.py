@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": SMALL | {"sliding_window": 4},
     "gemma3_text": SMALL | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
     "phi3": SMALL,
+    "olmo2": SMALL,
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "opt": {

@@ -12,6 +12,8 @@ from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.lora.again import made_again
 from lorakit.lora.gated import is_gated
+from lorakit.lora.normed import is_norm
+from lorakit.lora.rotary import is_rotary
 from tests.alive import Alive
 from tests.models import ARCHITECTURES, SMALL, build
 
@@ -49,7 +51,9 @@ def adapted(architecture: str, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox", "mixtral", "olmo2"]
+)
 def test_gradients_are_those_of_a_model_that_keeps_everything(architecture: str, dtype: torch.dtype) -> None:
     model = adapted(architecture, dtype)
     found, expected = (
@@ -128,6 +132,24 @@ def test_only_an_mlp_with_that_very_code_is_changed() -> None:
     assert [is_gated(module) for module in (Other(), Same(), learns)] == [False, True, False]
 
 
+def test_an_activation_that_gives_its_input_back_is_not_overwritten() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
+            self.act_fn = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    plain = Mlp()
+    model = inject(nn.Sequential(copy.deepcopy(plain)), rank=2)
+    x = torch.randn(3, 4, requires_grad=True)
+    (found,), (expected,) = (torch.autograd.grad(each(x).sum(), x) for each in (model, plain))
+    assert is_gated(plain)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("bert", "t5")])
 def test_outputs_are_the_same_bits(architecture: str) -> None:
     base = build(architecture)
@@ -136,9 +158,39 @@ def test_outputs_are_the_same_bits(architecture: str) -> None:
     assert torch.equal(model(input_ids=IDS).logits, expected)
 
 
-def test_most_models_have_such_mlps() -> None:
-    names = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
+def test_most_models_have_such_parts() -> None:
+    layers, of_attention = SMALL["num_hidden_layers"], {"qwen3": 2, "olmo2": 2}
+    own_norms = ("gemma", "gemma2", "gemma3_text")
+    names = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "granite", "smollm3", *own_norms)
     for name in names:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SMALL | {"head_dim": 8})))
-        assert sum(map(is_gated, model.modules())) == SMALL["num_hidden_layers"], name
+        assert sum(map(is_gated, model.modules())) == layers, name
+        norms = 0 if name in own_norms else 1 + layers * (2 + of_attention.get(name, 0))
+        assert sum(map(is_norm, model.modules())) == norms, name
+        assert sum(map(is_rotary, model.modules())) == (0 if name == "olmo2" else layers), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+def test_a_norm_is_the_same_bits_keeps_its_input_alone_and_learns_as_before(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    model = adapted(architecture, dtype)
+    norm = next(module for module in model.modules() if "RMSNorm" in type(module).__name__)
+    plain = plainly(copy.deepcopy(model)).get_submodule(next(n for n, m in model.named_modules() if m is norm))
+    norm.weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(3))
+    plain.load_state_dict(norm.state_dict())
+    x = torch.randn(5, norm.weight.numel(), generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    with Alive() as alive:
+        y = norm(x)
+        kept = alive.bytes
+    assert torch.equal(y, plain(x))
+    assert kept == y.nbytes + 5 * 4  # its output, and a number per token
+    outer = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    (found,), (expected,) = (torch.autograd.grad(made, x, outer) for made in (norm(x), plain(x)))
+    assert (found - expected).norm() <= (1e-6 if dtype is torch.float32 else 1e-2) * expected.norm()
+
+    norm.weight.requires_grad_()
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None

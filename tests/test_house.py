@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lorakit"
 LAYERS: list[list[str]] = [
     ["errors", "version", "resident"],
     ["recipe", "lora", "durable"],
-    ["quant"],
+    ["quant", "varlen"],
     ["batch", "dtype", "optim", "attention"],
     ["loss", "patch"],
     ["model", "data", "engine", "origin"],
@@ -28,7 +28,7 @@ LAYERS: list[list[str]] = [
     ["packed_files"],
     ["quantized"],
     ["loading"],
-    ["adapting", "isolation"],
+    ["adapting", "compiling", "isolation"],
     ["run.lock", "run.stop", "run.metrics", "run.record", "run.display", "run.checkpoint"],
     ["run.report", "job"],
     ["run.summary"],

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 import tokenizers
 
 from lorakit.data.encode import Encoded, Encoder
@@ -23,9 +22,6 @@ from lorakit.errors import DataError
 FORMAT: Final = 1  # change it whenever the same row would give other tokens
 SHOWN_BAD_ROWS: Final = 10
 ROWS_PER_BLOCK: Final = 1024
-SCHEMA: Final = pa.schema(
-    {"input_ids": pa.list_(pa.int32()), "learnt": pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
-)
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,8 @@ class TokenRows:
     """Tokenised rows, memory-mapped. Row i is ``ids(i)``, ``learnt(i)`` and came from ``where(i)``."""
 
     def __init__(self, folder: Path, sources: list[str]) -> None:
+        import pyarrow as pa
+
         self.counts = RowCounts(**json.loads((folder / "rows.json").read_text()))
         self.sources = sources
         self.digest: str = json.loads((folder / MANIFEST).read_text())["rows.arrow"]["sha256"]
@@ -109,10 +107,15 @@ def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, setti
 
 
 def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings) -> None:
+    import pyarrow as pa
+
+    schema = pa.schema(
+        {"input_ids": pa.list_(pa.int32()), "learnt": pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
+    )
     counts = RowCounts()
     bad: list[str] = []
     lengths: list[int] = []
-    with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+    with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         block: list[dict[str, Any]] = []
         for index, line, encoded in _encode(sources, encoder):
             if isinstance(encoded, BadRow):
@@ -129,10 +132,10 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
             counts.label_tokens += sum(kept.learnt[1:])
             counts.largest_id = max(counts.largest_id, *kept.ids)
             if len(block) == ROWS_PER_BLOCK:
-                writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
+                writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
                 block = []
         if block:
-            writer.write_batch(pa.RecordBatch.from_pylist(block, schema=SCHEMA))
+            writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
     _check(counts, bad, settings, sources)
     np.save(staging / "lengths.npy", np.array(lengths, dtype=np.int32))
     write_json(staging / "rows.json", asdict(counts))

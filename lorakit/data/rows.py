@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import xxhash
-
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
@@ -35,6 +33,8 @@ class Source:
 
     def digest(self) -> str:
         """A digest of the content, to key caches and to notice changed data."""
+        import xxhash
+
         if self.path is None:
             return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}".encode())
         state = xxhash.xxh3_128(self.path.suffix.encode())  # the same bytes mean other rows under another suffix

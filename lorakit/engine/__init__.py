@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lorakit.engine.base import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
 from lorakit.engine.group import Group
@@ -10,7 +10,9 @@ from lorakit.engine.processes import device_of
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.world import World
 from lorakit.errors import RunError, nearest
-from lorakit.recipe import ParallelSection
+
+if TYPE_CHECKING:  # a step needs no recipe, and none of what reads one
+    from lorakit.recipe import ParallelSection
 
 BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
     "ddp": ("ddp", "ReplicatedEngine"),
@@ -22,13 +24,17 @@ BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
 """Backend -> file and class, imported when it is asked for: torch's part of fsdp2 alone takes 0.7 s."""
 
 
-def open_engine(parallel: ParallelSection, world: World | None = None) -> Engine:
+def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engine:
     """The engine of a backend; for more than one process it waits for the others.
 
     Raises:
         RunError: no such backend, or the processes did not find each other.
     """
     device = device_of(world.local_rank if world else 0)
+    if parallel.offloads.streams:
+        from lorakit.engine.streaming import StreamingEngine
+
+        return StreamingEngine(device, Group(), parallel.backend)
     if parallel.backend == "single":
         return WholeEngine(device, Group(), parallel.backend)
     if parallel.backend not in BACKENDS:

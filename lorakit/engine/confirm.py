@@ -59,7 +59,7 @@ def _layout_problems(expected: Expected, observed: Mapping[str, Any]) -> Iterato
     if observed["world_size"] != expected.num_ranks:
         yield f"{observed['world_size']} processes take part"
     split = expected.backend in SPLITS_BASE
-    limit = expected.base_part_bytes if split else expected.base_bytes
+    limit = expected.base_part_bytes
     if observed["base_bytes"] > limit + SLACK_BYTES * split:
         yield f"a process holds {observed['base_bytes']:,} bytes of the base, {limit:,} would be its part"
 

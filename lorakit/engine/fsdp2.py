@@ -4,7 +4,7 @@ accelerate's FSDP plugin is ignored on CPUs without a word; torch's own function
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.processes import join
+from lorakit.engine.layers import layer_groups
+from lorakit.engine.processes import give_memory_back, join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.engine.world import World
@@ -35,6 +36,7 @@ class ShardedEngine(WholeEngine):
         super().__init__(device, group, parallel.backend)
 
     def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        give_memory_back(self.device)
         model = called.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
@@ -108,22 +110,6 @@ class ShardedEngine(WholeEngine):
             "engine": f"FSDPModule ({parts} groups)" if parts else type(self._model).__name__,
             "backend": "fsdp2" if parts and every else "single",
         }
-
-
-def layer_groups(model: nn.Module) -> Iterable[nn.Module]:
-    """The modules that are gathered one at a time: repeated layers, and an embedding that is not the head's too."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
-            yield from module
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    uses = sum(p is embedding.weight for m in model.modules() for p in m._parameters.values())
-    if uses == 1:
-        yield embedding
-
-
-def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and m is not inner and len(m) > 1]
-    return any(inner in layer.modules() for outer in lists for layer in outer)
 
 
 def fill(called: LossModel, device: torch.device, rank: int, read: ReadInto | None) -> None:

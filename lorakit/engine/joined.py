@@ -49,13 +49,9 @@ def joined(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
         TryAgainLater: another process is gone; what was saved is kept.
     """
     world = place_of(recipe, os.environ)
-    left_open = [key for key, is_auto in (
-        ("parallel.backend", recipe.parallel.is_auto),
-        ("train.activation_checkpointing", recipe.train.activation_checkpointing == "auto"),
-    ) if is_auto]  # fmt: skip
-    if left_open:
+    if recipe.left_open:
         raise RunError(
-            f"{', '.join(left_open)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
+            f"{', '.join(recipe.left_open)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
             f" {world.launcher if world else 'nothing'} did: name what `lorakit plan` advises"
         )
     if world is None or not recipe.parallel.is_spread:

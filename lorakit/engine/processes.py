@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,7 +19,9 @@ from lorakit.engine.group import Group
 from lorakit.engine.observe import process_group_name
 from lorakit.engine.world import World
 from lorakit.errors import RunError
-from lorakit.recipe import ParallelSection
+
+if TYPE_CHECKING:
+    from lorakit.recipe import ParallelSection
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 GIVEN_BACK_BYTES = 1 << 18
@@ -41,7 +43,7 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def communication(parallel: ParallelSection, device: torch.device) -> str:
+def communication(parallel: "ParallelSection", device: torch.device) -> str:
     """nccl on GPUs, gloo on CPUs, or what the recipe asks for.
 
     Raises:
@@ -58,7 +60,7 @@ def communication(parallel: ParallelSection, device: torch.device) -> str:
 
 
 def join(
-    world: World, parallel: ParallelSection, device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
+    world: World, parallel: "ParallelSection", device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
 ) -> tuple[Any, Group]:
     """Accelerate's Accelerator over all processes, and our Group of them.
 

@@ -20,7 +20,6 @@ from lorakit.engine.confirm import Expected, confirm_layout, confirm_step
 from lorakit.engine.group import Group
 from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
-from lorakit.engine.processes import give_memory_back
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.loss import LossModel, loss_sum
@@ -35,7 +34,7 @@ class SteppingEngine(ABC):
         self.device, self.group, self._backend = device, group, backend
         self.rank, self.world_size = group.rank, group.size
         self.phase: Callable[[str], None] = lambda phase: None
-        self._collectives = Collectives()
+        self._collectives = Collectives(self.world_size)
 
     # --- what a backend fills in -----------------------------------------------------------------------------------
 
@@ -77,6 +76,10 @@ class SteppingEngine(ABC):
         """The most elements of a frozen tensor that one rank holds at rest."""
         return math.prod(shape)
 
+    def rests(self, base: Sequence[Tensor]) -> int:
+        """The most bytes of a base, whose tensors still have their shapes, that one rank holds between steps."""
+        return sum(self.part_of(p.shape) * p.itemsize for p in base)
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients of different ranks need to meet in the last only."""
         return nullcontext()
@@ -93,10 +96,8 @@ class SteppingEngine(ABC):
         adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
         self._expected = Expected(
             self._backend, self.world_size, sum(p.nbytes for p in base), adapter_bytes,
-            sum(self.part_of(p.shape) * p.itemsize for p in base),
+            self.rests(base),
         )  # fmt: skip
-        if self.shards_base:
-            give_memory_back(self.device)
         with calm():
             self._forward = self.take(self.called, optimizer, read)
         self.group.together(lambda: confirm_layout(self._expected, self.observed()))
@@ -129,13 +130,10 @@ class SteppingEngine(ABC):
                 place = number * self.world_size + self.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, place))
                 with self.micro_batch(last=number == len(micro_batches) - 1):
-                    loss = self._loss_sum(batch)
+                    loss = loss_sum(self._forward, batch.to(self.device))
                     self.backward(loss / labels * self._scale.value)
                 losses.append(loss.detach())
         return losses
-
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        return loss_sum(self._forward, batch.to(self.device), by_row=self.called.by_row)
 
     def _suspects(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
         """The rows of the micro-batches whose loss is not finite, or all rows when only a gradient is; of all ranks."""
@@ -151,7 +149,7 @@ class SteppingEngine(ABC):
                 for batch in micro_batches:
                     if self.group.any(stop()):
                         return None
-                    total += float(self._loss_sum(batch))
+                    total += float(loss_sum(self._forward, batch.to(self.device)))
                     num_label_tokens += batch.num_label_tokens
         finally:
             self._forward.train()

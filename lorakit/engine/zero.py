@@ -17,7 +17,7 @@ from lorakit.engine.calm import calm
 from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling, without_shared_memory
-from lorakit.engine.processes import join
+from lorakit.engine.processes import give_memory_back, join
 from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
 from lorakit.engine.unpinned import unpinned
 from lorakit.engine.world import World
@@ -54,6 +54,7 @@ class ZeroEngine(SteppingEngine):
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
+            give_memory_back(self.device)
             partition(called, config, self.group, read)
             buffers_to(model, self.device)
         adapter = adapter_tensors(model)

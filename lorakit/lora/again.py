@@ -38,7 +38,7 @@ class Again:
 def made_again(x: Tensor) -> Again | None:
     """x once more, from what its own graph keeps for backward; None when it keeps too little.
 
-    Or when somebody else looks after what is kept, as activation checkpointing does: each tensor is given back once.
+    Or when somebody else looks after what is kept and gives each tensor back once, as activation checkpointing does.
     """
     if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
         return None
@@ -50,42 +50,39 @@ def made_again(x: Tensor) -> Again | None:
 
 
 def _kept_elsewhere() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not getattr(hooks[0], "gives_back_often", False)
 
 
 def _maker(node: Any, dtype: torch.dtype) -> Make | None:
-    known = MAKERS.get(node.name())
+    known = None if node is None else MAKERS.get(node.name())
     return known(node, dtype) if known else None
 
 
 def _product(node: Any, dtype: torch.dtype) -> Make | None:
     """a * b. Autograd keeps each factor that the other one's gradient needs; one that it does not need is made too."""
     (left, _), (right, _) = node.next_functions
-    first = (lambda: node._saved_self) if right is not None else _factor(left, dtype)
-    second = (lambda: node._saved_other) if left is not None else _factor(right, dtype)
+    first = (lambda: node._saved_self) if right is not None else _maker(left, dtype)
+    second = (lambda: node._saved_other) if left is not None else _maker(right, dtype)
     if first is None or second is None:
         return None
     return lambda: _checked(first() * second(), dtype)
 
 
-def _factor(node: Any, dtype: torch.dtype) -> Make | None:
-    """A factor that is not kept. In a product of 16 bits it has 16 bits of the same kind, or the product had more."""
-    if node is None:
-        return None
-    if node.name() == "ToCopyBackward0":
-        return _copy(node, dtype) if dtype in SIXTEEN else None
-    return _maker(node, dtype)
-
-
 def _copy(node: Any, dtype: torch.dtype) -> Make | None:
-    """A float32 product, rounded."""
+    """A float32 product, rounded to 16 bits: a factor of a product of 16 bits, or that product itself.
+
+    Not to float32: a factor of a float32 product might have any dtype.
+    """
+    if dtype not in SIXTEEN:
+        return None
     ((inner, _),) = node.next_functions
-    exact = None if inner is None or dtype not in SIXTEEN else _maker(inner, torch.float32)
+    exact = _maker(inner, torch.float32)
     return None if exact is None else lambda: exact().to(dtype)
 
 
-def _gated(node: Any, dtype: torch.dtype) -> Make | None:
-    """What gated.py makes."""
+def _ours(node: Any, dtype: torch.dtype) -> Make | None:
+    """What gated.py and normed.py make."""
     return lambda: _checked(node.again(node), dtype)
 
 
@@ -95,5 +92,6 @@ def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 MAKERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
-    "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _gated,
+    "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _ours,
+    "_NormedBackward": _ours,
 }  # fmt: skip

@@ -4,14 +4,14 @@ Autograd alone keeps act(gate(x)) and the product too: half of what such a layer
 Recognised by its code, word for word, because what it computes must stay what it computed.
 """
 
-import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from lorakit.lora.known import code_of
 
 CODE: Final = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 BODIES: Final = {f"return {CODE}", f"down_proj = {CODE}; return down_proj"}
@@ -29,16 +29,7 @@ def is_gated(module: nn.Module) -> bool:
     activation = getattr(module, "act_fn", None)
     if not isinstance(activation, nn.Module) or any(True for _ in activation.parameters()):
         return False
-    return "forward" not in vars(module) and _body(type(module).forward) in BODIES
-
-
-def _body(function: Callable[..., Any]) -> str:
-    """A method's statements on one line, without its first line."""
-    try:
-        lines = inspect.getsource(function).splitlines()
-    except (OSError, TypeError):
-        return ""
-    return "; ".join(line.strip() for line in lines[1:])
+    return code_of(module) in BODIES
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -54,7 +45,10 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.act, ctx.opened = act, None
         ctx.again = _again
-        product: Tensor = act(gate) * up
+        opened = act(gate)
+        own = opened.untyped_storage()._cdata != gate.untyped_storage()._cdata
+        fits = own and torch.result_type(opened, up) == opened.dtype
+        product: Tensor = opened.mul_(up) if fits else opened * up
         return product
 
     @staticmethod

@@ -12,8 +12,8 @@ from lorakit.errors import TargetError
 from lorakit.lora.carrier import Carrier
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extras import Extras, find_extras
-from lorakit.lora.gated import keep_gates_alone
 from lorakit.lora.layer import LoraLinear, MirroredHead
+from lorakit.lora.lean import leave_as_written, take_less
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.starts import INITS, RANDOM, start
@@ -79,12 +79,14 @@ def inject(
 
 
 def attach(
-    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, stored: StoredWeight | None = None
-) -> nn.Module:
+    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, stored: StoredWeight | None = None,
+    *, compiled: bool = False,
+) -> nn.Module:  # fmt: skip
     """The model with an untrained adapter on each of ``targets``; everything else is frozen.
 
     Each start is made on the CPU from its own stream, a function of the seed and the layer's name, so that it does not
     depend on device, order or number of processes. ``stored`` gives the weights of a model that is without them.
+    ``compiled``: the model is left as it is written, for torch.compile.
 
     Raises:
         TargetError: what else the spec asks for does not go onto this model, which is unchanged.
@@ -105,7 +107,7 @@ def attach(
         _attach_rows(model, extras.token_rows, spec.trainable_tokens, stored)
     if extras.mirrored is not None:
         _mirror(model, *extras.mirrored, spec)
-    keep_gates_alone(model)
+    (leave_as_written if compiled else take_less)(model)
     return model
 
 

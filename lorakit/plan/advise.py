@@ -136,6 +136,8 @@ def _changes(weigher: Weigher, way: Way, dtype: Changes) -> Iterator[Changes]:
     places = offloads_of(way.backend, weigher.recipe.parallel.model_copy(update={"offload": "cpu"}))
     if weigher.machine.gpu is not None and weigher.recipe.parallel.offload == "none" and places.optimizer == "cpu":
         offloads.append({"parallel.offload": "cpu"})
+    if LAYOUTS[way.backend].alone and weigher.recipe.parallel.offload == "none":
+        offloads.append({"parallel.offload": "stream"})
     for offload, recompute, small in itertools.product(offloads, recomputed, smaller):
         changes: dict[str, Any] = {**dtype, **offload, **recompute, **small}
         if changes:

@@ -123,7 +123,12 @@ def _accepts(recipe: Recipe, backend: str) -> bool:
 def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:
     """What a backend would do of the recipe's offloading."""
     asked = parallel.offload
-    places = asked if isinstance(asked, OffloadSection) else OffloadSection(optimizer=asked, parameters=asked)
+    if isinstance(asked, OffloadSection):
+        places = asked
+    else:
+        places = OffloadSection(optimizer="none" if asked == "stream" else asked, parameters=asked)
+    if places.streams:
+        return OffloadSection(parameters="stream" if backend == "single" else "none")
     if backend in ("single", "ddp"):
         return OffloadSection()
     if not LAYOUTS[backend].splits_base:

@@ -35,8 +35,7 @@ def choose(recipe: Recipe, *, fresh: bool) -> Choice:
     Raises:
         RunError: nothing fits; says the cheapest change.
     """
-    settings = flatten(recipe.model_dump(mode="json"))
-    open_keys = [key for key in (BACKEND, RECOMPUTES) if settings[key] == "auto"]
+    open_keys = recipe.left_open
     if not open_keys:
         return Choice({}, "")
     begun = {} if fresh else _begun(Path(recipe.output))

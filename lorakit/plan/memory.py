@@ -17,7 +17,7 @@ from lorakit.plan.trace import Live
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.parallel import OffloadSection
 
-MARGIN: Final = 0.15
+MARGIN: Final = 0.25
 """How much more than expected a process may take: what is predicted is said to fit with this much room to spare."""
 
 
@@ -113,7 +113,11 @@ def memory_of(shapes: Shapes, setting: Setting, live: Live, evaluating: Live | N
 
 
 def base(shapes: Shapes, setting: Setting) -> int:
-    """P, or this rank's parts of it; 0 when they rest elsewhere (offload.parameters)."""
+    """P, or this rank's parts of it; 0 when they rest elsewhere (offload.parameters). Streamed: two layers, and what is
+    none."""
+    if setting.offloads.streams:
+        layers = shapes.base_bytes_of_layers()
+        return base_bytes(shapes) - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
     return sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
@@ -177,7 +181,8 @@ def loading(shapes: Shapes, setting: Setting, still: Memory) -> int:
     A base that is packed takes one weight in floats at a time, wherever that is done.
     """
     held = still.base + still.adapter + still.process
-    mapped = setting.stored_bytes if setting.converts and not setting.layout.splits_base else 0
+    read_by_parts = setting.layout.splits_base or setting.offloads.streams
+    mapped = setting.stored_bytes if setting.converts and not read_by_parts else 0
     return held + (0 if setting.on_gpu else mapped) + max(shapes.packing_bytes, setting.layout.loading(shapes))
 
 
@@ -201,7 +206,8 @@ def host(shapes: Shapes, setting: Setting) -> int:
     if shapes.packing:
         own = max(piece.nbytes for piece in shapes.frozen) + shapes.packing_bytes
     state = optimizer_state(shapes, setting)
-    resting = state.paged + (sum_of(shapes.frozen, layout.base, n) if setting.offloads.parameters == "cpu" else 0)
+    rests_here = setting.offloads.parameters in ("cpu", "stream")
+    resting = state.paged + (sum_of(shapes.frozen, layout.base, n) if rests_here else 0)
     if setting.offloads.optimizer == "cpu":
         resting += state.stays + 2 * sum_of(shapes.adapter, layout.optimizer, n)
     waiting = resting + setting.activations_on_host + checkpoint_bytes(shapes, setting)

@@ -46,6 +46,7 @@ def _asked_of_a_fresh_one(folder: Path, dtype: str) -> dict[str, int]:
 
 def _take_a_step(folder: Path, dtype: str) -> None:
     """Two rows end to end, forward, backward and update, with the built-in base."""
+    import pyarrow  # noqa: F401 - rows are read by it
     import torch
 
     import lorakit.train  # noqa: F401 - what a run imports

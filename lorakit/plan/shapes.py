@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.adapting import adapter_spec
-from lorakit.engine.fsdp2 import layer_groups
+from lorakit.engine.layers import layer_groups
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.model import load_skeleton
@@ -93,6 +93,14 @@ class Shapes:
     def fixed_bytes(self) -> int:
         """Of the adapter's own tensors that do not learn."""
         return sum(piece.nbytes for piece in self.frozen if piece.kept)
+
+    def base_bytes_of_layers(self) -> list[int]:
+        """Of the base in each repeated layer."""
+        found: Counter[str] = Counter()
+        for piece in self.base:
+            if piece.group != ROOT and piece.name != self.embedding:
+                found[piece.group] += piece.nbytes
+        return list(found.values())
 
     def bytes_of_groups(self) -> dict[str, int]:
         """group -> bytes of all its tensors."""

@@ -65,9 +65,11 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
 def _waiting(
     shapes: Shapes, setting: Setting, work: Workload, machine: Machine, traffic: Traffic, computing: float
 ) -> float:
-    """On GPUs what is gathered ahead hides behind arithmetic; on CPUs nothing does."""
+    """On GPUs what is gathered ahead hides behind arithmetic; on CPUs only what is streamed from files does."""
     offloaded = _offloaded(shapes, setting, work)
     if machine.gpu is None:
+        if setting.offloads.streams:
+            offloaded = max(0.0, offloaded - computing)
         latency = CPU_LATENCY * traffic.num_messages
         return (traffic.base_bytes + traffic.adapter_bytes) / GLOO_RATE + latency + offloaded
     rate = machine.gpu.link_rate if machine.nodes == 1 else min(machine.gpu.link_rate, NETWORK_RATE)
@@ -77,7 +79,8 @@ def _waiting(
 
 def _offloaded(shapes: Shapes, setting: Setting, work: Workload) -> float:
     """Seconds in which what rests elsewhere comes and goes: parts of the base twice a micro-batch, A once a step."""
-    rates = {"cpu": HOST_LINK_RATE, "nvme": DISK_RATE / setting.local_processes}
+    disk = DISK_RATE / setting.local_processes
+    rates = {"cpu": HOST_LINK_RATE, "nvme": disk, "stream": HOST_LINK_RATE if setting.on_gpu else disk}
     places, share = setting.offloads, 1 / setting.num_processes
     seconds = 0.0
     if places.parameters != "none":

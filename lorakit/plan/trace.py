@@ -110,14 +110,14 @@ def _kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int
 def _training(called: LossModel, batch: MicroBatch) -> Live:
     count = Count(_seen(called, batch), called.model)
     with count, Attention(), _noting_the_head(called, count):
-        loss_sum(called, _made(batch), by_row=called.by_row).backward()
+        loss_sum(called, _made(batch)).backward()
     return Live(count.saved, count.peak["head"] - count.saved, count.peak["layer"] - count.saved)
 
 
 def _evaluating(called: LossModel, batch: MicroBatch) -> Live:
     count = Count(_seen(called, batch), called.model)
     with count, Attention(), torch.no_grad():
-        loss_sum(called, _made(batch), by_row=called.by_row)
+        loss_sum(called, _made(batch))
     return Live(0.0, max(count.peak.values()), 0.0)
 
 

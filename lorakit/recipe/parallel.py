@@ -12,8 +12,13 @@ from lorakit.recipe.section import Count, Name, Section
 class OffloadSection(Section):
     optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state and fp32 masters rest."""
-    parameters: Literal["none", "cpu", "nvme"] = "none"
-    """Where the base's shards rest (zero3 and fsdp2)."""
+    parameters: Literal["none", "cpu", "nvme", "stream"] = "none"
+    """Where the base's shards rest (zero3 and fsdp2), or `stream` (single)."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers of the base are in memory only while they compute."""
+        return self.parameters == "stream"
 
 
 class ParallelSection(Section):
@@ -26,8 +31,10 @@ class ParallelSection(Section):
     """Machines; each runs `processes / nodes` processes."""
     rendezvous: Name | None = None
     """`host:port` of the first machine, for more than one machine."""
-    offload: Literal["none", "cpu", "nvme"] | OffloadSection = "none"
-    """Where state rests between uses: one word for all the backend can move, or `optimizer` and `parameters` apart."""
+    offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
+    """Where state rests between uses: one word for all the backend can move, or `optimizer` and `parameters` apart.
+    `stream` (single) has two layers of the base in memory at a time and reads them from its files as they are needed;
+    on a GPU from host memory."""
     nvme_path: Name | None = None
     """Folder on a fast local disk, for `nvme`."""
     communication: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
@@ -69,8 +76,9 @@ class ParallelSection(Section):
         """Where optimizer and parameters rest, one word spelt out as far as the backend can move things."""
         if isinstance(self.offload, OffloadSection):
             return self.offload
-        parameters = self.offload if self.backend in ("zero3", "fsdp2") else "none"
-        return OffloadSection(optimizer=self.offload, parameters=parameters)
+        parameters = self.offload if self.backend in ("single", "zero3", "fsdp2") else "none"
+        optimizer = "none" if self.offload == "stream" else self.offload
+        return OffloadSection(optimizer=optimizer, parameters=parameters)
 
 
 def _auto_problems(section: ParallelSection) -> Iterator[str]:
@@ -82,8 +90,7 @@ def _auto_problems(section: ParallelSection) -> Iterator[str]:
 
 
 def _parallel_problems(section: ParallelSection) -> Iterator[str]:
-    backend, offloads = section.backend, section.offloads
-    kinds = {offloads.optimizer, offloads.parameters}
+    backend = section.backend
     zero = backend in ("zero1", "zero2", "zero3")
     if backend == "single" and section.processes > 1:
         yield f"backend `single` has one process, got processes: {section.processes}; choose ddp, zero1-3 or fsdp2"
@@ -91,8 +98,17 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
         yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
     if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):
         yield f"rendezvous: host:port, got {section.rendezvous!r}"
-    if kinds != {"none"} and backend in ("single", "ddp"):
-        yield f"offload: backend `{backend}` keeps everything where it computes; choose zero1-3 or fsdp2"
+    if section.deepspeed and not zero:
+        yield f"deepspeed: goes with zero1, zero2 or zero3, got backend `{backend}`"
+    yield from _offload_problems(section, section.offloads)
+
+
+def _offload_problems(section: ParallelSection, offloads: OffloadSection) -> Iterator[str]:
+    backend, kinds = section.backend, {offloads.optimizer, offloads.parameters}
+    if "stream" in (section.offload, offloads.parameters) and backend != "single":
+        yield f"offload: stream goes with backend single, got `{backend}`"
+    if kinds & {"cpu", "nvme"} and backend in ("single", "ddp"):
+        yield f"offload: backend `{backend}` keeps everything where it computes; choose zero1-3 or fsdp2, or `stream`"
     if offloads.parameters != "none" and backend in ("zero1", "zero2"):
         yield f"offload.parameters: `{backend}` holds a whole base in each process; zero3 and fsdp2 can offload it"
     if "nvme" in kinds and backend != "zero3":
@@ -101,5 +117,3 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
         yield "offload: fsdp2 offloads parameters and optimizer together: `cpu` or `none`"
     if ("nvme" in kinds) != (section.nvme_path is not None):
         yield "nvme_path goes with offload: nvme, and that needs it"
-    if section.deepspeed and not zero:
-        yield f"deepspeed: goes with zero1, zero2 or zero3, got backend `{backend}`"

@@ -159,6 +159,8 @@ class TrainSection(Section):
     (`lorakit plan`)."""
     activation_offload: bool = False
     """Keep layer inputs in host memory between forward and backward (with `activation_checkpointing: layers`)."""
+    compile: bool = False
+    """Compile the layers with torch.compile (backend single, a base in floats); the first step takes a minute more."""
     save_every_steps: Count = 50
     """Updates between checkpoints."""
     keep_checkpoints: Count = 2
@@ -198,11 +200,33 @@ class Recipe(Section):
     output: Name
     """Folder of the run; the patch is written there."""
 
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """Keys whose value is `auto`: the plan chooses it where `lorakit train` starts the processes."""
+        open_now = {
+            "parallel.backend": self.parallel.is_auto,
+            "train.activation_checkpointing": self.train.activation_checkpointing == "auto",
+        }
+        return tuple(key for key, is_open in open_now.items() if is_open)
+
     @model_validator(mode="after")
     def _choosing_needs_held_out_rows(self) -> "Recipe":
         for key in ("select", "early_stopping_evals"):
             if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
                 raise ValueError(f"train.{key} needs held-out rows: set data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_layers_are_whole(self) -> "Recipe":
+        if not self.train.compile:
+            return self
+        if self.parallel.backend != "single" or self.parallel.offload != "none":
+            raise ValueError(
+                f"train.compile: goes with backend single and without offload, got {self.parallel.backend} and"
+                f" {self.parallel.offload}: engines that bring layers in parts stop the compiler at every one"
+            )
+        if self.base.quantize != "none":
+            raise ValueError(f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}")
         return self
 
     @model_validator(mode="after")

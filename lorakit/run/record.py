@@ -15,7 +15,7 @@ from lorakit.version import VERSION
 RECORD: Final = "run.json"
 MAY_CHANGE: Final = {  # do not touch the result, or no more than the last digits
     "train.save_every_steps", "train.keep_checkpoints", "train.log_to", "train.activation_checkpointing",
-    "train.activation_offload", "train.micro_batch_size",
+    "train.activation_offload", "train.compile", "train.micro_batch_size",
 }  # fmt: skip
 MAY_CHANGE_BELOW: Final = "parallel."
 

@@ -38,8 +38,10 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
         ),
         *_slow_ways(job),
         *([("auto", why)] if why else []),
+        *([("compile", "each layer, in the first steps: they take up to a minute")] if job.compiled else []),
         ("engine", _engine(ranks)),
         *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
+        *([("streamed", f"two layers at a time: {_per_process(ranks)}")] if recipe.parallel.offloads.streams else []),
         ("output", str(job.output)),
     ]
     if progress.step:
@@ -55,7 +57,7 @@ def _targets(job: Job) -> str:
 
 
 def _slow_ways(job: Job) -> list[tuple[str, str]]:
-    """Where a run takes more memory than it might, because of what its model is."""
+    """Where a run takes more memory or time than it might, because of what its model or device is."""
     called = job.engine.called
     lines = []
     if not called.in_chunks:
@@ -67,6 +69,8 @@ def _slow_ways(job: Job) -> list[tuple[str, str]]:
         lines.append(
             ("packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for")
         )
+    if called.kernel_problem is not None:
+        lines.append(("packing", f"rows attend one by one: the kernel that takes all at once {called.kernel_problem}"))
     return lines
 
 
@@ -87,6 +91,9 @@ def end_summary(job: Job, progress: Progress) -> str:
             rows.append((f"best step ({progress.best_step})", progress.best_eval_loss))
         lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
         lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
+    if job.compiled:
+        told = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
+        lines += ["", f"compiled   {told}"]
     chosen = progress.best_step if job.recipe.train.select == "best" else progress.step
     lines += [
         "",

@@ -1,0 +1,67 @@
+"""One process that holds two layers of the base at a time: from its files on a CPU, from host memory on a GPU."""
+
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.engine.base import BuildOptimizer, ReadInto
+from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
+from lorakit.engine.observe import bytes_held
+from lorakit.engine.single import WholeEngine
+from lorakit.engine.stepping import buffers_to
+from lorakit.errors import RunError
+from lorakit.lora.inject import adapter_tensors
+from lorakit.loss import LossModel
+
+
+class StreamingEngine(WholeEngine):
+    """What is no repeated layer (embedding, norm, head) stays; so do adapter and optimizer."""
+
+    shards_base = True
+
+    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+        layers = streamed_layers(called.model)
+        if read is None or not layers:
+            raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
+        source = FromHost(read, layers) if self.device.type == "cuda" else FromFiles(read)
+        self._stream = LayerStream(layers, source, self.device)
+        fill_others(called, {id(tensor) for layer in layers for tensor in layer.tensors()}, read, self.device)
+        self._optimizer = build(adapter_tensors(called.model))
+        return called
+
+    def rests(self, base: Sequence[Tensor]) -> int:
+        layers = streamed_layers(self._model)
+        streamed = {id(tensor) for layer in layers for tensor in layer.tensors()}
+        return sum(p.nbytes for p in base if id(p) not in streamed) + 2 * max((one.nbytes for one in layers), default=0)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return self._stream.keeping()
+
+    def held(self) -> dict[str, int]:
+        adapter = {id(tensor) for tensor in adapter_tensors(self._model).values()}
+        others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.holds(p))
+        return super().held() | {"base": bytes_held(others) + self._stream.nbytes}
+
+    def kind(self) -> dict[str, Any]:
+        return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
+
+
+def fill_others(called: LossModel, streamed: Container[int], read: ReadInto, device: torch.device) -> None:
+    """Memory and values for the tensors that are not streamed, each once wherever it hangs; the rest to the device."""
+    names = {id(tensor): name for name, tensor in called.model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in called.modules():
+        for key, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in streamed:
+                continue
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+                read(names[id(tensor)], 0, made[id(tensor)].detach())
+            module._parameters[key] = made[id(tensor)]
+    buffers_to(called.model, device)

@@ -1,0 +1,67 @@
+"""Compiled layers learn what the others learn, and nothing is compiled once the first steps are over."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lorakit import train
+from lorakit.compiling import Compiled
+from lorakit.errors import RecipeError, RunError
+from lorakit.recipe import load_recipe
+
+
+def losses(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.filterwarnings("default")  # torch uses what it has deprecated
+def test_compiled_layers_learn_the_same_and_are_compiled_once(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = {"adapter": {"rank": 4, "dropout": 0.0}, "data": {"eval": None}}
+    plain = train(recipe("plain.yaml", **shared, output=str(tmp_path / "plain")))
+    assert "graphs" not in capsys.readouterr().out
+
+    compiled = train(recipe("compiled.yaml", **shared, output=str(tmp_path / "compiled")), **{"train.compile": True})
+
+    told = json.loads((compiled / "run.json").read_text())["compiled"]
+    output = capsys.readouterr().out
+    assert "compile    each layer, in the first steps" in output
+    assert 0 < told["graphs"] < 12
+    assert told["last_step"] == 1  # rows of uneven length, as many or fewer of them, in every step after
+    assert f"compiled   {told['graphs']} graphs, the last of them in step 1" in output
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"backend": "fsdp2", "processes": 2}}, "backend single and without offload, got fsdp2"),
+        ({"parallel": {"offload": "stream"}}, "without offload, got single and stream"),
+        ({"base": {"quantize": "nf4"}}, "a base in floats, got base.quantize: nf4"),
+    ],
+)
+def test_recipes_say_where_it_goes(recipe: Any, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(recipe(train={"compile": True}, **sections))
+
+
+def test_a_model_without_repeated_layers_is_refused() -> None:
+    with pytest.raises(RunError, match="Sequential has no repeated layers to compile"):
+        Compiled(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.filterwarnings("default")
+def test_without_a_compiler_the_run_says_so(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+
+    with pytest.raises(RunError, match="train.compile: torch cannot compile this model's layers; leave it out"):
+        train(recipe(data={"eval": None}), **{"train.compile": True})
