@@ -7,39 +7,19 @@ is kept as benchmarks/results/all-HARDWARE.json, and one of the same hardware ca
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import gathers, merge, save, startup, step
-from benchmarks.machine import facts, keep, table
-
-
-@dataclass(frozen=True)
-class Target:
-    """A row: which figure of which program, and where it should be."""
-
-    row: str
-    program: str
-    figure: str
-    at_most: float | None = None
-    at_least: float | None = None
-
-    def met(self, value: float) -> bool:
-        return (self.at_most is None or value <= self.at_most) and (self.at_least is None or value >= self.at_least)
-
-    def words(self) -> str:
-        return f"<= {self.at_most:g}" if self.at_most is not None else f">= {self.at_least:g}"
-
+from benchmarks.machine import hardware, keep
+from benchmarks.targets import Target, summary
 
 PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "even": (lambda: step.measure("100M", "even", 5), step),
     "half": (lambda: step.measure("100M", "half", 5), step),
     "chat": (lambda: step.measure("100M", "chat", 5), step),
     "startup": (lambda: startup.measure(5), startup),
-    "merge": (lambda: merge.measure("1.1B", 5, torch.bfloat16, 16, True), merge),
+    "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
 }
@@ -72,27 +52,16 @@ def run(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def summary(found: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """Every target, what was measured, and what an earlier result had."""
-    lines = [("", "figure", "target", "measured", "met", *(["before"] if before else []))]
-    for target in TARGETS:
-        value = found["rates"].get(target.program, {}).get(target.figure)
-        if value is None:
-            continue
-        earlier = [f"{before['rates'].get(target.program, {}).get(target.figure, float('nan')):.3f}"] if before else []
-        met = "yes" if target.met(value) else "NO"
-        lines.append((target.row, target.figure, target.words(), f"{value:.3f}", met, *earlier))
-    print()
-    table(lines)
-
-
-def earlier(path: Path | None) -> dict[str, Any] | None:
-    """A kept result to compare with, of this hardware."""
-    if path is None:
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    if found["hardware"] != facts()["hardware"]:
-        raise SystemExit(f"{path} was measured on {found['hardware']}, this is {facts()['hardware']}")
+def earlier(path: Path) -> dict[str, Any]:
+    """A kept result to compare with, of all programs and of this hardware; ends the program when it is another."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"{path} cannot be read as a result: {problem}") from None
+    if "rates" not in found:
+        raise SystemExit(f"{path} is of one program; --compare wants a result of all: benchmarks/results/all-*.json")
+    if found["hardware"] != hardware():
+        raise SystemExit(f"{path} was measured on {found['hardware']}, and this is {hardware()}: no comparison")
     return found
 
 
@@ -101,9 +70,9 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--compare", type=Path, help="an earlier result of the same hardware")
     options = parser.parse_args()
-    before = earlier(options.compare)
-    print(facts()["hardware"])
+    before = earlier(options.compare) if options.compare else None
+    print(hardware())
     everything = run(options.only)
-    summary(everything, before)
+    summary(TARGETS, everything, before)
     if options.only == list(PROGRAMS):
         keep("all", everything)

@@ -67,12 +67,16 @@ class Peft:
     def step(self, ids: torch.Tensor, cache: Any, adapters: list[str | None]) -> torch.Tensor:
         if set(adapters) == {None}:
             with self.model.disable_adapter():
-                return self.model(input_ids=ids, past_key_values=cache).logits
+                return self._logits(ids, cache)
         if len(set(adapters)) == 1:
             self.model.set_adapter(adapters[0])
-            return self.model(input_ids=ids, past_key_values=cache).logits
+            return self._logits(ids, cache)
         names = [name or "__base__" for name in adapters]
-        return self.model(input_ids=ids, past_key_values=cache, adapter_names=names).logits
+        return self._logits(ids, cache, adapter_names=names)
+
+    def _logits(self, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Tensor:
+        out: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, **more).logits
+        return out
 
 
 def serve(kind: str, base: str) -> None:
@@ -155,12 +159,12 @@ def show(result: dict[str, Any]) -> None:
     """The table, and the checks that both sides did the same work."""
 
     def middle(kind: str, what: str, skip: int = 1) -> float:
-        return statistics.median(one["seconds"] for one in result[kind][what][skip:])
+        return float(statistics.median(one["seconds"] for one in result[kind][what][skip:]))
 
     for what in ("base", "one", "mixed"):
         sums = [result[kind][what][-1]["checksum"] for kind in ("lorakit", "peft")]
         assert abs(sums[0] - sums[1]) < 1e-4 * sums[1], f"{what}: not the same work: {sums}"
-    rows = [("", "lorakit", "peft", "peft / lorakit")]
+    rows: list[tuple[str, ...]] = [("", "lorakit", "peft", "peft / lorakit")]
     labels = {
         "load": "load an adapter, ms", "switch": "switch, ms", "base": "decode step, base, ms",
         "one": "decode step, one adapter, ms", "mixed": f"decode step, {ROWS} adapters, ms",

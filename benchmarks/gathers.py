@@ -5,24 +5,24 @@
 Two gathers of the base, one for forward and one for backward; no reduce-scatter of it; the adapter's gradients once.
 """
 
-import argparse
 import json
 import os
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import facts, keep, python, scratch, table
+from benchmarks.machine import program, python, scratch, table
 from benchmarks.models import make_base
 from benchmarks.step import rows_of
 
 BACKENDS = ("zero3", "fsdp2")
 
 
-def rank(backend: str, base: Path) -> None:
+def rank(backend: str, base: str) -> None:
     """One of the processes: three steps; the first process prints what was sent in one of them."""
     from lorakit.data import collate
     from lorakit.engine import StepSettings, open_engine
@@ -35,7 +35,7 @@ def rank(backend: str, base: Path) -> None:
 
     torch.set_num_threads(1)
     engine = open_engine(ParallelSection(backend=backend, processes=2), find_world(os.environ))  # type: ignore[arg-type]
-    loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, engine.device, in_parts=True)
+    loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, in_parts=True)
     spec = AdapterSpec(rank=16)
     attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.stored)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
@@ -43,7 +43,7 @@ def rank(backend: str, base: Path) -> None:
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.read)
     for step in range(3):
-        rows = rows_of(base, "even", 2 * step + engine.rank)
+        rows = rows_of(Path(base), "even", 2 * step + engine.rank)
         engine.step(step, [collate(rows, list(range(len(rows))), packing=True)])  # type: ignore[arg-type]
     if engine.rank == 0:
         sent = engine.observed()["collectives_of_a_step"]
@@ -57,9 +57,7 @@ def measure() -> dict[str, Any]:
     found: dict[str, Any] = {"shape": "tiny"}
     for backend in BACKENDS:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.gathers")
-        done = subprocess.run(
-            python(*launcher, "--rank", backend, "--base", str(base)), capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(python(*launcher, backend, str(base)), capture_output=True, text=True, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise SystemExit(done.stderr[-3000:])
@@ -83,23 +81,14 @@ def show(result: dict[str, Any]) -> None:
     lines = [("", "base, bytes", "adapter, bytes", "gathered / base", "added up / adapter")]
     told = rates(result)
     for backend in BACKENDS:
-        sizes = (f"{result[backend][key]:,}" for key in ("base_bytes", "adapter_bytes"))
-        shares = (f"{told[f'{backend}: {what}']:.3f}" for what in ("gathered / base", "added up / adapter"))
-        lines.append((backend, *sizes, *shares))
+        base, adapter = (f"{result[backend][key]:,}" for key in ("base_bytes", "adapter_bytes"))
+        gathered, added = (f"{told[f'{backend}: {what}']:.3f}" for what in ("gathered / base", "added up / adapter"))
+        lines.append((backend, base, adapter, gathered, added))
     table(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
-    parser.add_argument("--rank")
-    parser.add_argument("--base", type=Path)
-    options = parser.parse_args()
-    if options.rank:
-        rank(options.rank, options.base)
+    if "LOCAL_RANK" in os.environ:
+        rank(*sys.argv[1:])
     else:
-        print(facts()["hardware"])
-        figures = measure()
-        show(figures)
-        if options.keep:
-            keep("gathers", figures)
+        program("gathers", measure, show)

@@ -1,5 +1,6 @@
-"""What the figures were measured on, and how they are kept."""
+"""What the figures were measured on, its ceilings, and how they are shown and kept."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -8,18 +9,22 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+CPU = torch.device("cpu")
+Result = dict[str, Any]
 
 
 def facts() -> dict[str, Any]:
     """Hardware, versions, date."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("torch", "transformers", "accelerate", "peft", "safetensors"):
         try:
             versions[name] = importlib.metadata.version(name)
@@ -49,7 +54,7 @@ def keep(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def table(rows: list[tuple[str, ...]]) -> None:
+def table(rows: Sequence[tuple[str, ...]]) -> None:
     """Print rows in columns, the first left and the others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -75,20 +80,46 @@ def peak_bytes() -> int:
     return int(next(line for line in _lines("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def matmul_rate(base: Path, num_tokens: int) -> float:
-    """Operations per second of torch's matmul, float32, over the shapes of a base's layers: the ceiling of a step."""
-    config = json.loads((base / "config.json").read_text())
-    h, i = config["hidden_size"], config["intermediate_size"]
-    kv = h * config["num_key_value_heads"] // config["num_attention_heads"]
-    shapes = [(h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h, config["vocab_size"])]
-    pairs = [(torch.randn(num_tokens, one), torch.randn(one, other)) for one, other in shapes]
-    best = []
-    for _ in range(5):
-        began = time.perf_counter()
+def now(device: torch.device = CPU) -> float:
+    """Seconds, once the device has done what it was told to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def matmul_rate(
+    shape: Mapping[str, Any], num_tokens: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> float:
+    """Operations per second of torch's matmul over the shapes of a base's layers: the ceiling of a step."""
+    h, i = shape["hidden_size"], shape["intermediate_size"]
+    kv = h * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    sizes = [(h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h, shape["vocab_size"])]
+    random = partial(torch.randn, dtype=dtype, device=device)
+    pairs = [(random(num_tokens, one), random(one, other)) for one, other in sizes]
+
+    def work() -> None:
         for x, w in pairs:
             x @ w
-        best.append(time.perf_counter() - began)
-    return sum(2.0 * num_tokens * one * other for one, other in shapes) / statistics.median(best)
+
+    operations = sum(2.0 * num_tokens * one * other for one, other in sizes)
+    return float(operations / _seconds(work, device))
+
+
+def copy_rate(device: torch.device = CPU) -> float:
+    """Bytes per second that are read and written while a large tensor is copied."""
+    source = torch.ones(1 << (30 if device.type == "cuda" else 28), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2.0 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The median of five, after one."""
+    found = []
+    for _ in range(6):
+        began = now(device)
+        work()
+        found.append(now(device) - began)
+    return statistics.median(found[1:])
 
 
 def _lines(path: str) -> list[str]:
@@ -103,3 +134,26 @@ def _commit() -> str | None:
 def python(*arguments: str) -> list[str]:
     """The command line of this Python."""
     return [sys.executable, *arguments]
+
+
+def program(name: str, measure: Callable[..., Result], show: Callable[[Result], None], **own: Any) -> None:
+    """The command line of a benchmark: measures, shows, and with --keep keeps under its name, filled in with options.
+
+    ``own``: option -> its default, handed to ``measure``; of a tuple of choices the first, False for a switch.
+    """
+    parser = argparse.ArgumentParser()
+    for option, default in own.items():
+        told: dict[str, Any] = {"type": type(default), "default": default}
+        if default is False:
+            told = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            told = {"choices": default, "default": default[0]}
+        parser.add_argument(f"--{option.replace('_', '-')}", **told)
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
+    options = vars(parser.parse_args())
+    keeps = options.pop("keep")
+    print(hardware())
+    result = measure(**options)
+    show(result)
+    if keeps:
+        keep(name.format(**options), result)

@@ -7,7 +7,6 @@ own, one after the other. A process prints how long the work took without its im
 command is timed from outside.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -19,8 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import keep, python, scratch, table
+from benchmarks.machine import program, python, scratch, table
 from benchmarks.models import make_base, make_patch
+from benchmarks.turns import Step, middle, ratio, take_turns
 
 PEAK = """
 import json, sys, time
@@ -71,22 +71,28 @@ def run(program: str, base: Path, patch: Path, out: Path) -> dict[str, float]:
     return {**answer, "command_seconds": time.perf_counter() - began}
 
 
-def measure(shape: str, pairs: int, dtype: torch.dtype, rank: int, peft: bool) -> dict[str, Any]:
+def measure(shape: str, pairs: int, dtype: str, rank: int, no_peft: bool = False) -> dict[str, Any]:
     """Rounds of copy, lorakit and PEFT."""
-    base = make_base(scratch(), shape, dtype)
+    base = make_base(scratch(), shape, getattr(torch, dtype))
     patch = make_patch(scratch(), base, rank=rank, seed=0)
     files = sorted(base.glob("*.safetensors"))
-    found: dict[str, list[dict[str, float]]] = {"cp": [], "lorakit": [], "peft": []}
     out = scratch() / "out"
-    for _ in range(pairs):
-        for kind in ("cp", "lorakit", *(["peft"] if peft else [])):
+
+    def fresh(work: Step) -> Step:
+        def step() -> dict[str, Any]:
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
-            program = {"lorakit": LORAKIT, "peft": PEFT}.get(kind, "")
-            found[kind].append(copied(base, out) if kind == "cp" else run(program, base, patch, out))
+            return work()
+
+        return step
+
+    sides = {"cp": fresh(lambda: copied(base, out)), "lorakit": fresh(lambda: run(LORAKIT, base, patch, out))}
+    if not no_peft:
+        sides["peft"] = fresh(lambda: run(PEFT, base, patch, out))
+    found = take_turns(sides, pairs, warm=0)
     shutil.rmtree(out)
     return {
-        "shape": shape, "dtype": str(dtype), "rank": rank, "files": len(files),
+        "shape": shape, "dtype": dtype, "rank": rank, "files": len(files),
         "bytes": sum(file.stat().st_size for file in files), "largest_tensor_bytes": largest(base), **found,
     }  # fmt: skip
 
@@ -98,50 +104,35 @@ def largest(base: Path) -> int:
     return max(e.end - e.start for shard in open_base_files(base).shards for e in shard.entries.values())
 
 
+def allowed(result: dict[str, Any]) -> float:
+    """Bytes that a merge may take over its imports: twice the largest tensor and 100 MB."""
+    return float(2 * result["largest_tensor_bytes"] + 100e6)
+
+
 def rates(result: dict[str, Any]) -> dict[str, float]:
-    """The figures that the target speaks of."""
-    found = {"merge / (cp + fsync)": statistics.median(
-        a["seconds"] / b["seconds"] for a, b in zip(result["lorakit"], result["cp"], strict=True)
-    )}  # fmt: skip
-    limit = 2 * result["largest_tensor_bytes"] + 100e6
+    """The figure that the target speaks of."""
     above = statistics.median(one["peak_bytes"] - one["imports_bytes"] for one in result["lorakit"])
-    return found | {"merge memory / allowed": above / limit}
+    return {
+        "merge / (cp + fsync)": ratio(result["lorakit"], result["cp"]),
+        "merge memory / allowed": above / allowed(result),
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-
-    def middle(kind: str, what: str) -> float:
-        return statistics.median(one[what] for one in result[kind])
-
-    def ratio(kind: str) -> float:
-        return statistics.median(a["seconds"] / b["seconds"] for a, b in zip(result[kind], result["cp"], strict=True))
-
     print(f"{result['bytes'] / 1e9:.2f} GB in {result['files']} files, {result['dtype']}, rank {result['rank']}\n")
     rows = [("", "seconds", "/ (cp + fsync)", "whole command, s", "peak MB", "peak - imports, MB")]
-    rows.append(("cp + fsync", f"{middle('cp', 'seconds'):.2f}", "1.00", "", "", ""))
+    rows.append(("cp + fsync", f"{middle(result['cp']):.2f}", "1.00", "", "", ""))
     for kind in ("lorakit", "peft"):
-        if result[kind]:
-            peak, imports = middle(kind, "peak_bytes"), middle(kind, "imports_bytes")
+        if rounds := result.get(kind):
+            peak, imports = middle(rounds, "peak_bytes"), middle(rounds, "imports_bytes")
             rows.append((
-                f"{kind} merge", f"{middle(kind, 'seconds'):.2f}", f"{ratio(kind):.2f}",
-                f"{middle(kind, 'command_seconds'):.2f}", f"{peak / 1e6:.0f}", f"{(peak - imports) / 1e6:.0f}",
+                f"{kind} merge", f"{middle(rounds):.2f}", f"{ratio(rounds, result['cp']):.2f}",
+                f"{middle(rounds, 'command_seconds'):.2f}", f"{peak / 1e6:.0f}", f"{(peak - imports) / 1e6:.0f}",
             ))  # fmt: skip
     table(rows)
-    limit = (2 * result["largest_tensor_bytes"] + 100e6) / 1e6
-    print(f"\nallowed over imports: 2 x the largest tensor + 100 MB = {limit:.0f} MB")
+    print(f"\nallowed over imports: 2 x the largest tensor + 100 MB = {allowed(result) / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="1.1B")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--no-peft", action="store_true")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
-    options = parser.parse_args()
-    figures = measure(options.shape, options.pairs, getattr(torch, options.dtype), options.rank, not options.no_peft)
-    show(figures)
-    if options.keep:
-        keep(f"merge-{options.shape}", figures)
+    program("merge-{shape}", measure, show, shape="1.1B", pairs=5, rank=16, dtype="bfloat16", no_peft=False)

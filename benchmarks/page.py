@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.__main__ import TARGETS
 from benchmarks.step import over_weights
+from benchmarks.targets import measured
 from benchmarks.turns import middle
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -18,11 +19,9 @@ WORKS = {"even": "4 rows of 256 tokens, all learnt", "half": "the same, half lea
 def targets(found: dict[str, Any]) -> list[str]:
     """Every target and what was measured."""
     lines = ["| row | figure | target | measured | |", "|---|---|---|---|---|"]
-    for target in TARGETS:
-        value = found["rates"].get(target.program, {}).get(target.figure)
-        if value is not None:
-            met = "met" if target.met(value) else "**missed**"
-            lines.append(f"| {target.row} | {target.figure} | {target.words()} | {value:.3f} | {met} |")
+    for target, value in measured(TARGETS, found):
+        met = "met" if target.met(value) else "**missed**"
+        lines.append(f"| {target.row} | {target.figure} | {target.words()} | {value:.3f} | {met} |")
     return lines
 
 

@@ -6,7 +6,6 @@ Both read the same rows, put the same adapter on the same tiny base and train; a
 step. The importing of torch alone is measured beside them: neither can be faster.
 """
 
-import argparse
 import json
 import subprocess
 import time
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import facts, keep, python, scratch, table
+from benchmarks.machine import program, python, scratch, table
 from benchmarks.models import make_base
-from benchmarks.turns import middle, ratio
+from benchmarks.turns import middle, ratio, take_turns
 
 TRAINER = """
 import sys
@@ -74,6 +73,14 @@ def until_first_step(command: list[str], stepped: Any) -> dict[str, float]:
     return {"seconds": seconds}
 
 
+def written(process: subprocess.Popen[str], metrics: Path) -> None:
+    """Waits for the line of a step in lorakit's file of metrics."""
+    while not (metrics.exists() and '"loss"' in metrics.read_text()):
+        if process.poll() is not None:
+            raise SystemExit("lorakit ended before its first step")
+        time.sleep(0.005)
+
+
 def told(process: subprocess.Popen[str]) -> None:
     """Waits for a script's word."""
     assert process.stdout
@@ -84,27 +91,21 @@ def told(process: subprocess.Popen[str]) -> None:
 def measure(pairs: int) -> dict[str, Any]:
     """Both commands and the import of torch, in turn."""
     base, rows = make_base(scratch(), "tiny", torch.float32), rows_file()
-    found: dict[str, list[dict[str, float]]] = {"torch": [], "lorakit": [], "peft": []}
-    for number in range(-1, pairs):
-        out = scratch() / f"startup-{time.time_ns()}"
-        recipe = scratch() / "startup.yaml"
-        recipe.write_text(RECIPE.format(base=base, rows=rows, out=out))
 
-        def written(process: subprocess.Popen[str], metrics: Path = out / "metrics.jsonl") -> None:
-            while not (metrics.exists() and '"loss"' in metrics.read_text()):
-                if process.poll() is not None:
-                    raise SystemExit("lorakit ended before its first step")
-                time.sleep(0.005)
+    def out() -> Path:
+        return scratch() / f"startup-{time.time_ns()}"
 
-        commands: dict[str, tuple[list[str], Any]] = {
-            "torch": (python("-c", "import torch"), lambda process: process.wait()),
-            "lorakit": (python("-m", "lorakit.cli", "train", str(recipe)), written),
-            "peft": (python("-c", TRAINER, str(base), str(rows), str(out) + "-peft"), told),
-        }
-        for name, (command, stepped) in commands.items():
-            took = until_first_step(command, stepped)
-            if number >= 0:
-                found[name].append(took)
+    def lorakit() -> dict[str, Any]:
+        folder, recipe = out(), scratch() / "startup.yaml"
+        recipe.write_text(RECIPE.format(base=base, rows=rows, out=folder))
+        command = python("-m", "lorakit.cli", "train", str(recipe))
+        return until_first_step(command, lambda process: written(process, folder / "metrics.jsonl"))
+
+    found = take_turns({
+        "torch": lambda: until_first_step(python("-c", "import torch"), lambda process: process.wait()),
+        "lorakit": lorakit,
+        "peft": lambda: until_first_step(python("-c", TRAINER, str(base), str(rows), str(out())), told),
+    }, pairs)  # fmt: skip
     return {"shape": "tiny", **found}
 
 
@@ -122,12 +123,4 @@ def rates(result: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
-    options = parser.parse_args()
-    print(facts()["hardware"])
-    figures = measure(options.pairs)
-    show(figures)
-    if options.keep:
-        keep("startup", figures)
+    program("startup", measure, show, pairs=5)

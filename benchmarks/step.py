@@ -10,43 +10,28 @@ start from the same patch with B non-zero, and a result counts only when the los
 lengths (log-normal), the second half of each learnt; and lorakit once more on as many tokens in rows of one length.
 """
 
-import argparse
 import json
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from benchmarks.machine import facts, keep, matmul_rate, peak_bytes, scratch, table
-from benchmarks.models import make_base, make_patch
+from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program, scratch, table
+from benchmarks.models import flops, make_base, make_patch
+from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, torch_step
 from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
+from lorakit.data import collate
+from lorakit.model import load_base, load_skeleton
+from lorakit.patch import read_patch
 
-RANK, RATE = 16, 1e-4
 SIDES = ("floor", "lorakit", "peft", "peft defaults")
 EVEN = "lorakit, rows of one length"
 AGREES = 1e-6
-
-
-@dataclass(frozen=True)
-class Row:
-    """Token ids, and which of them are learnt."""
-
-    ids: np.ndarray
-    learnt: np.ndarray
-
-
-class Rows(list[Row]):
-    """Rows as lorakit's data gives them."""
-
-    def ids(self, row: int) -> np.ndarray:
-        return self[row].ids
-
-    def learnt(self, row: int) -> np.ndarray:
-        return self[row].learnt
 
 
 def lengths_of(work: str, seed: int, *, even: bool = False) -> list[int]:
@@ -71,28 +56,9 @@ def rows_of(base: Path, work: str, seed: int, *, even: bool = False) -> Rows:
 
 def lorakit_side(base: Path, patch: Path, work: str, *, even: bool = False) -> Step:
     """lorakit's own engine on packed rows."""
-    from functools import partial
-
-    import lorakit
-    from lorakit.attention import attend_row_by_row
-    from lorakit.data import collate
-    from lorakit.engine import StepSettings, open_engine
-    from lorakit.lora import adapter_tensors
-    from lorakit.model import load_base
-    from lorakit.optim import build_optimizer
-    from lorakit.patch import read_patch
-    from lorakit.recipe import ParallelSection
-
-    engine = open_engine(ParallelSection())
-    model = lorakit.inject(load_base(base, torch.float32, engine.device), rank=RANK, alpha=2.0 * RANK)
-    stored = read_patch(patch)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(model).items():
-            layer, _, key = name.rpartition(".")
-            tensor.copy_(stored.layers[layer].tensors[key])
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(model, build, StepSettings(0, 1.0, lambda step: RATE))
-    engine.called.by_row = attend_row_by_row(model)
+    stored = read_patch(patch).layers
+    adapter = {f"{layer}.{key}": tensor for layer, one in stored.items() for key, tensor in one.tensors.items()}
+    engine = lorakit_engine(load_base(base, torch.float32, CPU), adapter, CPU)
     number = 0
 
     def step() -> dict[str, Any]:
@@ -109,101 +75,64 @@ def lorakit_side(base: Path, patch: Path, work: str, *, even: bool = False) -> S
 
 def torch_side(base: Path, patch: Path | None, work: str, *, defaults: bool) -> Step:
     """transformers and PEFT in a loop of their own; without a patch the frozen base's forward and backward alone."""
-    from transformers import AutoModelForCausalLM
-
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer = None
     if patch is None:
-        model.requires_grad_(False)
-        model.enable_input_require_grads()
+        frozen(model)
     else:
-        from peft import PeftModel
-
         model = PeftModel.from_pretrained(model, patch, is_trainable=True, autocast_adapter_dtype=defaults)
-        learning = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(learning, lr=RATE, weight_decay=0.0, fused=not defaults)
+        optimizer = adamw(model, fused=not defaults)
     model.train()
     number = 0
 
     def step() -> dict[str, Any]:
         nonlocal number
         rows = rows_of(base, work, number)
-        ids, labels, mask = (pad(parts, value) for parts, value in (
-            ([row.ids for row in rows], 0),
-            ([np.where(row.learnt, row.ids, -100) for row in rows], -100),
-            ([np.ones_like(row.ids) for row in rows], 0),
-        ))  # fmt: skip
-        masks = {} if bool(mask.all()) else {"attention_mask": mask}
+        inputs = padded(rows, CPU)
         number += 1
         began = time.perf_counter()
-        loss = model(input_ids=ids, labels=labels, use_cache=False, **masks).loss
-        loss.backward()
-        if optimizer is not None:
-            torch.nn.utils.clip_grad_norm_(learning, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        loss, _ = torch_step(model, optimizer, [inputs])
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "loss": float(loss.detach()), "tokens": int(mask.sum()), "padded": mask.numel()}
+        tokens = sum(len(row.ids) for row in rows)
+        return {"seconds": seconds, "loss": float(loss), "tokens": tokens, "padded": inputs["input_ids"].numel()}
 
     return step
 
 
-def pad(parts: list[np.ndarray], value: int) -> torch.Tensor:
-    """Rows as lines of one length."""
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(part) for part in parts], True, value)
-
-
-def side(name: str, base: Path, patch: Path, work: str) -> None:
-    """One side, in this process."""
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
+def side(name: str, base: str, patch: str, work: str) -> None:
+    """One side, in this process; what any side needs is imported by now."""
     imports = peak_bytes()
     if name.startswith("lorakit"):
-        step = lorakit_side(base, patch, work, even=name == EVEN)
+        step = lorakit_side(Path(base), Path(patch), work, even=name == EVEN)
     else:
-        step = torch_side(base, None if name == "floor" else patch, work, defaults=name == "peft defaults")
-    weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+        step = torch_side(Path(base), None if name == "floor" else Path(patch), work, defaults=name == "peft defaults")
+    weights = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     serve(step, imports_bytes=imports, weights_bytes=weights)
 
 
-def measure(shape: str, work: str, pairs: int) -> dict[str, Any]:
+def measure(shape: str, rows: str, pairs: int) -> dict[str, Any]:
     """Every side in turn."""
     base = make_base(scratch(), shape, torch.float32)
     patch = make_patch(scratch(), base, rank=RANK, seed=0)
-    paths = ("--base", str(base), "--patch", str(patch), "--rows", work)
-    names = [*SIDES, *([EVEN] if work == "chat" else [])]
-    sides = {name: Side("-m", "benchmarks.step", "--side", name, *paths) for name in names}
-    found = take_turns(sides, pairs)
+    names = [*SIDES, *([EVEN] if rows == "chat" else [])]
+    sides = {name: Side("benchmarks.step", name, str(base), str(patch), rows) for name in names}
+    found = take_turns({name: one.step for name, one in sides.items()}, pairs)
     for one in sides.values():
         one.end()
+    skeleton: Any = load_skeleton(base)
     return {
-        "shape": shape, "rows": work, "rank": RANK, "dtype": "float32", "sides": names,
+        "shape": shape, "rows": rows, "rank": RANK, "dtype": "float32", "sides": names,
         "ready": {name: one.ready for name, one in sides.items()}, **found,
-        "flops_of_a_token": flops(base, work), "matmul_flops": matmul_rate(base, 1024),
+        "flops_of_a_token": flops(skeleton, lengths_of(rows, 0), RANK, 1.0 if rows == "even" else 0.5),
+        "matmul_flops": matmul_rate(skeleton.config.to_dict(), 1024), "copy_bytes_per_second": copy_rate(),
     }  # fmt: skip
-
-
-def flops(base: Path, work: str) -> float:
-    """Useful operations of a token: 4 P + 6 s h L + 6 P of the adapter; the head where something is learnt."""
-    from lorakit.lora import AdapterSpec, find_targets
-    from lorakit.model import load_skeleton
-
-    config = json.loads((base / "config.json").read_text())
-    targets = find_targets(load_skeleton(base), AdapterSpec(rank=RANK))
-    products = sum(t.in_features * t.out_features for t in targets)
-    head = config["vocab_size"] * config["hidden_size"] * (1.0 if work == "even" else 0.5)
-    low_rank = sum(RANK * (t.in_features + t.out_features) for t in targets)
-    rows = lengths_of(work, 0)
-    seen = sum(length * length / 2 for length in rows) / sum(rows)
-    return 4.0 * (products + head) + 6 * seen * config["hidden_size"] * config["num_hidden_layers"] + 6.0 * low_rank
 
 
 def over_weights(result: dict[str, Any], name: str) -> int:
     """Peak memory of a side above its imports and the weights."""
     ready = result["ready"][name]
-    peak: int = result[name][-1]["peak_bytes"]
-    return peak - ready["imports_bytes"] - ready["weights_bytes"]
+    over: int = result[name][-1]["peak_bytes"] - ready["imports_bytes"] - ready["weights_bytes"]
+    return over
 
 
 def rates(result: dict[str, Any]) -> dict[str, float]:
@@ -243,23 +172,9 @@ def show(result: dict[str, Any]) -> None:
     print()
     for name, rate in rates(result).items():
         print(f"{name:<42} {rate:.3f}")
+    matmul, copied = result["matmul_flops"] / 1e9, result["copy_bytes_per_second"] / 1e9
+    print(f"ceilings of this machine: matmul {matmul:.0f} GFLOP/s, copy {copied:.1f} GB/s read and written")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="100M")
-    parser.add_argument("--rows", default="even", choices=("even", "half", "chat"))
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
-    parser.add_argument("--side")
-    parser.add_argument("--base", type=Path)
-    parser.add_argument("--patch", type=Path)
-    options = parser.parse_args()
-    if options.side:
-        side(options.side, options.base, options.patch, options.rows)
-    else:
-        print(facts()["hardware"])
-        figures = measure(options.shape, options.rows, options.pairs)
-        show(figures)
-        if options.keep:
-            keep(f"step-{options.shape}-{options.rows}", figures)
+    program("step-{shape}-{rows}", measure, show, shape="100M", rows=("even", "half", "chat"), pairs=7)

@@ -21,11 +21,13 @@ def serve(step: Step, **ready: Any) -> None:
 
 
 class Side:
-    """The other end of ``serve``; ``ready`` is what it said before its first round."""
+    """A module's ``side(*arguments)``, which ends in ``serve``; ``ready`` is what it said before its first round."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
+        call = f"import sys; from {module} import side; side(*sys.argv[1:])"
+        self._module, pipe = module, subprocess.PIPE
         self._process = subprocess.Popen(
-            python(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+            python("-c", call, *arguments), stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
         self.ready = self._answer()
 
@@ -44,18 +46,18 @@ class Side:
         assert self._process.stderr
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))}\n{self._process.stderr.read()[-3000:]}")
+            raise SystemExit(f"{self._module}\n{self._process.stderr.read()[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-def take_turns(sides: Mapping[str, Side], rounds: int, *, warm: int = 1) -> dict[str, list[dict[str, Any]]]:
+def take_turns(sides: Mapping[str, Step], rounds: int, *, warm: int = 1) -> dict[str, list[dict[str, Any]]]:
     """``rounds`` rounds of every side, one after the other, the order turning round; first ``warm`` uncounted."""
     names = list(sides)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(-warm, rounds):
         for name in names if number % 2 else reversed(names):
-            answer = sides[name].step()
+            answer = sides[name]()
             if number >= 0:
                 found[name].append(answer)
     return found
@@ -63,9 +65,9 @@ def take_turns(sides: Mapping[str, Side], rounds: int, *, warm: int = 1) -> dict
 
 def middle(rounds: list[dict[str, Any]], what: str = "seconds") -> float:
     """The median."""
-    return statistics.median(one[what] for one in rounds)
+    return float(statistics.median(one[what] for one in rounds))
 
 
 def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str = "seconds") -> float:
     """The median of the ratios, pair by pair."""
-    return statistics.median(a[what] / b[what] for a, b in zip(ours, theirs, strict=True))
+    return float(statistics.median(a[what] / b[what] for a, b in zip(ours, theirs, strict=True)))

@@ -1,0 +1,114 @@
+"""The two sides of a training step, on the same rows and from the same adapter: lorakit's engine, and torch with PEFT.
+
+Whoever imports this has imported what any side needs; no recipe is read here, so torch, transformers and PEFT do.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lorakit.attention import attend_row_by_row
+from lorakit.engine import Group, StepSettings
+from lorakit.engine.single import WholeEngine
+from lorakit.lora import adapter_tensors, inject
+from lorakit.optim import build_optimizer
+from lorakit.varlen import kernel_for
+
+RANK, RATE, CLIP = 16, 1e-4, 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids, and which of them are learnt."""
+
+    ids: np.ndarray
+    learnt: np.ndarray
+
+
+class Rows(list[Row]):
+    """Rows as lorakit's data gives them."""
+
+    def ids(self, row: int) -> np.ndarray:
+        return self[row].ids
+
+    def learnt(self, row: int) -> np.ndarray:
+        return self[row].learnt
+
+
+def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> WholeEngine:
+    """lorakit's own engine for packed rows, with an adapter of these values on the model."""
+    inject(model, rank=RANK, alpha=2.0 * RANK)
+    put(adapter, adapter_tensors(model))
+    engine = WholeEngine(device, Group(), "single")
+    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine.prepare(model, build, StepSettings(0, CLIP, lambda step: RATE))
+    engine.called.by_row, engine.called.kernel = attend_row_by_row(model), kernel_for(device)
+    return engine
+
+
+def peft_model(model: Any, adapter: Mapping[str, Tensor], *, defaults: bool) -> Any:
+    """The model with PEFT's adapter of these values, in PEFT's best form or as it comes."""
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=defaults)
+    learning = {name: tensor for name, tensor in adapted.named_parameters() if tensor.requires_grad}
+    plain = {name.removeprefix("base_model.model.").removesuffix(".default.weight"): t for name, t in learning.items()}
+    put(adapter, plain)
+    return adapted
+
+
+def put(adapter: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """The adapter's values into tensors of the same names."""
+    if adapter.keys() != into.keys():
+        raise ValueError(f"adapters of other layers: {sorted(adapter.keys() ^ into.keys())[:4]}")
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(adapter[name])
+
+
+def adamw(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+    """torch's own, over everything that learns."""
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=RATE, weight_decay=0.0, fused=fused)
+
+
+def frozen(model: Any) -> Any:
+    """The base alone, with a backward pass to its first layer."""
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    return model
+
+
+def padded(rows: Iterable[Row], device: torch.device) -> dict[str, Tensor]:
+    """Rows as lines of one length; without a mask where they are of one length already."""
+    ids, labels, mask = (
+        torch.nn.utils.rnn.pad_sequence([torch.from_numpy(part) for part in parts], True, value)
+        for parts, value in (
+            ([row.ids for row in rows], 0),
+            ([np.where(row.learnt, row.ids, -100) for row in rows], -100),
+            ([np.ones_like(row.ids) for row in rows], 0),
+        )
+    )
+    masks = {} if bool(mask.all()) else {"attention_mask": mask}
+    return {name: tensor.to(device) for name, tensor in {"input_ids": ids, "labels": labels, **masks}.items()}
+
+
+def torch_step(
+    model: Any, optimizer: torch.optim.Optimizer | None, micro_batches: Sequence[Mapping[str, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Loss and gradient norm of one step in a loop without Trainer's extras, over micro-batches of as many labels."""
+    losses = []
+    for inputs in micro_batches:
+        loss = model(**inputs, use_cache=False).loss / len(micro_batches)
+        loss.backward()
+        losses.append(loss.detach())
+    norm = None
+    if optimizer is not None:
+        norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).sum(), norm
