@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import TargetError
 from lorakit.lora.kinds import EMBEDDING, Kind, scaled
+from lorakit.lora.whole import with_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +180,7 @@ def _with_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     assert slot.tokens is not None
     assert slot.rows is not None
     if x.is_floating_point():
-        own = F.linear(x, slot.rows.to(x.dtype))
-        bias = getattr(layer, "bias", None)
-        return y.index_copy(-1, slot.tokens, own if bias is None else own + bias[slot.tokens])
+        return with_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
     found = x[..., None] == slot.tokens
     return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scaled(layer, slot.rows)), y)
 

@@ -100,7 +100,14 @@ class LearntLogits(Carrier):
         self.register_buffer("tokens", torch.tensor(embedding.tokens), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(x, self.get_parameter("weight"), self._parameters.get("bias"))
-        own = nn.functional.linear(x, self.get_parameter("trainable_tokens_delta").to(x.dtype))
-        bias, tokens = self._parameters.get("bias"), self.get_buffer("tokens")
-        return y.index_copy(-1, tokens, own if bias is None else own + bias[tokens])
+        weight, tokens = self.get_parameter("weight"), self.get_buffer("tokens")
+        y = nn.functional.linear(x, weight, self._parameters.get("bias"))
+        return with_rows(y, x, weight, tokens, self.get_parameter("trainable_tokens_delta"))
+
+
+def with_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    """y = x W^T + b as if W had these rows (n, in) in the places of its own at ``tokens`` (n,).
+
+    By what they differ: W's own rows change nothing, however a product of fewer rows is rounded.
+    """
+    return y.index_add(-1, tokens, nn.functional.linear(x, (rows - weight[tokens]).to(x.dtype)))
