@@ -43,14 +43,19 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"backend": "fsdp2", "processes": 2}}, "backend single and without offload, got fsdp2"),
-        ({"parallel": {"offload": "stream"}}, "without offload, got single and stream"),
+        ({"parallel": {"backend": "fsdp2", "processes": 2}}, "layers that stay in memory, got fsdp2:"),
+        ({"parallel": {"offload": "stream"}}, "layers that stay in memory, got single, offload: stream"),
         ({"base": {"quantize": "nf4"}}, "a base in floats, got base.quantize: nf4"),
     ],
 )
 def test_recipes_say_where_it_goes(recipe: Any, sections: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         load_recipe(recipe(train={"compile": True}, **sections))
+
+
+def test_an_offload_that_says_none_goes_with_it(recipe: Any) -> None:
+    spelt_out = {"optimizer": "none", "parameters": "none"}
+    assert load_recipe(recipe(train={"compile": True}, parallel={"offload": spelt_out})).train.compile
 
 
 def test_a_model_without_repeated_layers_is_refused() -> None:

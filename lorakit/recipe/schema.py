@@ -220,10 +220,11 @@ class Recipe(Section):
     def _compiled_layers_are_whole(self) -> "Recipe":
         if not self.train.compile:
             return self
-        if self.parallel.backend != "single" or self.parallel.offload != "none":
+        if self.parallel.backend != "single" or self.parallel.offloads.streams:
+            offload = ", offload: stream" if self.parallel.offloads.streams else ""
             raise ValueError(
-                f"train.compile: goes with backend single and without offload, got {self.parallel.backend} and"
-                f" {self.parallel.offload}: engines that bring layers in parts stop the compiler at every one"
+                f"train.compile: goes with backend single and layers that stay in memory, got {self.parallel.backend}"
+                f"{offload}: engines that bring layers in parts stop the compiler at every one"
             )
         if self.base.quantize != "none":
             raise ValueError(f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}")
