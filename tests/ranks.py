@@ -6,6 +6,8 @@ FOLDER/cases.json lists the cases; the first process writes FOLDER/<name>.pt for
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lorakit.engine.world import find_world
 from lorakit.job import checkpoint_layers
 from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.lora.again import Again
 from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer
 from lorakit.recipe import BaseSection, ParallelSection
@@ -72,10 +75,11 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
         engine.restore(saved["adapter"], saved["optimizer"])
         first = len(saved["losses"])
     losses, norms = [], []
-    for step in range(first, case.get("steps", 12)):
-        report = engine.step(step, batches.step(step))
-        losses.append(report.loss)
-        norms.append(report.grad_norm)
+    with made_again() as numbers:
+        for step in range(first, case.get("steps", 12)):
+            report = engine.step(step, batches.step(step))
+            losses.append(report.loss)
+            norms.append(report.grad_norm)
     evaluated = engine.evaluate(
         (batch for chosen in batches.every_row_once() for batch in batches.cut(chosen)), lambda: False
     )
@@ -83,7 +87,23 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
         "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
         "optimizer": engine.gather_optimizer(), "unreached": engine.unreached(), "ranks": engine.group.all(engine.observed()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]
+        "made_again": sum(numbers),
     }  # fmt: skip
+
+
+@contextmanager
+def made_again() -> Iterator[list[int]]:
+    """A one for each time that a layer's input was made again instead of having been kept."""
+    numbers: list[int] = []
+    made = Again.made
+
+    def counted(again: Again) -> torch.Tensor:
+        numbers.append(1)
+        return made(again)
+
+    Again.made = counted  # type: ignore[method-assign]
+    yield numbers
+    Again.made = made  # type: ignore[method-assign]
 
 
 def main(folder: Path) -> None:

@@ -1,15 +1,19 @@
 """Autograd keeps a frozen weight's name for backward, not the gathered copy of it.
 
 Forward saves weights for backward. Under ZeRO-3 a layer's weights are released after its forward and gathered again
-before its backward; a saved copy would keep every gathered layer, the whole base, in memory in between.
+before its backward; a saved copy would keep every gathered layer, the whole base, in memory in between. Vectors are
+kept as copies: what a norm gave is made again before the norm's own backward (lora/again.py).
 """
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+SMALL: Final = 100_000
+"""Elements of a vector that is kept as it is."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,12 @@ def _keep(saved: Tensor) -> Tensor | _Place:
     owner: Any = saved if hasattr(saved, "ds_id") else saved._base
     if owner is None or not hasattr(owner, "ds_id") or owner.ds_persist:
         return saved
+    if saved.dim() == 1 and saved.numel() <= SMALL:
+        return saved.detach().clone()
     return _Place(owner, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+
+
+_keep.gives_back_often = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
 
 
 def _find(kept: Tensor | _Place) -> Tensor:

@@ -5,21 +5,27 @@ they are is read off the graph that made x; a product is the same bits each time
 """
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 Make = Callable[[], Tensor]
-SIXTEEN = (torch.float16, torch.bfloat16)
+SIXTEEN: Final = (torch.float16, torch.bfloat16)
+PASSING: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
+"""Nodes that DeepSpeed lays around what a module is given and gives: they change no value."""
 
 
 @final
 class Again:
-    """One x for all the layers that read it: made for the first that asks in backward, let go of by the last."""
+    """One x for all the layers that read it: made for the first that asks in backward, let go of by the last.
 
-    def __init__(self, make: Make) -> None:
-        self._make, self._readers = make, 0
+    It holds the node of the graph that made x, so that nobody else is found by that node's number.
+    """
+
+    def __init__(self, node: Any, make: Make) -> None:
+        self._node, self._make, self._readers = node, make, 0
         self._made: Tensor | None = None
 
     def read(self) -> "Again":
@@ -35,6 +41,9 @@ class Again:
         return x
 
 
+_waiting: WeakValueDictionary[int, Again] = WeakValueDictionary()  # by the id of the node that made x
+
+
 def made_again(x: Tensor) -> Again | None:
     """x once more, from what its own graph keeps for backward; None when it keeps too little.
 
@@ -42,11 +51,16 @@ def made_again(x: Tensor) -> Again | None:
     """
     if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
         return None
-    if "lorakit_again" not in vars(x):
-        make = _maker(x.grad_fn, x.dtype)
-        vars(x)["lorakit_again"] = None if make is None else Again(make)
-    again: Again | None = vars(x)["lorakit_again"]
-    return None if again is None else again.read()
+    node: Any = x.grad_fn
+    while node is not None and node.name() in PASSING:
+        ((node, _),) = node.next_functions
+    again = _waiting.get(id(node))
+    if again is None:
+        make = _maker(node, x.dtype)
+        if make is None:
+            return None
+        again = _waiting[id(node)] = Again(node, make)
+    return again.read()
 
 
 def _kept_elsewhere() -> bool:
@@ -60,8 +74,14 @@ def _maker(node: Any, dtype: torch.dtype) -> Make | None:
 
 
 def _product(node: Any, dtype: torch.dtype) -> Make | None:
-    """a * b. Autograd keeps each factor that the other one's gradient needs; one that it does not need is made too."""
+    """a * b. Autograd keeps each factor that the other one's gradient needs; one that it does not need is made too.
+
+    A fixed factor has to be a vector: an engine may take others away until the backward of their own layer.
+    """
     (left, _), (right, _) = node.next_functions
+    fixed = node._saved_self if left is None else node._saved_other if right is None else None
+    if fixed is not None and fixed.numel() > max(fixed.shape, default=1):
+        return None
     first = (lambda: node._saved_self) if right is not None else _maker(left, dtype)
     second = (lambda: node._saved_other) if left is not None else _maker(right, dtype)
     if first is None or second is None:

@@ -45,7 +45,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.act, ctx.opened = act, None
         ctx.again = _again
-        opened = act(gate)
+        opened = act.forward(gate)  # not by its hooks: engines have some that bring parameters, and it has none
         own = opened.untyped_storage()._cdata != gate.untyped_storage()._cdata
         fits = own and torch.result_type(opened, up) == opened.dtype
         product: Tensor = opened.mul_(up) if fits else opened * up
@@ -73,4 +73,4 @@ def _opened(gate: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
     """The gate as a leaf, and what the activation makes of it."""
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
-        return leaf, act(leaf)
+        return leaf, act.forward(leaf)
