@@ -27,14 +27,18 @@ class Batch:
     num_tokens: int
     num_label_tokens: int
     row_lengths: tuple[int, ...] = ()
+    label_places: Tensor | None = None
+    """Where there is a label, all lines end to end; made by ``to`` on the host, so that no device is waited for."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on a device."""
+        places = torch.nonzero(self.labels.flatten() != IGNORED)[:, 0]
         tensors = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in (
                 ("input_ids", self.input_ids), ("labels", self.labels),
                 ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
+                ("label_places", places),
             )
         }  # fmt: skip
         return replace(self, **tensors)  # type: ignore[arg-type]

@@ -52,7 +52,10 @@ class LossModel(nn.Module):
         self.kernel: Kernel | Trial | None = None
         self.kernel_problem: str | None = None
 
-    def forward(self, labels: Tensor | None = None, row_lengths: Rows | None = None, **inputs: Tensor) -> Tensor:
+    def forward(
+        self, labels: Tensor | None = None, row_lengths: Rows | None = None, label_places: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
         """The sum of token losses, a scalar; without labels the logits (lines, tokens, vocabulary)."""
         told: dict[str, Any] = {**inputs, "use_cache": False}
         if self.by_row and row_lengths is not None:
@@ -64,11 +67,10 @@ class LossModel(nn.Module):
         if self.in_chunks:
             assert self.head is not None
             hidden: Tensor = self.model.base_model(**told)[0]  # type: ignore[operator]
-            summed: Tensor = self.head(hidden, labels)
+            summed: Tensor = self.head(hidden, labels, label_places)
             return summed
-        logits = self.model(**told).logits
-        labelled = labels != IGNORED
-        return F.cross_entropy(logits[labelled].float(), labels[labelled], reduction="sum")
+        logits, labels = labelled(self.model(**told).logits, labels, label_places)
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
@@ -79,8 +81,18 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     else:
         inputs["position_ids"] = batch.position_ids
     rows = {"row_lengths": Rows(batch.row_lengths)} if batch.row_lengths else {}
-    summed: Tensor = model(**inputs, **rows)
+    summed: Tensor = model(**inputs, **rows, label_places=batch.label_places)
     return summed
+
+
+def labelled(values: Tensor, labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """values (..., size) and labels (...) where there is a label: (labels, size) and (labels,).
+
+    ``places``: where that is; without them the device is asked, and waited for.
+    """
+    values, labels = values.flatten(0, -2), labels.flatten()
+    chosen = labels != IGNORED if places is None else places
+    return values[chosen], labels[chosen]
 
 
 @final
@@ -95,10 +107,9 @@ class LossHead(nn.Module):
         self.register_parameter("bias", head.bias)
         self.rule = rule
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, places: Tensor | None = None) -> Tensor:
         """hidden (..., width), labels (...) -> the sum of the losses where there is a label, float32."""
-        labelled = labels != IGNORED
-        hidden, labels = hidden[labelled], labels[labelled]
+        hidden, labels = labelled(hidden, labels, places)
         weight = self.get_parameter("weight")
         summed: Tensor = _SummedLoss.apply(hidden, weight, self.bias, labels, self.rule)  # type: ignore[no-untyped-call]
         return summed

@@ -69,6 +69,34 @@ def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
         assert (one - other).norm() <= 3e-5 * other.norm()  # through a whole model, which magnifies rounding
 
 
+class Asking(TorchDispatchMode):
+    """Counts operations whose output has as many values as their input says: a device is waited for to know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool]
+        by_mask = func._opname in ("index", "index_put", "index_put_", "masked_select") and masks
+        self.number += bool(func._opname == "nonzero" or by_mask)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
+    called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
+    called.in_chunks = in_chunks
+    told = batch.to(torch.device("cpu"))
+    losses = []
+    for each, expected in ((batch, True), (told, False)):
+        with Asking() as asking:
+            losses.append(loss_sum(called, each))
+            losses[-1].backward()
+        assert (asking.number > 0) is expected
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "rule", [LogitRule(), LogitRule(scale=0.25), LogitRule(cap=2.0), LogitRule(scale=3.0, cap=1.5)]
