@@ -1,6 +1,8 @@
 """Does this model keep packed rows apart, and is its loss what we take it for? Asked of the model itself."""
 
 import inspect
+import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -8,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.attention import Rows, attend_as_before, attend_row_by_row
+from lorakit.batch import IGNORED
 from lorakit.data import Batches, collate
+from lorakit.engine import Group
 from lorakit.errors import RunError
 from lorakit.loss import LossModel
 from lorakit.varlen import Trial, kernel_for
@@ -87,20 +91,34 @@ def _by_row(called: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, de
     return good
 
 
+def take_shortcuts(called: LossModel, batches: Batches, device: torch.device, group: Group) -> None:
+    """Keep of the loss in chunks and of leaving out tokens what gives the loss of the model's own logits."""
+    ways = dict.fromkeys(product((called.in_chunks, False), (called.leaves_out, False)))
+    for called.in_chunks, called.leaves_out in ways:
+        plain = not called.in_chunks and not called.leaves_out
+        if plain or not group.any(not knows_logits(called, batches, device)):
+            return
+
+
 def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> bool:
-    """Whether the loss in chunks is the loss of the model's own logits."""
-    if not called.in_chunks:
-        return False
+    """Whether the loss of every other token is that of the model's own logits.
+
+    What is left out is no number meanwhile, so that a loss in which it has any part is none either.
+    """
     good = True
     was_training = called.training
     called.eval()
+    called.left = math.nan
     for row in _probe(batches, device):
         ids = row["input_ids"]
         labels = ids.roll(-1, 1)
+        labels[:, 1::2] = IGNORED
+        places = torch.arange(0, ids.shape[1], 2, device=device)
         with torch.no_grad():
-            found = float(called(input_ids=ids, labels=labels))
+            found = float(called(input_ids=ids, labels=labels, label_places=places))
             expected = float(F.cross_entropy(called(input_ids=ids)[0].float(), labels[0], reduction="sum"))
         good = good and abs(found - expected) <= _tolerance(next(called.parameters())) * expected
+    called.left = 0.0
     called.train(was_training)
     return good
 

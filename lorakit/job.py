@@ -16,7 +16,7 @@ from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, Group, ReadInto, StepSettings
 from lorakit.errors import RunError
-from lorakit.isolation import check_positions, isolate_rows, knows_logits
+from lorakit.isolation import check_positions, isolate_rows, take_shortcuts
 from lorakit.loading import packing_facts
 from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer, learning_rate
@@ -86,7 +86,7 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
     )  # fmt: skip
     group.together(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job, adapted.base.read)
-    engine.called.in_chunks = not group.any(not knows_logits(engine.called, job.batches, engine.device))
+    take_shortcuts(engine.called, job.batches, engine.device, group)
     if recipe.data.packing:
         isolate_rows(engine.called, job.batches, engine.device)
     return replace(job, compiled=Compiled(model)) if recipe.train.compile else job

@@ -6,6 +6,7 @@ logits are never kept, so memory does not grow with vocabulary times tokens.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.attention import Rows
 from lorakit.batch import IGNORED, Batch
+from lorakit.lora.gated import choose, last_gate
 from lorakit.varlen import Kernel, Trial
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -40,7 +42,8 @@ class LogitRule:
 class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the sum of its label tokens' losses out.
 
-    ``in_chunks``: whether logits are made in chunks. ``by_row``: whether packed rows attend row by row.
+    ``in_chunks``: whether logits are made in chunks. ``leaves_out``: whether the last MLP leaves out tokens without a
+    label, and gives ``left`` for them. ``by_row``: whether packed rows attend row by row.
     ``kernel``: what then attends to all rows in one call; ``kernel_problem``: why none does, on a device that has one.
     """
 
@@ -49,6 +52,9 @@ class LossModel(nn.Module):
         self.model = model
         self.head = loss_head(model)
         self.in_chunks, self.by_row = self.head is not None, False
+        gate = last_gate(model)
+        self.leaves_out, self.left = gate is not None, 0.0
+        self._choose = None if gate is None else partial(choose, gate)
         self.kernel: Kernel | Trial | None = None
         self.kernel_problem: str | None = None
 
@@ -61,6 +67,9 @@ class LossModel(nn.Module):
         if self.by_row and row_lengths is not None:
             row_lengths.kernel = self.kernel
             told["row_lengths"] = row_lengths
+        if self._choose is not None:
+            chosen = label_places if self.leaves_out else None
+            self._choose(chosen, 0 if labels is None else labels.numel(), self.left)
         if labels is None:
             logits: Tensor = self.model(**told).logits
             return logits

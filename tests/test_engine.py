@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lorakit.data import Batches, RowSettings, prepare_rows
-from lorakit.engine import NonFiniteStep, StepSettings, open_engine
+from lorakit.engine import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.errors import LorakitError, RunError
-from lorakit.isolation import check_positions, isolate_rows, knows_logits
+from lorakit.isolation import check_positions, isolate_rows, knows_logits, take_shortcuts
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
-from lorakit.loss import LossModel
+from lorakit.loss import LossModel, loss_sum
 from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
@@ -143,6 +143,21 @@ def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_it
     called.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
 
     assert not knows_logits(called, batches(4), CPU)
+
+
+def test_tokens_are_left_out_only_where_nothing_reads_them(base: Path, batches: Any) -> None:
+    for reads_others, leaves_out in ((False, True), (True, False)):
+        called = LossModel(inject(load_base(base, torch.float32, CPU), rank=2))
+        norm = called.model.model.norm  # type: ignore[union-attr]
+        if reads_others:  # by so little that no loss would show it
+            norm.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1e-7 * inputs[0].mean(1, keepdim=True))
+
+        take_shortcuts(called, batches(4), CPU, Group())
+
+        assert called.in_chunks
+        assert called.leaves_out is leaves_out
+        loss = loss_sum(called, batches(4).step(0)[0].to(CPU))
+        assert loss.isfinite()
 
 
 def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> None:

@@ -1,6 +1,7 @@
 """The loss in chunks is the plain loss, and its gradients are the plain gradients, whatever the head."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,59 @@ def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
         assert (one - other).norm() <= 3e-5 * other.norm()  # through a whole model, which magnifies rounding
 
 
+def trained(architecture: str) -> LossModel:
+    """With an adapter that has moved."""
+    model = inject(build(architecture), rank=3)
+    for number, tensor in enumerate(adapter_tensors(model).values()):
+        tensor.data.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+    return LossModel(model)
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "olmo2", "mistral"])
+def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes(
+    architecture: str, in_chunks: bool
+) -> None:
+    called, batch = trained(architecture), a_batch().to(torch.device("cpu"))
+    tensors = list(adapter_tensors(called.model).values())
+    assert called.leaves_out
+    called.in_chunks = in_chunks
+    layers = called.model.model.layers  # type: ignore[union-attr]
+    seen: list[int] = []
+    for layer in layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, inputs, y: seen.append(y.numel() // y.shape[-1]))
+
+    found = loss_sum(called, batch)
+    gradients = torch.autograd.grad(found, tensors)
+    called.leaves_out = False
+    expected = loss_sum(called, batch)
+
+    assert seen == [22, batch.num_label_tokens, 22, 22]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for one, other in zip(gradients, torch.autograd.grad(expected, tensors), strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_logits_that_are_asked_for_leave_nothing_out() -> None:
+    called, batch = trained("llama"), a_batch().to(torch.device("cpu"))
+    expected = called(input_ids=batch.input_ids)
+    loss_sum(called, batch)
+    assert torch.equal(called(input_ids=batch.input_ids), expected)
+
+
+def test_a_micro_batch_of_labels_alone_or_of_none_leaves_nothing_out() -> None:
+    called, batch = trained("llama"), a_batch()
+    for labels in (batch.input_ids, torch.full_like(batch.labels, IGNORED)):
+        told = replace(batch, labels=labels).to(torch.device("cpu"))
+        loss_sum(called, told)
+        assert vars(called.model.model.layers[-1].mlp)["chosen"] is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt2", "gpt_neox"])
+def test_only_a_gated_mlp_right_in_the_last_layer_leaves_tokens_out(architecture: str) -> None:
+    assert not trained(architecture).leaves_out
+
+
 class Asking(TorchDispatchMode):
     """Counts operations whose output has as many values as their input says: a device is waited for to know."""
 
@@ -86,7 +140,7 @@ class Asking(TorchDispatchMode):
 @pytest.mark.parametrize("in_chunks", [True, False])
 def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
     called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
-    called.in_chunks = in_chunks
+    called.in_chunks, called.leaves_out = in_chunks, False
     told = batch.to(torch.device("cpu"))
     losses = []
     for each, expected in ((batch, True), (told, False)):

@@ -1,7 +1,8 @@
 """The gated MLP of most language models, down(act(gate(x)) * up(x)), keeping gate(x) and up(x) and nothing else.
 
 Autograd alone keeps act(gate(x)) and the product too: half of what such a layer keeps, for two passes over it.
-Recognised by its code, word for word, because what it computes must stay what it computed.
+Recognised by its code, word for word, because what it computes must stay what it computed. The last one of a model may
+leave out the tokens whose outputs nobody reads.
 """
 
 from functools import partial
@@ -32,7 +33,32 @@ def is_gated(module: nn.Module) -> bool:
     return code_of(module) in BODIES
 
 
+def last_gate(model: nn.Module) -> nn.Module | None:
+    """The gated MLP at the end of a model's layers, of whose outputs only those with a label may be needed."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0)
+    found = [child for layers in lists for child in layers[-1].children() if _keeps_less(child)]
+    return found[0] if len(found) == 1 else None
+
+
+def choose(gate: nn.Module, places: Tensor | None, num_tokens: int, left: float) -> None:
+    """Let a ``last_gate`` compute these tokens alone in the next pass and give ``left`` for others; None: all."""
+    some = places is not None and 0 < len(places) < num_tokens
+    vars(gate)["chosen"] = (places, num_tokens, left) if some else None
+
+
+def _keeps_less(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _forward
+
+
 def _forward(module: Any, x: Tensor) -> Tensor:
+    tokens = x.flatten(0, -2)
+    places, num_tokens, left = vars(module).get("chosen") or (None, 0, 0.0)
+    if places is None or len(tokens) != num_tokens:
+        return _all(module, x)
+    return torch.full_like(tokens, left).index_copy(0, places, _all(module, tokens[places])).view(x.shape)
+
+
+def _all(module: Any, x: Tensor) -> Tensor:
     made: Tensor = _Gated.apply(module.gate_proj(x), module.up_proj(x), module.act_fn)  # type: ignore[no-untyped-call]
     down: Tensor = module.down_proj(made)
     return down
