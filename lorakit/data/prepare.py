@@ -66,12 +66,19 @@ class TokenRows:
         return len(self.lengths)
 
     def ids(self, row: int) -> np.ndarray:
-        found: np.ndarray = self._cell(row, "input_ids").values.to_numpy()
-        return found
+        held, start, stop = self._held(row, "input_ids")
+        return np.frombuffer(held, np.int32)[start:stop]
 
     def learnt(self, row: int) -> np.ndarray:
-        found: np.ndarray = self._cell(row, "learnt").values.to_numpy(zero_copy_only=False)
-        return found
+        held, start, stop = self._held(row, "learnt")  # a bit each
+        return np.unpackbits(np.frombuffer(held, np.uint8)[start // 8 : -(-stop // 8)], bitorder="little")[
+            start % 8 : start % 8 + stop - start
+        ].view(bool)
+
+    def _held(self, row: int, column: str) -> tuple[Any, int, int]:
+        """The memory of a block's values, and where the row's are; pyarrow's own way to numpy imports pandas."""
+        values = self._cell(row, column).values
+        return values.buffers()[1], values.offset, values.offset + len(values)
 
     def where(self, row: int) -> str:
         return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
