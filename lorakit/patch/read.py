@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from lorakit.patch.stored import StoredTensors
 from lorakit.patch.tensor_file import open_tensors
 
 MAX_SIDECAR_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 
 
 def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
@@ -30,9 +31,7 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     """
     path, config = _located(Path(folder), caps)
     patch = assemble(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
-    with open(path, "rb") as content:
-        found = _check_digest(path, iter(lambda: content.read(1 << 24), b""))
-    return replace(patch, digest=found)
+    return replace(patch, digest=_check_digest(path, _blocks(path)))
 
 
 def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
@@ -71,6 +70,14 @@ def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
             f' save_file({{k: v.contiguous().clone() for k, v in t.items()}}, {str(path)!r})"'
         )
     return path, config
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, in memory that is used again for the next ones."""
+    held = memoryview(bytearray(BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(held):
+            yield held[:size]
 
 
 def _check_digest(path: Path, content: Iterable[bytes | memoryview]) -> str:

@@ -17,7 +17,7 @@ from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.names import expert_modules, rows_key, update_key, whole_key
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
-from lorakit.patch.read import read_patch
+from lorakit.patch.read import open_patch
 from lorakit.patch.tensor_file import write_tensors
 
 
@@ -27,14 +27,18 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     ``card``: the README.md; one is written from the facts when it is not given.
 
     Raises:
-        PatchError: a patch or a README.md of others is there and ``overwrite`` is off, or the settings would not
-        give every layer its rank and alpha back. TryAgainLater: the disk is full; what was there is kept.
+        PatchError: a patch or a README.md of others is there and ``overwrite`` is off, a value is not finite, or the
+        settings would not give every layer its rank and alpha back; nothing was written.
+        TryAgainLater: the disk is full; what was there is kept.
     """
     folder = Path(folder)
     if not overwrite:
         _check_free(folder)
     _check_settings(folder, patch)
     keys = keyed_tensors(patch)
+    for key, tensor in keys.items():
+        if not is_finite(tensor):
+            raise PatchError(f"{key} holds values that are not finite; nothing was saved")
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.facts, sort_keys=True)} if patch.facts else {})
     hashing = _Hashing()
 
@@ -56,7 +60,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if read_patch(folder).digest != hashing.digests()["xxh3_128"]:
+    if open_patch(folder).digest != hashing.digests()["xxh3_128"]:
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
 
