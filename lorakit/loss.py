@@ -5,6 +5,8 @@ logits are never kept, so memory does not grow with vocabulary times tokens.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -42,8 +44,8 @@ class LogitRule:
 class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the sum of its label tokens' losses out.
 
-    ``in_chunks``: whether logits are made in chunks. ``leaves_out``: whether the last MLP leaves out tokens without a
-    label, and gives ``left`` for them. ``by_row``: whether packed rows attend row by row.
+    ``in_chunks``: whether logits are made in chunks. ``leaves_out``: whether the last MLP may leave out tokens with no
+    label. ``by_row``: whether packed rows attend row by row.
     ``kernel``: what then attends to all rows in one call; ``kernel_problem``: why none does, on a device that has one.
     """
 
@@ -53,10 +55,23 @@ class LossModel(nn.Module):
         self.head = loss_head(model)
         self.in_chunks, self.by_row = self.head is not None, False
         gate = last_gate(model)
-        self.leaves_out, self.left = gate is not None, 0.0
-        self._choose = None if gate is None else partial(choose, gate)
+        self.leaves_out, self._choose = gate is not None, None if gate is None else partial(choose, gate)
+        self._left: float | None = None
         self.kernel: Kernel | Trial | None = None
         self.kernel_problem: str | None = None
+
+    @contextmanager
+    def leaving_out(self, left: float = 0.0) -> Iterator[None]:
+        """Around forward and backward: ``left`` is what the last MLP gives for tokens it leaves out, if it may."""
+        if self._choose is None or not self.leaves_out:
+            yield
+            return
+        self._left = left
+        try:
+            yield
+        finally:
+            self._left = None
+            self._choose(None, 0, 0.0)
 
     def forward(
         self, labels: Tensor | None = None, row_lengths: Rows | None = None, label_places: Tensor | None = None,
@@ -67,9 +82,8 @@ class LossModel(nn.Module):
         if self.by_row and row_lengths is not None:
             row_lengths.kernel = self.kernel
             told["row_lengths"] = row_lengths
-        if self._choose is not None:
-            chosen = label_places if self.leaves_out else None
-            self._choose(chosen, 0 if labels is None else labels.numel(), self.left)
+        if self._choose is not None and self._left is not None:
+            self._choose(label_places, 0 if labels is None else labels.numel(), self._left)
         if labels is None:
             logits: Tensor = self.model(**told).logits
             return logits

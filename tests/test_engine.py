@@ -15,7 +15,7 @@ from lorakit.errors import LorakitError, RunError
 from lorakit.isolation import check_positions, isolate_rows, knows_logits, take_shortcuts
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
-from lorakit.loss import LossModel, loss_sum
+from lorakit.loss import LossModel
 from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
@@ -156,8 +156,6 @@ def test_tokens_are_left_out_only_where_nothing_reads_them(base: Path, batches: 
 
         assert called.in_chunks
         assert called.leaves_out is leaves_out
-        loss = loss_sum(called, batches(4).step(0)[0].to(CPU))
-        assert loss.isfinite()
 
 
 def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> None:

@@ -92,9 +92,9 @@ def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes
     for layer in layers:
         layer.mlp.up_proj.register_forward_hook(lambda module, inputs, y: seen.append(y.numel() // y.shape[-1]))
 
-    found = loss_sum(called, batch)
-    gradients = torch.autograd.grad(found, tensors)
-    called.leaves_out = False
+    with called.leaving_out():
+        found = loss_sum(called, batch)
+        gradients = torch.autograd.grad(found, tensors)
     expected = loss_sum(called, batch)
 
     assert seen == [22, batch.num_label_tokens, 22, 22]
@@ -103,19 +103,23 @@ def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-def test_logits_that_are_asked_for_leave_nothing_out() -> None:
+def test_logits_that_are_asked_for_leave_nothing_out_nor_does_the_model_afterwards() -> None:
     called, batch = trained("llama"), a_batch().to(torch.device("cpu"))
     expected = called(input_ids=batch.input_ids)
-    loss_sum(called, batch)
-    assert torch.equal(called(input_ids=batch.input_ids), expected)
+    with called.leaving_out():
+        loss_sum(called, batch)
+        assert torch.equal(called(input_ids=batch.input_ids), expected)
+        loss_sum(called, batch)
+    assert torch.equal(called.model(input_ids=batch.input_ids, use_cache=False).logits, expected)
 
 
 def test_a_micro_batch_of_labels_alone_or_of_none_leaves_nothing_out() -> None:
     called, batch = trained("llama"), a_batch()
     for labels in (batch.input_ids, torch.full_like(batch.labels, IGNORED)):
         told = replace(batch, labels=labels).to(torch.device("cpu"))
-        loss_sum(called, told)
-        assert vars(called.model.model.layers[-1].mlp)["chosen"] is None  # type: ignore[union-attr]
+        with called.leaving_out():
+            loss_sum(called, told)
+            assert vars(called.model.model.layers[-1].mlp)["chosen"] is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt2", "gpt_neox"])
@@ -140,7 +144,7 @@ class Asking(TorchDispatchMode):
 @pytest.mark.parametrize("in_chunks", [True, False])
 def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
     called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
-    called.in_chunks, called.leaves_out = in_chunks, False
+    called.in_chunks = in_chunks
     told = batch.to(torch.device("cpu"))
     losses = []
     for each, expected in ((batch, True), (told, False)):

@@ -125,7 +125,8 @@ class SteppingEngine(ABC):
 
     def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], labels: float) -> list[Tensor]:
         losses = []
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.called.leaving_out():
             for number, batch in enumerate(micro_batches):
                 place = number * self.world_size + self.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, place))
@@ -145,7 +146,7 @@ class SteppingEngine(ABC):
         total, num_label_tokens = 0.0, 0
         self._forward.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.called.leaving_out():
                 for batch in micro_batches:
                     if self.group.any(stop()):
                         return None
