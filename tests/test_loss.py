@@ -113,13 +113,24 @@ def test_logits_that_are_asked_for_leave_nothing_out_nor_does_the_model_afterwar
     assert torch.equal(called.model(input_ids=batch.input_ids, use_cache=False).logits, expected)
 
 
-def test_a_micro_batch_of_labels_alone_or_of_none_leaves_nothing_out() -> None:
+def test_a_micro_batch_of_labels_alone_or_of_none_has_the_same_graph() -> None:
+    """Engines gather in the order of the graph, and ranks have other rows."""
     called, batch = trained("llama"), a_batch()
-    for labels in (batch.input_ids, torch.full_like(batch.labels, IGNORED)):
+    graphs, losses = [], []
+    for labels in (batch.labels, batch.input_ids, torch.full_like(batch.labels, IGNORED)):
         told = replace(batch, labels=labels).to(torch.device("cpu"))
         with called.leaving_out():
-            loss_sum(called, told)
-            assert vars(called.model.model.layers[-1].mlp)["chosen"] is None  # type: ignore[union-attr]
+            losses.append(loss_sum(called, told))
+        graphs.append(nodes(losses[-1].grad_fn))
+        losses[-1].backward()
+        assert losses[-1] == loss_sum(called, told)
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert losses[2] == 0
+
+
+def nodes(node: Any) -> list[Any]:
+    """A graph by the names of its nodes."""
+    return [] if node is None else [node.name(), *(nodes(more) for more, _ in node.next_functions)]
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt2", "gpt_neox"])

@@ -41,9 +41,13 @@ def last_gate(model: nn.Module) -> nn.Module | None:
 
 
 def choose(gate: nn.Module, places: Tensor | None, num_tokens: int, left: float) -> None:
-    """Let a ``last_gate`` compute these tokens alone in the next pass and give ``left`` for others; None: all."""
-    some = places is not None and 0 < len(places) < num_tokens
-    vars(gate)["chosen"] = (places, num_tokens, left) if some else None
+    """Let a ``last_gate`` compute these tokens alone in the next pass and give ``left`` for others; None: all.
+
+    One token where there is none to choose, and a choice also of all: ranks whose graphs differ gather in other orders.
+    """
+    if places is not None and not len(places):
+        places = places.new_zeros(1)
+    vars(gate)["chosen"] = None if places is None else (places, num_tokens, left)
 
 
 def _keeps_less(module: nn.Module) -> bool:
