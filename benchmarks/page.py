@@ -1,13 +1,17 @@
-"""Writes the tables and the picture of docs/performance.md from a kept result: `python -m benchmarks.page RESULT`."""
+"""Writes the tables and the picture of docs/performance.md from kept results: `python -m benchmarks.page RESULT ...`.
+
+Targets of all of them, one beside the other; sides and picture of the first.
+"""
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import TARGETS
 from benchmarks.step import over_weights
-from benchmarks.targets import measured
+from benchmarks.targets import Target
 from benchmarks.turns import middle
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -16,13 +20,28 @@ BEGIN, END = "<!-- written by benchmarks/page.py -->", "<!-- to here -->"
 WORKS = {"even": "4 rows of 256 tokens, all learnt", "half": "the same, half learnt", "chat": "8 rows of mixed lengths"}
 
 
-def targets(found: dict[str, Any]) -> list[str]:
-    """Every target and what was measured."""
-    lines = ["| row | figure | target | measured | |", "|---|---|---|---|---|"]
-    for target, value in measured(TARGETS, found):
-        met = "met" if target.met(value) else "**missed**"
-        lines.append(f"| {target.row} | {target.figure} | {target.words()} | {value:.3f} | {met} |")
+def targets(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Every target and what was measured; what misses it is bold."""
+    machines = [found["hardware"] for found in results]
+    lines = ["| row | figure | target | " + " | ".join(machines) + " |", "|---" * (3 + len(machines)) + "|"]
+    for target in TARGETS:
+        told = [told_of(target, target.of(found)) for found in results]
+        lines.append(f"| {target.row} | {target.figure} | {target.words()} | {' | '.join(told)} |")
     return lines
+
+
+def told_of(target: Target, value: float | None) -> str:
+    """A cell of the table."""
+    return "" if value is None else f"{value:.3f}" if target.met(value) else f"**{value:.3f}**"
+
+
+def header(path: Path, found: dict[str, Any]) -> str:
+    """Where, when and with what a result was measured."""
+    versions = found["versions"]
+    return (
+        f"- {found['hardware']}, {found['threads']} threads, torch {versions['torch']}, transformers"
+        f" {versions['transformers']}, PEFT {versions['peft']}, {found['date']} (`benchmarks/results/{path.name}`)"
+    )
 
 
 def steps(found: dict[str, Any]) -> list[str]:
@@ -62,20 +81,18 @@ def draw(found: dict[str, Any]) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
-def write(path: Path) -> None:
+def write(paths: Sequence[Path]) -> None:
     """The part of the page between its marks."""
-    found = json.loads(path.read_text())
-    told = (
-        f"{found['hardware']}, {found['threads']} threads, torch {found['versions']['torch']}, transformers"
-        f" {found['versions']['transformers']}, PEFT {found['versions']['peft']}, {found['date']}"
-        f" (`benchmarks/results/{path.name}`):"
-    )
-    body = [BEGIN, told, "", *targets(found), "", "![tokens per second and memory](performance.png)", "", *steps(found)]
+    results = [json.loads(path.read_text()) for path in paths]
+    body = [
+        BEGIN, *map(header, paths, results), "", *targets(results), "",
+        f"![tokens per second and memory](performance.png)\n\nOn {results[0]['hardware']}:", "", *steps(results[0]),
+    ]  # fmt: skip
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(before + "\n".join(body) + "\n" + END + after)
-    draw(found)
+    draw(results[0])
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write([Path(name) for name in sys.argv[1:]])
