@@ -30,6 +30,7 @@ from lorakit.patch import (
     open_patch,
     read_patch,
     save_patch,
+    write_patch,
 )  # fmt: skip
 from lorakit.patch.patch import is_finite
 from lorakit.patch.tensor_file import open_tensors, write_tensors
@@ -97,6 +98,15 @@ def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -
     assert not (tmp_path / "patch").exists()
     with pytest.raises(PatchError, match="has no adapter"):
         save_patch(load_base(base, torch.float32, CPU), tmp_path / "patch")
+
+
+def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: Path, tmp_path: Path) -> None:
+    held = read_patch(patch)
+    next(iter(next(iter(held.layers.values())).tensors.values())).view(-1)[0] = float("inf")
+
+    with pytest.raises(PatchError, match=r"lora_A.weight holds values that are not finite; nothing was saved"):
+        write_patch(tmp_path / "again", held)
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(

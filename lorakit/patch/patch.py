@@ -4,7 +4,7 @@ The folder is a patch when it holds ``adapter_config.json``; that file is writte
 patch is ever visible. lorakit's facts (base fingerprint, recipe, digests, versions) are in the tensor file's metadata.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -113,6 +113,17 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.numel() or bool(tensor.sum(dtype=torch.float32).isfinite()):
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Passes when none of these, by their names, holds an infinity or what is not a number.
+
+    Raises:
+        PatchError: one does, which is about to be saved.
+    """
+    for name, tensor in tensors:
+        if not is_finite(tensor):
+            raise PatchError(f"{name} holds values that are not finite; nothing was saved")
 
 
 def check_plain(patch: Patch, what: str) -> None:

@@ -16,7 +16,7 @@ from lorakit.errors import PatchError
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.names import expert_modules, rows_key, update_key, whole_key
-from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
+from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
 from lorakit.patch.read import open_patch
 from lorakit.patch.tensor_file import write_tensors
 
@@ -36,9 +36,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         _check_free(folder)
     _check_settings(folder, patch)
     keys = keyed_tensors(patch)
-    for key, tensor in keys.items():
-        if not is_finite(tensor):
-            raise PatchError(f"{key} holds values that are not finite; nothing was saved")
+    check_finite(keys.items())
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.facts, sort_keys=True)} if patch.facts else {})
     hashing = _Hashing()
 
@@ -123,10 +121,8 @@ def new_patch(
     whole, rows = dict(whole or {}), dict(rows or {})
     if not layers:
         raise PatchError("a patch without updates: there is nothing to save")
-    for name, tensor in [*((f"{m}.{p}", t) for m, layer in layers.items() for p, t in layer.tensors.items()),
-                         *whole.items(), *((name, held.tensor) for name, held in rows.items())]:  # fmt: skip
-        if not is_finite(tensor):
-            raise PatchError(f"{name} holds values that are not finite; nothing was saved")
+    check_finite((f"{module}.{part}", t) for module, layer in layers.items() for part, t in layer.tensors.items())
+    check_finite([*whole.items(), *((name, held.tensor) for name, held in rows.items())])
     method = next(iter(layers.values())).method
     raw = config_json(
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
