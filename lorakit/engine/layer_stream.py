@@ -76,6 +76,11 @@ def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
     return [one for one in (StreamedLayer(names, layer) for layer in layers_of(model)) if one.nbytes]
 
 
+def ids_of(layers: Sequence[StreamedLayer]) -> set[int]:
+    """Of the tensors on meta, by which they are told from the others."""
+    return {id(tensor) for layer in layers for tensor in layer.tensors()}
+
+
 class Source(Protocol):
     """Where the values of layers come from."""
 

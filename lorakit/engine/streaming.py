@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
+from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, ids_of, streamed_layers
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to
@@ -28,13 +28,13 @@ class StreamingEngine(WholeEngine):
             raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
         source = FromHost(read, layers) if self.device.type == "cuda" else FromFiles(read)
         self._stream = LayerStream(layers, source, self.device)
-        fill_others(called, {id(tensor) for layer in layers for tensor in layer.tensors()}, read, self.device)
+        fill_others(called, ids_of(layers), read, self.device)
         self._optimizer = build(adapter_tensors(called.model))
         return called
 
     def rests(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
-        streamed = {id(tensor) for layer in layers for tensor in layer.tensors()}
+        streamed = ids_of(layers)
         return sum(p.nbytes for p in base if id(p) not in streamed) + 2 * max((one.nbytes for one in layers), default=0)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

@@ -122,11 +122,7 @@ def _accepts(recipe: Recipe, backend: str) -> bool:
 
 def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:
     """What a backend would do of the recipe's offloading."""
-    asked = parallel.offload
-    if isinstance(asked, OffloadSection):
-        places = asked
-    else:
-        places = OffloadSection(optimizer="none" if asked == "stream" else asked, parameters=asked)
+    places = parallel.model_copy(update={"backend": backend}).offloads
     if places.streams:
         return OffloadSection(parameters="stream" if backend == "single" else "none")
     if backend in ("single", "ddp"):
