@@ -12,8 +12,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lorakit.durable import digest
 from lorakit.errors import MergeError, PatchError, nearest
+from lorakit.files.atomic import digest
 from lorakit.lora.algebra import Found, summed, thinned
 from lorakit.model import TOKENIZER_FILES
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch

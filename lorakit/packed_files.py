@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
-from lorakit.patch.base_files import BaseFiles, read_json
-from lorakit.patch.tensor_file import Entry
+from lorakit.files.base_files import BaseFiles, read_json
+from lorakit.files.safetensors import Entry
 from lorakit.quant import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
 
 STATE: Final = ".quant_state.bitsandbytes__"

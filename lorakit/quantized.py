@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, nearest
+from lorakit.files.base_files import open_base_files
 from lorakit.lora.kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.model import load_base
 from lorakit.origin import ORIGIN, Stored
 from lorakit.packed_files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
-from lorakit.patch.base_files import open_base_files
 from lorakit.quant import PACKINGS, Packed, Packing, QuantLinear, floats, pack
 from lorakit.sharded import BaseTensors, load_hollow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.data import Ahead
-from lorakit.durable import disk_full_is_temporary, sweep_folder
 from lorakit.engine import Engine, NonFiniteStep
 from lorakit.engine.joined import joined
 from lorakit.errors import RunError, TryAgainLater
+from lorakit.files.atomic import disk_full_is_temporary, sweep_folder
 from lorakit.finish import already_finished, discard, finish
 from lorakit.job import Job, assemble
 from lorakit.recipe import Recipe

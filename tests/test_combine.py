@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lorakit
 from lorakit.combine import combine
-from lorakit.durable import digest
 from lorakit.errors import LorakitError, MergeError, PatchError
+from lorakit.files.atomic import digest
 from lorakit.lora import algebra
 from lorakit.lora.algebra import LowRank
 from lorakit.model import load_base

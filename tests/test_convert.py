@@ -24,11 +24,11 @@ from lorakit.convert.kept import Origin
 from lorakit.convert.kohya import read_kohya, write_kohya
 from lorakit.convert.options import Base, Options
 from lorakit.convert.scales import PLAIN, exact_alpha
-from lorakit.durable import digest
 from lorakit.errors import BaseModelError, PatchError, TryAgainLater
+from lorakit.files.atomic import digest
+from lorakit.files.safetensors import open_tensors
 from lorakit.lora import METHODS
 from lorakit.patch import PatchLayer, Shapes, check_base, new_patch, read_patch, write_patch
-from lorakit.patch.tensor_file import open_tensors
 from tests.models import build, outputs
 from tests.test_merge import make_patch
 

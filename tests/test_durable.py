@@ -8,13 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.durable import committed_folder, remove_folder, sweep, verifies, write_file, write_files, write_manifest
 from lorakit.errors import TryAgainLater
+from lorakit.files.atomic import (
+    committed_folder,
+    remove_folder,
+    sweep,
+    verifies,
+    write_file,
+    write_files,
+    write_manifest,
+)
 
 DIES_AFTER = """
 import os, sys
 from pathlib import Path
-from lorakit.durable import committed_folder, write_files, write_manifest
+from lorakit.files.atomic import committed_folder, write_files, write_manifest
 target, left = Path(sys.argv[1]), int(sys.argv[2])
 def count(event, arguments=None):
     global left

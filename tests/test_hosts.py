@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.patch.tensor_file import open_tensors
+from lorakit.files.safetensors import open_tensors
 from lorakit.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread, pytest.mark.attack]

@@ -18,6 +18,7 @@ from torch import nn
 
 import lorakit
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
+from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.model import find_base, load_base, load_skeleton
 from lorakit.patch import (
@@ -33,7 +34,6 @@ from lorakit.patch import (
     write_patch,
 )  # fmt: skip
 from lorakit.patch.patch import is_finite
-from lorakit.patch.tensor_file import open_tensors, write_tensors
 from tests.conftest import make_base
 
 CPU = torch.device("cpu")
@@ -277,7 +277,7 @@ def test_a_patch_that_asks_for_too_much_is_refused_before_it_is_read(
     def never(*arguments: Any) -> None:
         raise AssertionError("tensors were read")
 
-    monkeypatch.setattr("lorakit.patch.tensor_file._read_in_parallel", never)
+    monkeypatch.setattr("lorakit.files.safetensors._read_in_parallel", never)
     for read in (read_patch, open_patch, lambda folder, caps: model.load_adapter("x", folder, caps=caps)):
         with pytest.raises(PatchError, match=message):
             read(patch, caps)

@@ -16,12 +16,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from lorakit.errors import BaseModelError
+from lorakit.files.base_files import open_base_files
+from lorakit.files.safetensors import write_tensors
 from lorakit.lora import inject
 from lorakit.lora.inject import adapter_tensors
 from lorakit.model import load_base, load_skeleton
 from lorakit.origin import ORIGIN, Computed, Origin, Stored, Woven, origin_of, traced
-from lorakit.patch.base_files import open_base_files
-from lorakit.patch.tensor_file import write_tensors
 from lorakit.sharded import BaseTensors, load_hollow
 from tests.models import ARCHITECTURES, SMALL
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from lorakit.files.safetensors import open_tensors
 from lorakit.model import load_skeleton
-from lorakit.patch.tensor_file import open_tensors
 from lorakit.plan.process import measured
 from lorakit.run.metrics import read_metrics
 from tests.conftest import make_base

@@ -48,7 +48,7 @@ def _launch(options: argparse.Namespace) -> int:
     if options.out is None:
         print(text, end="")
         return 0
-    from lorakit.durable import write_file
+    from lorakit.files.atomic import write_file
 
     write_file(Path(options.out), text)
     return 0

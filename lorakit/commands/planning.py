@@ -29,7 +29,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.gpu is None and alone:
         raise LorakitError(f"{', '.join(alone)}: describes a machine; name its GPU with --gpu")
     recipe = load_recipe(options.recipe, tuple(options.overrides))
-    from lorakit.durable import write_file
+    from lorakit.files.atomic import write_file
     from lorakit.plan import described as machine_of
     from lorakit.plan import run
 

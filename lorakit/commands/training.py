@@ -46,7 +46,7 @@ def _schema(options: argparse.Namespace) -> int:
     if options.out is None:
         print(schema_text(), end="")
         return 0
-    from lorakit.durable import write_file
+    from lorakit.files.atomic import write_file
 
     write_file(Path(options.out), schema_text())
     return 0

@@ -16,9 +16,9 @@ from lorakit.convert.options import Options
 from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
 from lorakit.convert.scales import PLAIN
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch import Patch
 from lorakit.patch.config import PatchConfig, config_json, parse_config
-from lorakit.patch.tensor_file import TensorFile
 
 SUFFIXES: Final[Suffixes] = {
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",

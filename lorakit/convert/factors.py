@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch import Caps
 from lorakit.patch.patch import FLOATS
-from lorakit.patch.tensor_file import TensorFile
 
 Suffixes = Mapping[str, str]
 """end of a key -> part: ``lora_A``, ``lora_B``, ``alpha`` or ``bias``"""

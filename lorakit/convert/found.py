@@ -12,9 +12,9 @@ from lorakit.convert.factors import Pair
 from lorakit.convert.kept import Kept, Origin, read_kept
 from lorakit.convert.options import Base, Options
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile
 from lorakit.lora.kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch
-from lorakit.patch.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)

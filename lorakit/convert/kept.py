@@ -13,9 +13,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile, tensor_bytes
 from lorakit.patch import Patch
 from lorakit.patch.config import parse_config
-from lorakit.patch.tensor_file import TensorFile, tensor_bytes
 from lorakit.version import VERSION
 
 FACTS: Final = "lorakit"

@@ -17,9 +17,9 @@ from lorakit.convert.options import Base, Options
 from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
 from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError, nearest
+from lorakit.files.safetensors import TensorFile
 from lorakit.lora.kinds import EMBEDDING
 from lorakit.patch import Patch
-from lorakit.patch.tensor_file import TensorFile
 
 SUFFIXES: Final[Suffixes] = {".lora_down.weight": "lora_A", ".lora_up.weight": "lora_B", ".alpha": "alpha"}
 PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_")

@@ -18,9 +18,9 @@ from lorakit.convert.options import Options
 from lorakit.convert.places import refuse_wholes, write_single
 from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile
 from lorakit.lora.kinds import EMBEDDING
 from lorakit.patch import Patch
-from lorakit.patch.tensor_file import TensorFile
 
 SUFFIXES: Final[Suffixes] = {".lora_A": "lora_A", ".lora_B": "lora_B", ".bias": "bias"}
 LIKE_AN_EMBEDDING: Final = re.compile(r"emb|wte|wpe")

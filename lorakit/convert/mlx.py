@@ -16,10 +16,10 @@ from lorakit.convert.kept import Origin, metadata_of
 from lorakit.convert.options import Options
 from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
 from lorakit.convert.scales import exact_alpha
-from lorakit.durable import committed_folder, write_json
 from lorakit.errors import PatchError, nearest
+from lorakit.files.atomic import committed_folder, write_json
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch import Caps, Patch
-from lorakit.patch.tensor_file import TensorFile
 
 SUFFIXES: Final[Suffixes] = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 TENSOR_FILE: Final = "adapters.safetensors"

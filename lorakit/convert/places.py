@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorakit.durable import write_files
 from lorakit.errors import PatchError
+from lorakit.files.atomic import write_files
+from lorakit.files.safetensors import write_tensors
 from lorakit.patch import Patch
-from lorakit.patch.tensor_file import write_tensors
 
 
 def refuse_wholes(patch: Patch, to: str, *, but: str | None = None) -> None:

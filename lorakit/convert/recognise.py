@@ -8,11 +8,11 @@ from typing import Final
 from lorakit.convert import diffusers, kohya, loralib, mlx
 from lorakit.convert.factors import HALVES, Suffixes, foreign, variant
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile, open_tensors
 from lorakit.patch import Caps
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.names import PREFIX
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.tensor_file import TensorFile, open_tensors
 
 PICKLES: Final = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 TABLES: Final[dict[str, Suffixes]] = {

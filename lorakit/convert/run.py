@@ -14,11 +14,11 @@ from lorakit.convert.loralib import read_loralib, write_loralib
 from lorakit.convert.mlx import read_mlx, write_mlx
 from lorakit.convert.options import Options, open_base
 from lorakit.convert.recognise import recognise
-from lorakit.durable import digest
 from lorakit.errors import PatchError, nearest
+from lorakit.files.atomic import digest
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
 from lorakit.patch.patch import TENSOR_FILE, check_plain
-from lorakit.patch.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import tokenizers
 
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.rows import BadRow, Source, find_sources, read_rows
-from lorakit.durable import MANIFEST, committed_folder, verifies, write_json, write_manifest
 from lorakit.errors import DataError
+from lorakit.files.atomic import MANIFEST, committed_folder, verifies, write_json, write_manifest
 
 FORMAT: Final = 1  # change it whenever the same row would give other tokens
 SHOWN_BAD_ROWS: Final = 10

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import json_text
+from lorakit.files.atomic import json_text
+from lorakit.files.base_files import INDEX, read_json
 from lorakit.merge.plan import Plan
 from lorakit.model import TOKENIZER_FILES
 from lorakit.patch import BaseFiles
-from lorakit.patch.base_files import INDEX, read_json
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES: Final = "additional_chat_templates"

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lorakit.files.safetensors import TensorFile
 from lorakit.lora.experts import expert_factors
 from lorakit.lora.kinds import CONV1D, LINEAR, Kind
 from lorakit.lora.merging import RowMerger, Update, norm_of_sum, rows_update
 from lorakit.merge.experts import ExpertPlace
 from lorakit.merge.unpacked import rewritten
 from lorakit.patch import Patch
-from lorakit.patch.tensor_file import TensorFile
 
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

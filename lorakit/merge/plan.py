@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from lorakit.errors import MergeError
+from lorakit.files.safetensors import TensorFile
 from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR
 from lorakit.merge.experts import expert_places
 from lorakit.merge.parts import MERGEABLE, Part, Piece, Weighted
 from lorakit.merge.places import Places
 from lorakit.merge.vocabulary import Vocabulary, plan_vocabulary
 from lorakit.patch import BaseFiles, Patch, Shapes, check_fits
-from lorakit.patch.tensor_file import TensorFile
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

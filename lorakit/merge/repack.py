@@ -8,12 +8,12 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from lorakit.durable import json_text
+from lorakit.files.atomic import json_text
+from lorakit.files.base_files import INDEX, read_json
+from lorakit.files.safetensors import TensorFile, header_bytes, open_tensors, tensor_bytes
 from lorakit.merge.unpacked import Seen
 from lorakit.packed_files import BYTE_ROWS, METHOD, STATE
 from lorakit.patch import open_base_files
-from lorakit.patch.base_files import INDEX, read_json
-from lorakit.patch.tensor_file import TensorFile, header_bytes, open_tensors, tensor_bytes
 from lorakit.quant import BLOCK, NESTED_BLOCK, Packing, code_tables, pack
 
 STATE_BYTES: Final = 256

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import digest, stamp, write_json
 from lorakit.errors import MergeError, TryAgainLater
+from lorakit.files.atomic import digest, stamp, write_json
 from lorakit.merge.compare import measure_error
 from lorakit.merge.folder import write_rest
 from lorakit.merge.parts import Weighted

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 
 from lorakit.errors import MergeError
+from lorakit.files.safetensors import TensorFile, framed, header_bytes
 from lorakit.merge.parts import Piece
 from lorakit.merge.piece import write_piece
-from lorakit.patch.tensor_file import TensorFile, framed, header_bytes
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4

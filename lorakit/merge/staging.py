@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lorakit.durable import commit_folder, disk_full_is_temporary, stamp, sync_file, write_json
 from lorakit.errors import LorakitError, MergeError, TryAgainLater
+from lorakit.files.atomic import commit_folder, disk_full_is_temporary, stamp, sync_file, write_json
 
 Lines = list[dict[str, Any]]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError
+from lorakit.files.safetensors import Entry, RangeReader, TensorFile
 from lorakit.packed_files import StoredPacked, promised, stored_packed, stored_tensors
 from lorakit.patch import BaseFiles, Patch
-from lorakit.patch.tensor_file import Entry, RangeReader, TensorFile
 from lorakit.quant import Packing, pack, unpack
 
 CPU: Final = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
-from lorakit.patch.base_files import BaseFiles, open_base_files
+from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unchecked
 from lorakit.patch.fits import Shapes, check_fits
 from lorakit.patch.gathered import adapter_patch

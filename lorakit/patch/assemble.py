@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lorakit.errors import PatchError, nearest
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch.config import PatchConfig
 from lorakit.patch.names import (
     EMBEDDING_PARTS,
@@ -25,7 +26,6 @@ from lorakit.patch.names import (
 )
 from lorakit.patch.patch import FLOATS, Caps, Patch, PatchLayer, TokenRows
 from lorakit.patch.stored import StoredTensors
-from lorakit.patch.tensor_file import TensorFile
 
 
 def assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -> Patch:

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, PatchError
-from lorakit.patch.base_files import BaseFiles, open_base_files, read_json
+from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.patch.patch import Patch
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"

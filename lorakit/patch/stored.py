@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from lorakit.errors import PatchError
+from lorakit.files.safetensors import TensorFile
 from lorakit.patch.patch import is_finite
-from lorakit.patch.tensor_file import TensorFile
 
 
 class StoredTensors(Mapping[str, Tensor]):

@@ -11,14 +11,14 @@ from typing import Any, BinaryIO
 import xxhash
 from torch import Tensor
 
-from lorakit.durable import committed_folder, json_text, sync_folder, write_files
 from lorakit.errors import PatchError
+from lorakit.files.atomic import committed_folder, json_text, sync_folder, write_files
+from lorakit.files.safetensors import write_tensors
 from lorakit.patch.card import model_card
 from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.names import expert_modules, rows_key, update_key, whole_key
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
 from lorakit.patch.read import open_patch
-from lorakit.patch.tensor_file import write_tensors
 
 
 def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, card: str | None = None) -> Path:

@@ -16,11 +16,11 @@ from torch import nn
 
 from lorakit.adapting import adapter_spec
 from lorakit.engine.layers import layer_groups
+from lorakit.files.base_files import INDEX, SINGLE
+from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.model import load_skeleton
-from lorakit.patch.base_files import INDEX, SINGLE
-from lorakit.patch.tensor_file import DTYPES, MAX_HEADER_BYTES
 from lorakit.plan.packing import bytes_to_pack, facts_of, pack_skeleton
 from lorakit.recipe import AdapterSection, BaseSection
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lorakit.durable import write_file
+from lorakit.files.atomic import write_file
 
 
 class Metrics:

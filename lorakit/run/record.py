@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.durable import write_json
 from lorakit.errors import RunError
+from lorakit.files.atomic import write_json
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.version import VERSION
 

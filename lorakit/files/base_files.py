@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import BaseModelError, PatchError, nearest
-from lorakit.patch.tensor_file import Entry, TensorFile, open_tensors
+from lorakit.files.safetensors import Entry, TensorFile, open_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
