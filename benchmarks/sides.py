@@ -13,12 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lorakit.attention import attend_row_by_row
 from lorakit.engine import Group, StepSettings
 from lorakit.engine.single import WholeEngine
 from lorakit.lora import adapter_tensors, inject
+from lorakit.ops.packed_attention import attend_row_by_row
+from lorakit.ops.varlen import kernel_for
 from lorakit.optim import build_optimizer
-from lorakit.varlen import kernel_for
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.attention import Rows, attend_as_before, attend_row_by_row
 from lorakit.batch import IGNORED
 from lorakit.data import Batches, collate
 from lorakit.engine import Group
 from lorakit.errors import RunError
 from lorakit.loss import LossModel
-from lorakit.varlen import Trial, kernel_for
+from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
+from lorakit.ops.varlen import Trial, kernel_for
 
 MAX_TOKENS = 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.attention import Rows
 from lorakit.batch import IGNORED, Batch
-from lorakit.lora.gated import choose, last_gate
-from lorakit.varlen import Kernel, Trial
+from lorakit.ops.gated_mlp import choose, last_gate
+from lorakit.ops.packed_attention import Rows
+from lorakit.ops.varlen import Kernel, Trial
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of float32 logits that are there at a time."""

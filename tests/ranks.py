@@ -22,8 +22,8 @@ from lorakit.engine.world import find_world
 from lorakit.job import checkpoint_layers
 from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.lora.again import Again
 from lorakit.model import find_base, load_tokenizer
+from lorakit.ops.recompute import Again
 from lorakit.optim import build_optimizer
 from lorakit.recipe import BaseSection, ParallelSection
 

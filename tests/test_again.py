@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
-from lorakit.lora.again import made_again
-from lorakit.lora.gated import is_gated
-from lorakit.lora.normed import is_norm
-from lorakit.lora.rotary import is_rotary
+from lorakit.ops.gated_mlp import is_gated
+from lorakit.ops.recompute import made_again
+from lorakit.ops.rms_norm import is_norm
+from lorakit.ops.rope import is_rotary
 from tests.alive import Alive
 from tests.models import ARCHITECTURES, SMALL, build
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit.attention import Rows, attend_as_before, attend_row_by_row
+from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
 from tests.models import ARCHITECTURES, SMALL, build
 
 LENGTHS = (7, 1, 12, 3)

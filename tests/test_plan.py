@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.adapting import adapter_spec
-from lorakit.attention import attend_row_by_row
 from lorakit.batch import Batch
 from lorakit.cli import main
 from lorakit.engine.observe import bytes_held
@@ -23,6 +22,7 @@ from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.loss import LossModel, loss_sum
 from lorakit.model import find_base, load_base
+from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.optim import build_optimizer
 from lorakit.plan import Machine, choose, described, run
 from lorakit.plan.counting import MicroBatch

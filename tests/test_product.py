@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorakit.lora import LoraLinear, adapter_tensors, inject
-from lorakit.lora.product import adapted_product, dropped
+from lorakit.ops.lora_linear import adapted_product, dropped
 
 SIZES = {"T": 24, "in": 16, "out": 12, "r": 4}
 

@@ -2,7 +2,7 @@
 
 Forward saves weights for backward. Under ZeRO-3 a layer's weights are released after its forward and gathered again
 before its backward; a saved copy would keep every gathered layer, the whole base, in memory in between. Vectors are
-kept as copies: what a norm gave is made again before the norm's own backward (lora/again.py).
+kept as copies: what a norm gave is made again before the norm's own backward (ops/recompute.py).
 """
 
 from contextlib import AbstractContextManager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lorakit.lora.carrier import Carrier
 from lorakit.lora.kinds import EMBEDDING, Kind
 from lorakit.lora.methods import METHODS, Sight
-from lorakit.lora.product import adapted_product, fits_product
+from lorakit.ops.lora_linear import adapted_product, fits_product
 
 
 @final

@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from lorakit.lora.gated import keep_gates_alone
 from lorakit.lora.layer import LoraLinear
-from lorakit.lora.normed import keep_what_norms_read
-from lorakit.lora.rotary import turn_with_less
+from lorakit.ops.gated_mlp import keep_gates_alone
+from lorakit.ops.rms_norm import keep_what_norms_read
+from lorakit.ops.rope import turn_with_less
 
 
 def take_less(model: nn.Module) -> None:

@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.attention import attend_row_by_row
 from lorakit.batch import IGNORED, Batch
 from lorakit.errors import BaseModelError
 from lorakit.job import CHECKPOINTS, checkpoint_layers
 from lorakit.loss import LossModel, loss_sum
+from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.plan.counting import META, Attention, Count, MicroBatch
 from lorakit.plan.shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection

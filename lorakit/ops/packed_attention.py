@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.varlen import CAUSAL, Kernel, Trial, Window, row_bounds
+from lorakit.ops.varlen import CAUSAL, Kernel, Trial, Window, row_bounds
 
 PREFIX: Final = "rows_"
 INNER: Final = ("sdpa", "eager")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.lora.known import statements
+from lorakit.ops.source_match import statements
 
 NAME: Final = "apply_rotary_pos_emb"
 CODES: Final = {

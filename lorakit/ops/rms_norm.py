@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.lora.known import code_of
+from lorakit.ops.source_match import code_of
 
 FIRST: Final = (
     "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32);"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakit.lora.again import Again, made_again
+from lorakit.ops.recompute import Again, made_again
 
 Weight = Callable[[], Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.lora.known import code_of
+from lorakit.ops.source_match import code_of
 
 CODE: Final = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 BODIES: Final = {f"return {CODE}", f"down_proj = {CODE}; return down_proj"}

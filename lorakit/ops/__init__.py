@@ -1,0 +1,1 @@
+"""Fused operations on tensors. Torch only: no adapter settings, no recipe, no engine."""
