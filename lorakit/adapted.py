@@ -13,7 +13,7 @@ from torch import nn
 from lorakit.binding import Source, bind, check_called, merged_copy, other_form
 from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
-from lorakit.lora.slots import Adapter, Route, SlotHook
+from lorakit.lora.routing import Adapter, Route, SlotHook
 from lorakit.model import find_base, generation_settings, load_tokenizer
 from lorakit.patch import (
     BaseIdentity,

@@ -13,9 +13,9 @@ from lorakit.engine import Engine
 from lorakit.errors import BaseModelError, TargetError, nearest
 from lorakit.loading import LoadedBase, count_parameters, load_for_training
 from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, carriers, find_targets
-from lorakit.lora.covering import Covering, covering
+from lorakit.lora.coverage import Covering, covering
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.extras import find_extras
+from lorakit.lora.extra_targets import find_extras
 from lorakit.model import load_tokenizer, num_tokens
 from lorakit.recipe import AdapterSection, Recipe
 

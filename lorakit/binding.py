@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import expert_factors, transposed_experts
-from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR, PackedLinear, kind_of, weight_of
-from lorakit.lora.merging import Update, merged_weight, rows_update
+from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, PackedLinear, kind_of, weight_of
+from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
-from lorakit.lora.slots import Slot, SlotHook, standing_in
+from lorakit.lora.routing import Slot, SlotHook, standing_in
 from lorakit.lora.targets import tied_head
 from lorakit.patch import Patch, PatchLayer, Shapes
 from lorakit.patch.patch import is_finite

@@ -16,8 +16,8 @@ from lorakit.isolation import check_positions
 from lorakit.job import count_steps, count_warmup_steps, read_rows
 from lorakit.loading import count_parameters
 from lorakit.lora import adapter_tensors, attach, find_targets
-from lorakit.lora.covering import covering
-from lorakit.lora.extras import find_extras
+from lorakit.lora.coverage import covering
+from lorakit.lora.extra_targets import find_extras
 from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.patch import open_base_files
 from lorakit.plan.packing import pack_skeleton

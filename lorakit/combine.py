@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from lorakit.errors import MergeError, PatchError, nearest
 from lorakit.files.atomic import digest
-from lorakit.lora.algebra import Found, summed, thinned
+from lorakit.lora.low_rank import Found, summed, thinned
 from lorakit.model import TOKENIZER_FILES
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
 from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare

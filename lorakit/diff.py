@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import LorakitError
-from lorakit.lora.algebra import inner, low_rank, norm, subtracted
+from lorakit.lora.low_rank import inner, low_rank, norm, subtracted
 from lorakit.model import find_base
 from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
 from lorakit.patch.bases import base_differences

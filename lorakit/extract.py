@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, MergeError, PatchError
-from lorakit.lora.algebra import Found, found_near
-from lorakit.lora.kinds import CONV1D, EMBEDDING
+from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
+from lorakit.lora.low_rank import Found, found_near
 from lorakit.model import find_base, load_skeleton
 from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_new_patch
 from lorakit.patch.config import CONFIG_FILE, parse_config

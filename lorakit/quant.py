@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import RunError
-from lorakit.lora.kinds import LINEAR, Kind, PackedLinear
+from lorakit.lora.layer_kinds import LINEAR, Kind, PackedLinear
 
 FOUR_BITS: Final = ("nf4", "fp4")
 PACKINGS: Final = (*FOUR_BITS, "int8")

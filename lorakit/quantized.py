@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, nearest
 from lorakit.files.base_files import open_base_files
-from lorakit.lora.kinds import LINEAR, kind_of
+from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.model import load_base
 from lorakit.origin import ORIGIN, Stored

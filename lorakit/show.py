@@ -7,7 +7,7 @@ from typing import Any
 
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import read_json
-from lorakit.lora.covering import covering
+from lorakit.lora.coverage import covering
 from lorakit.model import find_base, load_skeleton
 from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
 from lorakit.patch.config import CONFIG_FILE

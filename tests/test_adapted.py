@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
-from lorakit.lora.slots import Adapter
+from lorakit.lora.routing import Adapter
 from tests.conftest import make_base
 from tests.test_merge import make_patch
 

@@ -17,8 +17,8 @@ import lorakit
 from lorakit.combine import combine
 from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.files.atomic import digest
-from lorakit.lora import algebra
-from lorakit.lora.algebra import LowRank
+from lorakit.lora import low_rank as algebra
+from lorakit.lora.low_rank import LowRank
 from lorakit.model import load_base
 from lorakit.patch import Caps, check_base, read_patch
 from tests.conftest import make_base

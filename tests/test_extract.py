@@ -16,7 +16,7 @@ import lorakit
 from lorakit.diff import diff
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.extract import extract
-from lorakit.lora.algebra import found_near
+from lorakit.lora.low_rank import found_near
 from lorakit.model import load_base
 from lorakit.patch import check_base, read_patch
 from tests.conftest import make_base

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
-from lorakit.lora.kinds import CONV1D, LINEAR, Kind
-from lorakit.lora.merging import Rounding, Update, merged_weight
+from lorakit.lora.layer_kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.merge_weight import Rounding, Update, merged_weight
 from tests.conftest import nearest
 
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from lorakit.lora import METHODS, adapter_tensors, find_targets, inject
-from lorakit.lora.kinds import is_linear_like
+from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.targets import AdapterSpec
 from lorakit.patch import read_patch, save_patch
 from tests.models import ARCHITECTURES, build, outputs

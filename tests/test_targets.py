@@ -7,7 +7,7 @@ from torch import nn
 
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
-from lorakit.lora.covering import covering
+from lorakit.lora.coverage import covering
 from lorakit.lora.targets import AdapterSpec
 from tests.models import build
 

@@ -390,7 +390,7 @@ def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_
 
 
 def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lorakit.lora.layer import LoraLinear
+    from lorakit.lora.linear import LoraLinear
 
     forward = LoraLinear.forward
 

@@ -13,7 +13,7 @@ from lorakit.convert.kept import Kept, Origin, read_kept
 from lorakit.convert.options import Base, Options
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
-from lorakit.lora.kinds import CONV1D
+from lorakit.lora.layer_kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch
 
 

@@ -18,7 +18,7 @@ from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_singl
 from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError, nearest
 from lorakit.files.safetensors import TensorFile
-from lorakit.lora.kinds import EMBEDDING
+from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
 
 SUFFIXES: Final[Suffixes] = {".lora_down.weight": "lora_A", ".lora_up.weight": "lora_B", ".alpha": "alpha"}

@@ -19,7 +19,7 @@ from lorakit.convert.places import refuse_wholes, write_single
 from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
-from lorakit.lora.kinds import EMBEDDING
+from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
 
 SUFFIXES: Final[Suffixes] = {".lora_A": "lora_A", ".lora_B": "lora_B", ".bias": "bias"}

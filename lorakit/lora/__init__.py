@@ -1,7 +1,7 @@
 """The arithmetic of adapters. Torch only: no recipe, no transformers, no engine."""
 
 from lorakit.lora.inject import adapted_layers, adapter_tensors, attach, carriers, fixed_tensors, inject
-from lorakit.lora.layer import LoraLinear
+from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, Method
 from lorakit.lora.spec import AdapterSpec
 from lorakit.lora.targets import Target, find_targets

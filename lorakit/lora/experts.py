@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.lora.methods import METHODS
-from lorakit.lora.whole import Shelled
+from lorakit.lora.modules_to_save import Shelled
 
 
 @dataclass(frozen=True)

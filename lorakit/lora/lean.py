@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lorakit.lora.layer import LoraLinear
+from lorakit.lora.linear import LoraLinear
 from lorakit.ops.gated_mlp import keep_gates_alone
 from lorakit.ops.rms_norm import keep_what_norms_read
 from lorakit.ops.rope import turn_with_less

@@ -13,7 +13,7 @@ from torch import nn
 
 from lorakit.errors import TargetError, nearest
 from lorakit.lora.experts import stacked_parameters
-from lorakit.lora.kinds import Kind, is_linear_like, trainable_kind
+from lorakit.lora.layer_kinds import Kind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")

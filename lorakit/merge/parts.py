@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lorakit.files.safetensors import TensorFile
 from lorakit.lora.experts import expert_factors
-from lorakit.lora.kinds import CONV1D, LINEAR, Kind
-from lorakit.lora.merging import RowMerger, Update, norm_of_sum, rows_update
+from lorakit.lora.layer_kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, rows_update
 from lorakit.merge.experts import ExpertPlace
 from lorakit.merge.unpacked import rewritten
 from lorakit.patch import Patch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
 from lorakit.files.safetensors import tensor_bytes
-from lorakit.lora.merging import Rounding, RowMerger, Update, norm_of_sum, row_blocks, square
+from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, square
 from lorakit.merge.parts import Part, Piece, StackMerger
 from lorakit.merge.unpacked import reading, rewritten
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from lorakit.errors import BaseModelError, MergeError
-from lorakit.lora.kinds import Kind
-from lorakit.lora.merging import row_blocks
+from lorakit.lora.layer_kinds import Kind
+from lorakit.lora.merge_weight import row_blocks
 from lorakit.merge.parts import MERGEABLE, Part, Piece
 from lorakit.merge.vocabulary import Vocabulary
 from lorakit.patch import BaseFiles, Shapes

@@ -7,7 +7,7 @@ import torch
 
 from lorakit.errors import MergeError
 from lorakit.files.safetensors import TensorFile
-from lorakit.lora.kinds import CONV1D, EMBEDDING, LINEAR
+from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR
 from lorakit.merge.experts import expert_places
 from lorakit.merge.parts import MERGEABLE, Part, Piece, Weighted
 from lorakit.merge.places import Places

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lorakit.binding import bind
 from lorakit.errors import BaseModelError, MergeError
-from lorakit.lora.kinds import EMBEDDING
-from lorakit.lora.slots import Adapter, Route, Slot, SlotHook
+from lorakit.lora.layer_kinds import EMBEDDING
+from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
 from lorakit.merge.parts import Weighted
 from lorakit.model import load_base, load_tokenizer, num_tokens
 from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files

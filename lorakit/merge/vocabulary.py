@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lorakit.errors import MergeError
-from lorakit.lora.kinds import EMBEDDING
+from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch, Shapes
 
 

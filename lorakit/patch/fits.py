@@ -7,7 +7,7 @@ from torch import nn
 
 from lorakit.errors import PatchError, nearest
 from lorakit.lora.experts import stacked_parameters, stacked_sizes
-from lorakit.lora.kinds import EMBEDDING, Kind, adaptable_layers
+from lorakit.lora.layer_kinds import EMBEDDING, Kind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import carriers
-from lorakit.lora.layer import LoraLinear, MirroredHead
+from lorakit.lora.linear import LoraLinear, MirroredHead
 from lorakit.lora.methods import METHODS
-from lorakit.lora.whole import LearntModule, LearntRows
+from lorakit.lora.modules_to_save import LearntModule, LearntRows
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch
 

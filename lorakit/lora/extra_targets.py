@@ -7,9 +7,9 @@ from torch import nn
 
 from lorakit.errors import TargetError, nearest
 from lorakit.lora.experts import ExpertTarget, is_transposed, stacked_parameters, stacked_sizes
+from lorakit.lora.init import RANDOM
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
-from lorakit.lora.starts import RANDOM
 from lorakit.lora.targets import Target, embedding_and_head, lookup, matches, tied_head
 
 PLAIN_METHODS = tuple(name for name, method in METHODS.items() if method.additive)

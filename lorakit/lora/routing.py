@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.kinds import EMBEDDING, Kind, scaled
-from lorakit.lora.whole import with_rows
+from lorakit.lora.layer_kinds import EMBEDDING, Kind, scaled
+from lorakit.lora.modules_to_save import with_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lorakit.lora.carrier import Carrier
-from lorakit.lora.kinds import scaled
+from lorakit.lora.layer_kinds import scaled
+from lorakit.lora.module import Carrier
 
 
 class Shelled(Carrier):

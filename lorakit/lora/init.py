@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lorakit.lora.algebra import found_near
+from lorakit.lora.low_rank import found_near
 
 Factors = tuple[Tensor, Tensor]
 """A (r, in), B (out, r)"""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.lora.carrier import Carrier
-from lorakit.lora.kinds import EMBEDDING, Kind
+from lorakit.lora.layer_kinds import EMBEDDING, Kind
 from lorakit.lora.methods import METHODS, Sight
+from lorakit.lora.module import Carrier
 from lorakit.ops.lora_linear import adapted_product, fits_product
 
 

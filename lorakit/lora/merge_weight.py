@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.lora.kinds import Kind
+from lorakit.lora.layer_kinds import Kind
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18
