@@ -17,7 +17,7 @@ from lorakit.data import collate
 from lorakit.engine.single import WholeEngine
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
-from lorakit.quant import Packing
+from lorakit.quant.bnb import Packing
 
 WARM = 2
 AS_PEFT = "lorakit, as many rows at a time as peft"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.lora import AdapterSpec, Target, find_targets
 from lorakit.model import find_base, load_skeleton, load_tokenizer
-from lorakit.quant import Packed, Packing, QuantLinear, pack
+from lorakit.quant.bnb import Packed, Packing, QuantLinear, pack
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,

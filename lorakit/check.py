@@ -21,7 +21,7 @@ from lorakit.lora.extra_targets import find_extras
 from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.patch import open_base_files
 from lorakit.plan.packing import pack_skeleton
-from lorakit.quant import check_optimizer
+from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.record import open_record
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lorakit.engine.processes import give_memory_back
 from lorakit.lora.inject import StoredWeight
 from lorakit.model import load_base
-from lorakit.packed_files import is_packed
-from lorakit.quant import Packing
+from lorakit.quant.bnb import Packing
+from lorakit.quant.files import is_packed
 from lorakit.quantized import Quantization, fill, load_packed
 from lorakit.recipe import BaseSection
 from lorakit.sharded import BaseTensors, load_hollow

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.quant import packed_optimizer
+from lorakit.quant.bnb import packed_optimizer
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 RATIO: Final = "rate_ratio"

@@ -17,8 +17,8 @@ from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.model import load_base
 from lorakit.origin import ORIGIN, Stored
-from lorakit.packed_files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
-from lorakit.quant import PACKINGS, Packed, Packing, QuantLinear, floats, pack
+from lorakit.quant.bnb import PACKINGS, Packed, Packing, QuantLinear, floats, pack
+from lorakit.quant.files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
 from lorakit.sharded import BaseTensors, load_hollow
 
 PACKED_ALREADY: Final = "its weights are packed in its files"

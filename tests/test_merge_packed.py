@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.loading import load_for_training
-from lorakit.quant import QuantLinear, floats
+from lorakit.quant.bnb import QuantLinear, floats
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base
 from tests.test_merge import make_patch

@@ -17,7 +17,7 @@ from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, T
 from lorakit.loading import load_for_training
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
-from lorakit.quant import QuantLinear, floats
+from lorakit.quant.bnb import QuantLinear, floats
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base
 from tests.test_train import stop_at, train

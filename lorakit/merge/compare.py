@@ -11,7 +11,7 @@ from lorakit.merge.parts import Weighted
 from lorakit.merge.unpacked import CPU, Seen
 from lorakit.merge.verify import adapted, prompt_ids
 from lorakit.model import load_base, num_tokens
-from lorakit.packed_files import is_packed
+from lorakit.quant.files import is_packed
 from lorakit.quantized import Quantization, fill, load_packed
 
 

@@ -12,9 +12,9 @@ from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, read_json
 from lorakit.files.safetensors import TensorFile, header_bytes, open_tensors, tensor_bytes
 from lorakit.merge.unpacked import Seen
-from lorakit.packed_files import BYTE_ROWS, METHOD, STATE
 from lorakit.patch import open_base_files
-from lorakit.quant import BLOCK, NESTED_BLOCK, Packing, code_tables, pack
+from lorakit.quant.bnb import BLOCK, NESTED_BLOCK, Packing, code_tables, pack
+from lorakit.quant.files import BYTE_ROWS, METHOD, STATE
 
 STATE_BYTES: Final = 256
 

@@ -23,10 +23,10 @@ from lorakit.merge.staging import Lines, Staging, staged
 from lorakit.merge.unpacked import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
 from lorakit.merge.verify import verify_merge
 from lorakit.model import find_base, load_skeleton
-from lorakit.packed_files import is_packed
 from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
 from lorakit.patch.fingerprint import compared_by, told_in_full
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.quant.files import is_packed
 from lorakit.quantized import linear_layers
 from lorakit.version import VERSION
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lorakit.errors import MergeError
 from lorakit.files.safetensors import Entry, RangeReader, TensorFile
-from lorakit.packed_files import StoredPacked, promised, stored_packed, stored_tensors
 from lorakit.patch import BaseFiles, Patch
-from lorakit.quant import Packing, pack, unpack
+from lorakit.quant.bnb import Packing, pack, unpack
+from lorakit.quant.files import StoredPacked, promised, stored_packed, stored_tensors
 
 CPU: Final = torch.device("cpu")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

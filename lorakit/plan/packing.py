@@ -12,8 +12,8 @@ from torch import nn
 
 from lorakit.loading import quantization
 from lorakit.lora.targets import embedding_and_head
-from lorakit.packed_files import packing_config
-from lorakit.quant import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
+from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
+from lorakit.quant.files import packing_config
 from lorakit.quantized import Quantization, choose_layers, linear_layers, put_packed
 from lorakit.recipe import BaseSection
 

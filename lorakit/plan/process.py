@@ -76,7 +76,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
 def _report(folder: Path, dtype: str) -> dict[str, int]:
     _take_a_step(folder, dtype)
     from lorakit.errors import RunError
-    from lorakit.quant import library
+    from lorakit.quant.bnb import library
 
     found = {"plain": resident_bytes()}
     with contextlib.suppress(RunError):  # not installed

@@ -13,7 +13,7 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import Entry
-from lorakit.quant import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
+from lorakit.quant.bnb import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
 
 STATE: Final = ".quant_state.bitsandbytes__"
 BYTE_ROWS: Final = "SCB"
