@@ -24,11 +24,11 @@ BACKENDS = ("zero3", "fsdp2")
 
 def rank(backend: str, base: str) -> None:
     """One of the processes: three steps; the first process prints what was sent in one of them."""
+    from lorakit.base.loading import load_for_training
     from lorakit.data import collate
     from lorakit.engine import StepSettings, open_engine
     from lorakit.engine.processes import part
     from lorakit.engine.world import find_world
-    from lorakit.loading import load_for_training
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
     from lorakit.optim import build_optimizer
     from lorakit.recipe import BaseSection, ParallelSection

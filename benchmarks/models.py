@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.lora import AdapterSpec, Target, find_targets
-from lorakit.model import find_base, load_skeleton, load_tokenizer
 from lorakit.quant.bnb import Packed, Packing, QuantLinear, pack
 
 SHAPES: dict[str, dict[str, Any]] = {

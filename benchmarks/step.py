@@ -25,8 +25,8 @@ from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program,
 from benchmarks.models import flops, make_base, make_patch
 from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, torch_step
 from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
+from lorakit.base.load import load_base, load_skeleton
 from lorakit.data import collate
-from lorakit.model import load_base, load_skeleton
 from lorakit.patch import read_patch
 
 SIDES = ("floor", "lorakit", "peft", "peft defaults")

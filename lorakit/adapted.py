@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.base.dtype import choose_dtype
+from lorakit.base.load import find_base, generation_settings, load_tokenizer
+from lorakit.base.quantized import load_maybe_packed
 from lorakit.binding import Source, bind, check_called, merged_copy, other_form
-from lorakit.dtype import choose_dtype
 from lorakit.errors import LorakitError, PatchError, nearest
 from lorakit.lora.routing import Adapter, Route, SlotHook
-from lorakit.model import find_base, generation_settings, load_tokenizer
 from lorakit.patch import (
     BaseIdentity,
     Caps,
@@ -28,7 +29,6 @@ from lorakit.patch import (
 )  # fmt: skip
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.prompts import Prompt, Prompts
-from lorakit.quantized import load_maybe_packed
 
 Adapters = str | None | Sequence[str | None]
 KEPT_ROUTES: Final = 2

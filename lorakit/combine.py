@@ -12,10 +12,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from lorakit.base.load import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, nearest
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import Found, summed, thinned
-from lorakit.model import TOKENIZER_FILES
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
 from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
 from lorakit.patch.config import CONFIG_FILE, parse_config

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import nn
 
-from lorakit.engine.layers import layers_of
+from lorakit.base.layers import layers_of
 from lorakit.errors import RunError
 
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lorakit.base.load import find_base
 from lorakit.errors import LorakitError
 from lorakit.lora.low_rank import inner, low_rank, norm, subtracted
-from lorakit.model import find_base
 from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
 from lorakit.patch.bases import base_differences
 from lorakit.patch.config import CONFIG_FILE

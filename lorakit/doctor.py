@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from lorakit.dtype import choose_dtype, measure_all
+from lorakit.base.dtype import choose_dtype, measure_all
+from lorakit.base.load import BUILTIN, find_base
 from lorakit.engine import BACKENDS
-from lorakit.model import BUILTIN, find_base
 from lorakit.patch import open_base_files
 from lorakit.run.record import versions
 

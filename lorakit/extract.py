@@ -13,10 +13,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
 from lorakit.lora.low_rank import Found, found_near
-from lorakit.model import find_base, load_skeleton
 from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_new_patch
 from lorakit.patch.config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint

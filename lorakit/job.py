@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from lorakit.adapting import AdaptedBase, adapted_base, adapted_names
+from lorakit.base.dtype import DtypeChoice, choose_dtype
+from lorakit.base.load import find_base, load_tokenizer
+from lorakit.base.loading import packing_facts
 from lorakit.compiling import Compiled
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
-from lorakit.dtype import DtypeChoice, choose_dtype
 from lorakit.engine import Engine, Group, ReadInto, StepSettings
 from lorakit.errors import RunError
 from lorakit.isolation import check_positions, isolate_rows, take_shortcuts
-from lorakit.loading import packing_facts
-from lorakit.model import find_base, load_tokenizer
 from lorakit.optim import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe

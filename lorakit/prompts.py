@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.load import generation_settings, num_tokens
 from lorakit.data import end_marker
 from lorakit.errors import LorakitError
-from lorakit.model import generation_settings, num_tokens
 
 Prompt = str | list[dict[str, Any]]
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import read_json
 from lorakit.lora.coverage import covering
-from lorakit.model import find_base, load_skeleton
 from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
 from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.fingerprint import told_in_full

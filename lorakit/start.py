@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lorakit.base.load import find_base
 from lorakit.engine.joined import place_of
 from lorakit.engine.launcher import launch
 from lorakit.errors import RunError, TryAgainLater
-from lorakit.model import find_base
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.train import run
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lorakit.base.load import find_base
 from lorakit.engine.prerequisites import extensions_folder
-from lorakit.model import find_base
 
 torch.set_num_threads(1)
 

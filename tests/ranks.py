@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from lorakit.base.load import find_base, load_tokenizer
+from lorakit.base.loading import load_for_training
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import Engine, StepSettings, open_engine
 from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import part
 from lorakit.engine.world import find_world
 from lorakit.job import checkpoint_layers
-from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.model import find_base, load_tokenizer
 from lorakit.ops.recompute import Again
 from lorakit.optim import build_optimizer
 from lorakit.recipe import BaseSection, ParallelSection

@@ -18,10 +18,10 @@ from transformers import (
     MixtralForCausalLM,
 )  # fmt: skip
 
+from lorakit.base.load import find_base
+from lorakit.base.loading import load_for_training
 from lorakit.errors import LorakitError
-from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-from lorakit.model import find_base
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base
 

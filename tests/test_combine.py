@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lorakit
+from lorakit.base.load import load_base
 from lorakit.combine import combine
 from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.files.atomic import digest
 from lorakit.lora import low_rank as algebra
 from lorakit.lora.low_rank import LowRank
-from lorakit.model import load_base
 from lorakit.patch import Caps, check_base, read_patch
 from tests.conftest import make_base
 from tests.models import build

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lorakit.base.load import load_base
 from lorakit.batch import IGNORED
 from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prepare_rows
 from lorakit.data.rows import BadRow, parse_row
 from lorakit.data.shapes import read_shape
 from lorakit.errors import DataError
 from lorakit.loss import LossModel, loss_sum
-from lorakit.model import load_base
 from tests.conftest import chat, write_rows
 
 SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")

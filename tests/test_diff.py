@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lorakit
+from lorakit.base.load import load_base
 from lorakit.combine import combine
 from lorakit.diff import diff
 from lorakit.errors import LorakitError
-from lorakit.model import load_base
 from lorakit.patch import read_patch
 from tests.conftest import make_base
 from tests.test_combine import deltas, without_facts

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorakit.base.load import load_base
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.errors import LorakitError, RunError
@@ -16,7 +17,6 @@ from lorakit.isolation import check_positions, isolate_rows, knows_logits, take_
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.loss import LossModel
-from lorakit.model import load_base
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
+from lorakit.base.load import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
-from lorakit.model import load_base
 from lorakit.patch import read_patch, save_patch
 from tests.conftest import make_base, nearest
 from tests.models import build

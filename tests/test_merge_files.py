@@ -47,7 +47,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 LIMITED = """
 import resource, sys
 from lorakit.merge import merge
-from lorakit.model import load_skeleton
+from lorakit.base.load import load_skeleton
 from pathlib import Path
 base, patch, out, largest = sys.argv[1:]
 load_skeleton(Path(base))  # everything is imported

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lorakit
+from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, MergeError, PatchError
-from lorakit.loading import load_for_training
 from lorakit.quant.bnb import QuantLinear, floats
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base

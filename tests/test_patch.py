@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lorakit
+from lorakit.base.load import find_base, load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
-from lorakit.model import find_base, load_base, load_skeleton
 from lorakit.patch import (
     Caps,
     Shapes,

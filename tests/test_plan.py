@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.adapting import adapter_spec
+from lorakit.base.load import find_base, load_base
+from lorakit.base.loading import load_for_training
 from lorakit.batch import Batch
 from lorakit.cli import main
 from lorakit.engine.observe import bytes_held
 from lorakit.errors import BaseModelError, LorakitError, RunError
-from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.loss import LossModel, loss_sum
-from lorakit.model import find_base, load_base
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.optim import build_optimizer
 from lorakit.plan import Machine, choose, described, run

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TryAgainLater
-from lorakit.loading import load_for_training
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
 from lorakit.quant.bnb import QuantLinear, floats
@@ -183,11 +183,11 @@ def test_eight_bit_state_is_eight_bit_and_paging_needs_a_gpu(recipe: Recipe, tmp
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from lorakit.loading import load_for_training
+from lorakit.base.loading import load_for_training
 from lorakit.recipe import BaseSection
 from lorakit.resident import peak_resident_bytes
 import transformers, bitsandbytes, accelerate
-from lorakit.model import load_skeleton
+from lorakit.base.load import load_skeleton
 folder = Path(sys.argv[1])
 load_skeleton(folder)
 before = peak_resident_bytes()

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.load import load_base, load_skeleton
+from lorakit.base.provenance import ORIGIN, Computed, Origin, Stored, Woven, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
 from lorakit.lora import inject
 from lorakit.lora.inject import adapter_tensors
-from lorakit.model import load_base, load_skeleton
-from lorakit.origin import ORIGIN, Computed, Origin, Stored, Woven, origin_of, traced
-from lorakit.sharded import BaseTensors, load_hollow
 from tests.models import ARCHITECTURES, SMALL
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_any_stored_dtype_and_many_files(tmp_path: Path, stored: torch.dtype, ti
 def test_pieces_join_without_seams(
     monkeypatch: pytest.MonkeyPatch, bases: Callable[[str], Path], piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("lorakit.sharded.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("lorakit.base.lazy.PIECE_BYTES", piece_bytes)
     for name in ("llama", "mixtral"):
         assert_same_base(bases(name), torch.bfloat16)
 
@@ -328,7 +328,7 @@ def operations() -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
 @pytest.mark.parametrize("max_blocks", [0, 1 << 16], ids=["computed", "woven"])
 @pytest.mark.parametrize("case", operations())
 def test_an_origin_gives_what_the_operation_gives(case: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorakit.origin.MAX_BLOCKS", max_blocks)
+    monkeypatch.setattr("lorakit.base.provenance.MAX_BLOCKS", max_blocks)
     numbers = torch.Generator().manual_seed(0)
     real = [torch.randn(4, 6, generator=numbers) for _ in range(3)]
     expected = operations()[case](real).flatten()
@@ -484,8 +484,8 @@ MEASURE = """
 import os, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
-from lorakit.model import load_base
-from lorakit.sharded import BaseTensors, load_hollow
+from lorakit.base.load import load_base
+from lorakit.base.lazy import BaseTensors, load_hollow
 
 def half(folder, dtype):
     model = load_hollow(folder, dtype)

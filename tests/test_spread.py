@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
-from lorakit.model import load_skeleton
 from lorakit.plan.process import measured
 from lorakit.run.metrics import read_metrics
 from tests.conftest import make_base

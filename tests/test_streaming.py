@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lorakit import train
+from lorakit.base.loading import load_for_training
 from lorakit.batch import Batch
 from lorakit.engine import StepSettings, open_engine
 from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
 from lorakit.engine.streaming import StreamingEngine
 from lorakit.errors import BaseModelError, RecipeError
 from lorakit.job import checkpoint_layers
-from lorakit.loading import load_for_training
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.optim import build_optimizer
 from lorakit.patch import read_patch

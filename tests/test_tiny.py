@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import lorakit
 from lorakit.assets import tasks
-from lorakit.model import find_base, load_tokenizer
+from lorakit.base.load import find_base, load_tokenizer
 from lorakit.patch import read_patch
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.score import exact_match, read_questions

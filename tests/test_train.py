@@ -199,7 +199,7 @@ def test_a_signal_before_the_first_step_stops_at_once(recipe: Recipe, monkeypatc
         raise AssertionError("loading went on")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lorakit.loading.load_base", slow)
+        patch.setattr("lorakit.base.loading.load_base", slow)
         with pytest.raises(TryAgainLater, match="stopped at once by SIGTERM"):
             train(recipe())
     train(recipe())

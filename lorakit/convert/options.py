@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import PatchError
-from lorakit.model import find_base, load_skeleton
 from lorakit.patch import Shapes
 
 

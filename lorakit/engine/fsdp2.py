@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lorakit.base.layers import layer_groups
 from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.layers import layer_groups
 from lorakit.engine.processes import give_memory_back, join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu

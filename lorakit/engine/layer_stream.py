@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lorakit.base.layers import layers_of
 from lorakit.engine.base import ReadInto
-from lorakit.engine.layers import layers_of
 
 ALIGNED: Final = 64
 Wait = Callable[[], object]

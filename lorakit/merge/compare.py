@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.load import load_base, num_tokens
+from lorakit.base.quantized import Quantization, fill, load_packed
 from lorakit.merge.parts import Weighted
 from lorakit.merge.unpacked import CPU, Seen
 from lorakit.merge.verify import adapted, prompt_ids
-from lorakit.model import load_base, num_tokens
 from lorakit.quant.files import is_packed
-from lorakit.quantized import Quantization, fill, load_packed
 
 
 def measure_error(

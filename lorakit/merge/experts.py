@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lorakit.base.lazy import load_hollow
+from lorakit.base.provenance import ORIGIN, Stored
 from lorakit.errors import MergeError
 from lorakit.lora.experts import is_transposed
-from lorakit.origin import ORIGIN, Stored
-from lorakit.sharded import load_hollow
 
 
 @dataclass(frozen=True)

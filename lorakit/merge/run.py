@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from lorakit.base.load import find_base, load_skeleton
+from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TryAgainLater
 from lorakit.files.atomic import digest, stamp, write_json
 from lorakit.merge.compare import measure_error
@@ -22,12 +24,10 @@ from lorakit.merge.shard import write_shard
 from lorakit.merge.staging import Lines, Staging, staged
 from lorakit.merge.unpacked import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
 from lorakit.merge.verify import verify_merge
-from lorakit.model import find_base, load_skeleton
 from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
 from lorakit.patch.fingerprint import compared_by, told_in_full
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.quant.files import is_packed
-from lorakit.quantized import linear_layers
 from lorakit.version import VERSION
 
 LEDGER: Final = "merge.json"

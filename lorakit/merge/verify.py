@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.load import load_base, load_tokenizer, num_tokens
 from lorakit.binding import bind
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
 from lorakit.merge.parts import Weighted
-from lorakit.model import load_base, load_tokenizer, num_tokens
 from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files
 
 PROMPTS: Final = (

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from lorakit.dtype import measure_all
+from lorakit.base.dtype import measure_all
 from lorakit.errors import LorakitError, nearest
 
 GB: Final = 1_000_000_000

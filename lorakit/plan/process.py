@@ -50,13 +50,13 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     import torch
 
     import lorakit.train  # noqa: F401 - what a run imports
+    from lorakit.base.dtype import DTYPES
+    from lorakit.base.load import find_base, load_base, load_tokenizer
     from lorakit.batch import Batch
-    from lorakit.dtype import DTYPES
     from lorakit.errors import BaseModelError
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
     from lorakit.loss import LossModel, loss_sum
-    from lorakit.model import find_base, load_base, load_tokenizer
     from lorakit.optim import build_optimizer
 
     with contextlib.suppress(BaseModelError):  # a base that is only described may have no tokenizer

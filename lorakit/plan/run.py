@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lorakit.dtype import choose_dtype
-from lorakit.model import find_base
+from lorakit.base.dtype import choose_dtype
+from lorakit.base.load import find_base
 from lorakit.plan.advise import Advice, advise
 from lorakit.plan.machine import Machine, this_machine
 from lorakit.plan.table import cheapest_words, text_of

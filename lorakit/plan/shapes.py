@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from lorakit.adapting import adapter_spec
-from lorakit.engine.layers import layer_groups
+from lorakit.base.layers import layer_groups
+from lorakit.base.load import load_skeleton
+from lorakit.base.skeleton import bytes_to_pack, facts_of, pack_skeleton
 from lorakit.files.base_files import INDEX, SINGLE
 from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, all_tensors
-from lorakit.model import load_skeleton
-from lorakit.plan.packing import bytes_to_pack, facts_of, pack_skeleton
 from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"

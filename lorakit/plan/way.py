@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, final
 
-from lorakit.dtype import DTYPES
+from lorakit.base.dtype import DTYPES
 from lorakit.plan.backends import accepted
 from lorakit.plan.counting import MicroBatch
 from lorakit.plan.machine import GB, Machine

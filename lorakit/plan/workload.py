@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 
+from lorakit.base.load import load_tokenizer
 from lorakit.data import Batches, TokenRows
 from lorakit.data.batches import epoch_order
 from lorakit.data.rows import SUFFIXES
 from lorakit.errors import DataError
 from lorakit.job import count_steps, read_rows
-from lorakit.model import load_tokenizer
 from lorakit.plan.counting import MicroBatch
 from lorakit.recipe import Recipe
 

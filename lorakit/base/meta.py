@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.base.load import _explained, _quiet, load_skeleton
 from lorakit.errors import BaseModelError
-from lorakit.model import _explained, _quiet, load_skeleton
 
 ELSEWHERE: Final = "use backend single, ddp or zero2 and a base in floats, which load whole tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")

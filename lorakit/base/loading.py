@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.load import load_base
+from lorakit.base.quantized import Quantization, fill, load_packed
 from lorakit.engine.processes import give_memory_back
 from lorakit.lora.inject import StoredWeight
-from lorakit.model import load_base
 from lorakit.quant.bnb import Packing
 from lorakit.quant.files import is_packed
-from lorakit.quantized import Quantization, fill, load_packed
 from lorakit.recipe import BaseSection
-from lorakit.sharded import BaseTensors, load_hollow
 
 
 @dataclass(frozen=True)

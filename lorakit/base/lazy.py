@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lorakit.base.meta import ELSEWHERE, load_promised, tied_names
+from lorakit.base.provenance import ORIGIN, Origin, Stored, Traced, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.files.safetensors import Entry
-from lorakit.model_parts import ELSEWHERE, load_promised, tied_names
-from lorakit.origin import ORIGIN, Origin, Stored, Traced, origin_of, traced
 
 PIECE_BYTES: Final = 1 << 24
 

@@ -11,15 +11,15 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.load import load_base
+from lorakit.base.provenance import ORIGIN, Stored
 from lorakit.errors import BaseModelError, nearest
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.model import load_base
-from lorakit.origin import ORIGIN, Stored
 from lorakit.quant.bnb import PACKINGS, Packed, Packing, QuantLinear, floats, pack
 from lorakit.quant.files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
-from lorakit.sharded import BaseTensors, load_hollow
 
 PACKED_ALREADY: Final = "its weights are packed in its files"
 

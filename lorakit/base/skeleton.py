@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.loading import quantization
+from lorakit.base.loading import quantization
+from lorakit.base.quantized import Quantization, choose_layers, linear_layers, put_packed
 from lorakit.lora.targets import embedding_and_head
 from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
 from lorakit.quant.files import packing_config
-from lorakit.quantized import Quantization, choose_layers, linear_layers, put_packed
 from lorakit.recipe import BaseSection
 
 META: Final = torch.device("meta")
