@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.batch import IGNORED
 from lorakit.data import Batches, collate
+from lorakit.data.batch import IGNORED
 from lorakit.engine import Group
 from lorakit.errors import RunError
 from lorakit.loss import LossModel

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORED, Batch
 from lorakit.ops.gated_mlp import choose, last_gate
 from lorakit.ops.packed_attention import Rows
 from lorakit.ops.varlen import Kernel, Trial

@@ -18,10 +18,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.load import load_base
-from lorakit.batch import IGNORED
 from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prepare_rows
+from lorakit.data.batch import IGNORED
+from lorakit.data.row_formats import read_shape
 from lorakit.data.rows import BadRow, parse_row
-from lorakit.data.shapes import read_shape
 from lorakit.errors import DataError
 from lorakit.loss import LossModel, loss_sum
 from tests.conftest import chat, write_rows

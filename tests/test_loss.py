@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lorakit.loss
 from lorakit import inject
-from lorakit.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORED, Batch
 from lorakit.lora import adapter_tensors
 from lorakit.loss import LogitRule, LossHead, LossModel, loss_sum
 from tests.models import SMALL, build

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lorakit.adapting import adapter_spec
 from lorakit.base.load import find_base, load_base
 from lorakit.base.loading import load_for_training
-from lorakit.batch import Batch
 from lorakit.cli import main
+from lorakit.data.batch import Batch
 from lorakit.engine.observe import bytes_held
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors

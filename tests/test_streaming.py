@@ -12,7 +12,7 @@ import torch
 
 from lorakit import train
 from lorakit.base.loading import load_for_training
-from lorakit.batch import Batch
+from lorakit.data.batch import Batch
 from lorakit.engine import StepSettings, open_engine
 from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
 from lorakit.engine.streaming import StreamingEngine

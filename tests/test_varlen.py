@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lorakit import isolation
 from lorakit.base.load import load_base
 from lorakit.data import RowSettings, prepare_rows
-from lorakit.data.batches import Batches, collate
+from lorakit.data.sampler import Batches, collate
 from lorakit.isolation import isolate_rows
 from lorakit.loss import LossModel, loss_sum
 from lorakit.ops.packed_attention import Masks, Rows, attend_row_by_row

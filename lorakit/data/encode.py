@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from lorakit.data.row_formats import Chat, Plain, read_shape
 from lorakit.data.rows import BadRow
-from lorakit.data.shapes import Chat, Plain, read_shape
 from lorakit.errors import DataError
 
 SENTINEL = "\u241elorakit\u241e"

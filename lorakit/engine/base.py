@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lorakit.batch import Batch
+from lorakit.data.batch import Batch
 from lorakit.engine.group import Group
 from lorakit.loss import LossModel
 

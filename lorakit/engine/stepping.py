@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.batch import Batch
+from lorakit.data.batch import Batch
 from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
 from lorakit.engine.calm import calm
 from lorakit.engine.confirm import Expected, confirm_layout, confirm_step

@@ -52,7 +52,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     import lorakit.train  # noqa: F401 - what a run imports
     from lorakit.base.dtype import DTYPES
     from lorakit.base.load import find_base, load_base, load_tokenizer
-    from lorakit.batch import Batch
+    from lorakit.data.batch import Batch
     from lorakit.errors import BaseModelError
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORED, Batch
 from lorakit.errors import BaseModelError
 from lorakit.job import CHECKPOINTS, checkpoint_layers
 from lorakit.loss import LossModel, loss_sum

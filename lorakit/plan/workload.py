@@ -14,8 +14,8 @@ import numpy as np
 
 from lorakit.base.load import load_tokenizer
 from lorakit.data import Batches, TokenRows
-from lorakit.data.batches import epoch_order
 from lorakit.data.rows import SUFFIXES
+from lorakit.data.sampler import epoch_order
 from lorakit.errors import DataError
 from lorakit.job import count_steps, read_rows
 from lorakit.plan.counting import MicroBatch

@@ -3,8 +3,8 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
-from lorakit.batch import Batch
-from lorakit.data.batches import Batches
+from lorakit.data.batch import Batch
+from lorakit.data.sampler import Batches
 
 
 @final

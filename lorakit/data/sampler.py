@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.batch import IGNORED, Batch
-from lorakit.data.prepare import TokenRows
+from lorakit.data.batch import IGNORED, Batch
+from lorakit.data.token_cache import TokenRows
 
 BUCKET_STEPS: Final = 16
 
