@@ -17,8 +17,8 @@ from lorakit.errors import MergeError, PatchError, nearest
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import Found, summed, thinned
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
+from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
-from lorakit.patch.config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import SCHEME
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.version import VERSION

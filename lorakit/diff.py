@@ -17,8 +17,8 @@ from lorakit.base.load import find_base
 from lorakit.errors import LorakitError
 from lorakit.lora.low_rank import inner, low_rank, norm, subtracted
 from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
+from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.bases import base_differences
-from lorakit.patch.config import CONFIG_FILE
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
 from lorakit.patch.patch import check_plain
 

@@ -18,7 +18,7 @@ from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
 from lorakit.lora.low_rank import Found, found_near
 from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_new_patch
-from lorakit.patch.config import CONFIG_FILE, parse_config
+from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS
 from lorakit.version import VERSION

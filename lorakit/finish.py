@@ -9,8 +9,8 @@ from torch import Tensor
 from lorakit.errors import PatchError, RunError
 from lorakit.job import Job
 from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
-from lorakit.patch.card import model_card
-from lorakit.patch.config import CONFIG_FILE
+from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
 from lorakit.run.checkpoint import Checkpoints, Progress
 from lorakit.run.display import peak_memory_bytes

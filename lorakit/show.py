@@ -10,11 +10,11 @@ from lorakit.errors import LorakitError
 from lorakit.files.base_files import read_json
 from lorakit.lora.coverage import covering
 from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
-from lorakit.patch.config import CONFIG_FILE
+from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.compatibility import readers
 from lorakit.patch.fingerprint import told_in_full
-from lorakit.patch.fits import problems
+from lorakit.patch.fit import problems
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.readers import readers
 from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.record import RECORD, flatten
 

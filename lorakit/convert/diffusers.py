@@ -18,7 +18,7 @@ from lorakit.convert.scales import PLAIN
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
 from lorakit.patch import Patch
-from lorakit.patch.config import PatchConfig, config_json, parse_config
+from lorakit.patch.adapter_config import PatchConfig, config_json, parse_config
 
 SUFFIXES: Final[Suffixes] = {
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",

@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile, tensor_bytes
 from lorakit.patch import Patch
-from lorakit.patch.config import parse_config
+from lorakit.patch.adapter_config import parse_config
 from lorakit.version import VERSION
 
 FACTS: Final = "lorakit"

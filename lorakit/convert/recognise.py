@@ -10,9 +10,9 @@ from lorakit.convert.factors import HALVES, Suffixes, foreign, variant
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile, open_tensors
 from lorakit.patch import Caps
-from lorakit.patch.config import CONFIG_FILE
-from lorakit.patch.names import PREFIX
+from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.peft_names import PREFIX
 
 PICKLES: Final = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 TABLES: Final[dict[str, Suffixes]] = {

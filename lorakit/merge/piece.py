@@ -14,7 +14,7 @@ from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, 
 from lorakit.merge.parts import Part, Piece, StackMerger
 from lorakit.merge.unpacked import reading, rewritten
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
-from lorakit.patch.stored import StoredTensors
+from lorakit.patch.lazy import StoredTensors
 
 Write = Callable[[memoryview, int], None]
 """(bytes, where in the tensor they belong)"""

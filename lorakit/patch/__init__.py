@@ -2,8 +2,8 @@
 
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unchecked
-from lorakit.patch.fits import Shapes, check_fits
-from lorakit.patch.gathered import adapter_patch
+from lorakit.patch.fit import Shapes, check_fits
+from lorakit.patch.from_model import adapter_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.save import save_patch

@@ -9,8 +9,10 @@ import torch
 
 from lorakit.errors import PatchError, nearest
 from lorakit.files.safetensors import TensorFile
-from lorakit.patch.config import PatchConfig
-from lorakit.patch.names import (
+from lorakit.patch.adapter_config import PatchConfig
+from lorakit.patch.lazy import StoredTensors
+from lorakit.patch.patch import FLOATS, Caps, Patch, PatchLayer, TokenRows
+from lorakit.patch.peft_names import (
     EMBEDDING_PARTS,
     LINEAR_PARTS,
     MAGNITUDE_PART,
@@ -24,8 +26,6 @@ from lorakit.patch.names import (
     stripped,
     whole_key,
 )
-from lorakit.patch.patch import FLOATS, Caps, Patch, PatchLayer, TokenRows
-from lorakit.patch.stored import StoredTensors
 
 
 def assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -> Patch:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
-from lorakit.patch.config import PatchConfig
+from lorakit.patch.adapter_config import PatchConfig
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
 SIDECAR: Final = "lorakit.json"

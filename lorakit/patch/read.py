@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import open_tensors
+from lorakit.patch.adapter_config import PatchConfig, read_config
 from lorakit.patch.assemble import assemble
-from lorakit.patch.config import PatchConfig, read_config
+from lorakit.patch.lazy import StoredTensors
 from lorakit.patch.patch import DEFAULT_CAPS, SIDECAR, TENSOR_FILE, Caps, Patch
-from lorakit.patch.stored import StoredTensors
 
 MAX_SIDECAR_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 20

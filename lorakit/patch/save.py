@@ -8,7 +8,7 @@ from torch import nn
 from lorakit.errors import PatchError
 from lorakit.lora.inject import adapted_layers, adapter_tensors, fixed_tensors
 from lorakit.patch.fingerprint import fingerprint_live
-from lorakit.patch.gathered import adapter_patch
+from lorakit.patch.from_model import adapter_patch
 from lorakit.patch.write import write_patch
 from lorakit.version import VERSION
 

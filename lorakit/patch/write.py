@@ -14,10 +14,10 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.atomic import committed_folder, json_text, sync_folder, write_files
 from lorakit.files.safetensors import write_tensors
-from lorakit.patch.card import model_card
-from lorakit.patch.config import CONFIG_FILE, config_json, parse_config
-from lorakit.patch.names import expert_modules, rows_key, update_key, whole_key
+from lorakit.patch.adapter_config import CONFIG_FILE, config_json, parse_config
+from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
+from lorakit.patch.peft_names import expert_modules, rows_key, update_key, whole_key
 from lorakit.patch.read import open_patch
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
-from lorakit.patch.config import CONFIG_FILE
+from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
