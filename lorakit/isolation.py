@@ -13,7 +13,7 @@ from lorakit.data import Batches, collate
 from lorakit.data.batch import IGNORED
 from lorakit.engine import Group
 from lorakit.errors import RunError
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
 from lorakit.ops.varlen import Trial, kernel_for
 

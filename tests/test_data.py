@@ -23,7 +23,7 @@ from lorakit.data.batch import IGNORED
 from lorakit.data.row_formats import read_shape
 from lorakit.data.rows import BadRow, parse_row
 from lorakit.errors import DataError
-from lorakit.loss import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from tests.conftest import chat, write_rows
 
 SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")

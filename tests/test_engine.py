@@ -16,7 +16,7 @@ from lorakit.errors import LorakitError, RunError
 from lorakit.isolation import check_positions, isolate_rows, knows_logits, take_shortcuts
 from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.optim import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
 

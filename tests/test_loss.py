@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import lorakit.loss
+import lorakit.objectives.cross_entropy
 from lorakit import inject
 from lorakit.data.batch import IGNORED, Batch
 from lorakit.lora import adapter_tensors
-from lorakit.loss import LogitRule, LossHead, LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LogitRule, LossHead, LossModel, loss_sum
 from tests.models import SMALL, build
 
 HEADS: dict[str, dict[str, Any]] = {

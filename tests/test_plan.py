@@ -21,7 +21,7 @@ from lorakit.data.batch import Batch
 from lorakit.engine.observe import bytes_held
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
-from lorakit.loss import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.optim import build_optimizer
 from lorakit.plan import Machine, choose, described, run

@@ -18,7 +18,7 @@ from lorakit.base.load import load_base
 from lorakit.data import RowSettings, prepare_rows
 from lorakit.data.sampler import Batches, collate
 from lorakit.isolation import isolate_rows
-from lorakit.loss import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import Masks, Rows, attend_row_by_row
 from lorakit.ops.varlen import CAUSAL, Kernel, Trial, kernel_for, row_bounds
 from lorakit.run.summary import _slow_ways

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
 from lorakit.engine.group import Group
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.world import World
 from lorakit.lora.inject import adapter_tensors
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.recipe import ParallelSection
 
 

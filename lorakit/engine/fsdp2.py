@@ -21,7 +21,7 @@ from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.engine.world import World
 from lorakit.lora.inject import adapter_tensors, all_tensors
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.recipe import ParallelSection
 
 

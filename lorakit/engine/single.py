@@ -11,7 +11,7 @@ from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.stepping import SteppingEngine, as_held, to_cpu, to_keep
 from lorakit.lora.inject import adapter_tensors, all_tensors
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.optim import set_rate
 
 

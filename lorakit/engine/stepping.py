@@ -22,7 +22,7 @@ from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors, all_tensors
-from lorakit.loss import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
 
 
 class SteppingEngine(ABC):

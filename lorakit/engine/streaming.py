@@ -14,7 +14,7 @@ from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 
 
 class StreamingEngine(WholeEngine):

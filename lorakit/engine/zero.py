@@ -23,7 +23,7 @@ from lorakit.engine.unpinned import unpinned
 from lorakit.engine.world import World
 from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole, whole
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.optim import set_rate
 from lorakit.recipe import ParallelSection
 

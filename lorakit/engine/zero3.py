@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lorakit.engine.base import ReadInto
 from lorakit.engine.group import Group
-from lorakit.loss import LossModel
+from lorakit.objectives.cross_entropy import LossModel
 
 
 def partition(called: LossModel, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:

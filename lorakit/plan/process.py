@@ -56,7 +56,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     from lorakit.errors import BaseModelError
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
-    from lorakit.loss import LossModel, loss_sum
+    from lorakit.objectives.cross_entropy import LossModel, loss_sum
     from lorakit.optim import build_optimizer
 
     with contextlib.suppress(BaseModelError):  # a base that is only described may have no tokenizer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lorakit.data.batch import IGNORED, Batch
 from lorakit.errors import BaseModelError
 from lorakit.job import CHECKPOINTS, checkpoint_layers
-from lorakit.loss import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.plan.counting import META, Attention, Count, MicroBatch
 from lorakit.plan.shapes import adapted_skeleton, repeated_layers
