@@ -28,7 +28,7 @@ def rank(backend: str, base: str) -> None:
     from lorakit.data import collate
     from lorakit.engine import StepSettings, open_engine
     from lorakit.engine.processes import part
-    from lorakit.engine.world import find_world
+    from lorakit.launch.environment import find_world
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
     from lorakit.optim import build_optimizer
     from lorakit.recipe import BaseSection, ParallelSection

@@ -9,8 +9,8 @@ from typing import Any
 
 from lorakit.base.load import find_base
 from lorakit.engine.joined import place_of
-from lorakit.engine.launcher import launch
 from lorakit.errors import RunError, TryAgainLater
+from lorakit.launch.launcher import launch
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.train import run
 

@@ -18,10 +18,10 @@ from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import load_for_training
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.engine import Engine, StepSettings, open_engine
-from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import part
-from lorakit.engine.world import find_world
 from lorakit.job import checkpoint_layers
+from lorakit.launch.environment import find_world
+from lorakit.launch.quiet import calm, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.ops.recompute import Again
 from lorakit.optim import build_optimizer

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
-import lorakit.engine.launcher as launcher_module
-from lorakit.clusters import kubernetes_job, slurm_job
-from lorakit.engine.launcher import launch
-from lorakit.engine.meeting import find_place, meeting
-from lorakit.engine.slurm import node_names
-from lorakit.engine.world import World, contradictions, find_world, split_endpoint
+import lorakit.launch.launcher as launcher_module
 from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.launch.environment import World, contradictions, find_world, split_endpoint
+from lorakit.launch.job_files import kubernetes_job, slurm_job
+from lorakit.launch.launcher import launch
+from lorakit.launch.rendezvous import find_place, meeting
+from lorakit.launch.slurm import node_names
 
 pytestmark = pytest.mark.spread
 
@@ -45,7 +45,7 @@ package.__path__ = [{str(ENGINE)!r}]
 """
 LAUNCH = """
 import json, sys
-from lorakit.engine.launcher import launch
+from lorakit.launch.launcher import launch
 from lorakit.errors import LorakitError
 try:
     code = launch([sys.executable, *sys.argv[2:]], **json.loads(sys.argv[1]))
@@ -195,7 +195,7 @@ while True: time.sleep(1)
 
 
 def test_last_words_are_said_once_and_at_the_end(run: Any) -> None:
-    same = LIGHT + "from lorakit.engine.workers import last_words\n" + TOGETHER
+    same = LIGHT + "from lorakit.launch.workers import last_words\n" + TOGETHER
     code, _, err = run(same + 'last_words("lorakit train: no such file"); print("noise"); sys.exit(2)')
     assert code == 2
     assert err.splitlines() == ["[ranks 1-2] noise", "lorakit train: no such file"]
@@ -208,7 +208,7 @@ def test_last_words_are_said_once_and_at_the_end(run: Any) -> None:
 def test_outside_the_launcher_last_words_are_not_taken() -> None:
     code = (
         LIGHT
-        + "from lorakit.engine.workers import *\ndie_with_parent()\nprint(last_words('x'), 'torch' in sys.modules)"
+        + "from lorakit.launch.workers import *\ndie_with_parent()\nprint(last_words('x'), 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False False\n"
 
@@ -331,7 +331,7 @@ def parent(tmp_path: Path, worker: str, **options: Any) -> subprocess.Popen[str]
 REGISTERED = (
     LIGHT
     + """
-from lorakit.engine.workers import die_with_parent
+from lorakit.launch.workers import die_with_parent
 die_with_parent()
 (folder / f"pid{rank}").write_text(str(os.getpid()))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -359,7 +359,7 @@ def test_a_killed_launcher_leaves_no_worker_behind(tmp_path: Path) -> None:
 
 def test_a_worker_whose_launcher_has_gone_already_ends(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIGHT + "from lorakit.engine.workers import *\ndie_with_parent()\nprint('alive')"],
+        [sys.executable, "-c", LIGHT + "from lorakit.launch.workers import *\ndie_with_parent()\nprint('alive')"],
         env={**os.environ, "LORAKIT_PARENT": "1 9"}, capture_output=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (75, b"")
@@ -670,7 +670,7 @@ SHOW = (
     LIGHT
     + """
 import os
-from lorakit.engine.world import find_world
+from lorakit.launch.environment import find_world
 os.write(1, f"{find_world(os.environ)} {'torch' in sys.modules}\\n".encode())  # a line as one piece
 """
 )

@@ -27,8 +27,8 @@ from torch.distributed import PrefixStore, TCPStore
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []
 
-from lorakit.engine.beats import is_collective_error  # noqa: E402
-from lorakit.engine.watch import Watch  # noqa: E402
+from lorakit.launch.heartbeat import is_collective_error  # noqa: E402
+from lorakit.launch.watchdog import Watch  # noqa: E402
 
 pytestmark = pytest.mark.spread
 

@@ -26,7 +26,7 @@ def add_to(command: Add) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from lorakit.clusters import kubernetes_job, slurm_job
+    from lorakit.launch.job_files import kubernetes_job, slurm_job
     from lorakit.recipe import load_recipe
 
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel

@@ -23,7 +23,7 @@ def _train(options: argparse.Namespace) -> int:
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
     recipe = load_recipe(options.recipe, tuple(options.overrides))
-    from lorakit.engine.workers import die_with_parent
+    from lorakit.launch.workers import die_with_parent
     from lorakit.start import start
 
     die_with_parent()

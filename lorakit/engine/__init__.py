@@ -8,8 +8,8 @@ from lorakit.engine.base import Engine, NonFiniteStep, ReadInto, StepReport, Ste
 from lorakit.engine.group import Group
 from lorakit.engine.processes import device_of
 from lorakit.engine.single import WholeEngine
-from lorakit.engine.world import World
 from lorakit.errors import RunError, nearest
+from lorakit.launch.environment import World
 
 if TYPE_CHECKING:  # a step needs no recipe, and none of what reads one
     from lorakit.recipe import ParallelSection

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.processes import join
 from lorakit.engine.single import WholeEngine
-from lorakit.engine.world import World
+from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.recipe import ParallelSection

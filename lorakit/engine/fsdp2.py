@@ -19,7 +19,7 @@ from lorakit.engine.base import BuildOptimizer, ReadInto
 from lorakit.engine.processes import give_memory_back, join
 from lorakit.engine.single import WholeEngine
 from lorakit.engine.stepping import buffers_to, to_cpu
-from lorakit.engine.world import World
+from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.recipe import ParallelSection

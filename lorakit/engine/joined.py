@@ -11,12 +11,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lorakit.engine import open_engine
 from lorakit.engine.base import Engine
-from lorakit.engine.beats import is_collective_error
-from lorakit.engine.calm import calm, without_deprecations
 from lorakit.engine.processes import environment_of, part
-from lorakit.engine.watch import Watch
-from lorakit.engine.world import World, contradictions, find_world
 from lorakit.errors import ElsewhereError, LorakitError, RunError, TryAgainLater
+from lorakit.launch.environment import World, contradictions, find_world
+from lorakit.launch.heartbeat import is_collective_error
+from lorakit.launch.quiet import calm, without_deprecations
+from lorakit.launch.watchdog import Watch
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lorakit.engine.group import Group
 from lorakit.engine.observe import process_group_name
-from lorakit.engine.world import World
 from lorakit.errors import RunError
+from lorakit.launch.environment import World
 
 if TYPE_CHECKING:
     from lorakit.recipe import ParallelSection

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
 from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
-from lorakit.engine.calm import calm
 from lorakit.engine.confirm import Expected, confirm_layout, confirm_step
 from lorakit.engine.group import Group
 from lorakit.engine.loss_scale import KEY, LossScale
 from lorakit.engine.observe import Collectives, process_group_name
 from lorakit.errors import RunError
+from lorakit.launch.quiet import calm
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.calm import calm
 from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.engine.observe import bytes_held
 from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling, without_shared_memory
 from lorakit.engine.processes import give_memory_back, join
 from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
 from lorakit.engine.unpinned import unpinned
-from lorakit.engine.world import World
 from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole, whole
+from lorakit.launch.environment import World
+from lorakit.launch.quiet import calm
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.optim import set_rate

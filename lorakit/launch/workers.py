@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TextIO, final
 
-from lorakit.engine.world import LAUNCHED_BY
+from lorakit.launch.environment import LAUNCHED_BY
 
 HOLD_SECONDS: Final = 0.3  # lines wait so long for equal ones from other ranks
 LOOK_SECONDS: Final = 0.05

@@ -27,9 +27,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lorakit.engine.answered import answered
-from lorakit.engine.world import DEFAULT_PORT, split_endpoint
 from lorakit.errors import RunError, TryAgainLater
+from lorakit.launch.environment import DEFAULT_PORT, split_endpoint
+from lorakit.launch.rendezvous_timeout import answered
 
 _LEAVE_SECONDS: Final = 3.0
 

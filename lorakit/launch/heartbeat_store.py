@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lorakit.engine.beats import Beat, Reason
+from lorakit.launch.heartbeat import Beat, Reason
 
 _REASON, _ENDED, _KNOWING = "lorakit/watch/reason", "lorakit/watch/ended", "lorakit/watch/knowing"
 _NOTHING: Final = "-"

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from typing import Final
 
-from lorakit.engine.workers import Worker, named
+from lorakit.launch.workers import Worker, named
 
 USER_ERROR: Final = 2
 TRY_AGAIN: Final = 75

@@ -19,10 +19,10 @@ from typing import Final, final
 
 from torch.distributed.distributed_c10d import Store
 
-from lorakit.engine import beats
-from lorakit.engine.beats import Beat, Others, Reason
-from lorakit.engine.board import Board
 from lorakit.errors import TryAgainLater
+from lorakit.launch import heartbeat
+from lorakit.launch.heartbeat import Beat, Others, Reason
+from lorakit.launch.heartbeat_store import Board
 
 _NEIGHBOURS: Final = 8  # a rank listens to rank 0 and the next 8: whatever group dies, a survivor is before it
 _SETTLE_SECONDS: Final = 5.0  # for the others to read the reason before a process, and maybe the store with it, goes
@@ -60,7 +60,7 @@ class Watch:
         self._neighbours = sorted(other for other in others if other < size)
         self._others = Others(self._neighbours)
         self._board = Board(store)
-        self._who = (socket.gethostname(), os.getpid(), beats.this_machine(), beats.born(os.getpid()))
+        self._who = (socket.gethostname(), os.getpid(), heartbeat.this_machine(), heartbeat.born(os.getpid()))
         self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
         self._news = threading.Condition()
         self._now = self._moved = self._answered = 0.0  # in seconds this process was awake since start()
@@ -112,9 +112,9 @@ class Watch:
             self._told = self._now
             limit = self._silent_seconds + 3 * self._every_seconds
             self._news.wait_for(lambda: self._offered or self._reason or self._is_over(), limit)
-            where = beats.places(self._all())
+            where = heartbeat.places(self._all())
         words = f"{self._beat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
-        return self._settle(Reason(None, f"{words}\n{where}\n{beats.AGAIN}"))
+        return self._settle(Reason(None, f"{words}\n{where}\n{heartbeat.AGAIN}"))
 
     def _settle(self, own: Reason) -> Reason:
         """Offers a reason and waits until the others know which one holds."""
@@ -191,22 +191,22 @@ class Watch:
         if self._is_over():
             return self._stuck()
         if gone := self._others.gone(self._who[2], self._now, self._has_looked):
-            return beats.gone(gone)
+            return heartbeat.gone(gone)
         if self._cut_off():
             first = self._others.beats.get(0)
-            return beats.unreachable(self._board.address, self._silent_seconds, first, self.size)
+            return heartbeat.unreachable(self._board.address, self._silent_seconds, first, self.size)
         almost = self._silent_seconds - 2 * self._every_seconds
         if silent := self._others.silent(self._answered, self._silent_seconds, almost):
-            return beats.silent(silent, self._silent_seconds)
+            return heartbeat.silent(silent, self._silent_seconds)
         if self._answered > self._start_seconds and (absent := self._others.absent()):
-            return beats.absent(absent, self._board.address, self._start_seconds)
+            return heartbeat.absent(absent, self._board.address, self._start_seconds)
         return self._stuck()
 
     def _stuck(self) -> Reason | None:
         everyone = [self._beat()] if self._is_over() else self._all()
         still = min(beat.still_seconds for beat in everyone if not beat.ended)
         nobody = still >= self._stuck_seconds and (self._is_over() or len(everyone) == self.size)
-        return beats.stuck(everyone, still) if nobody else None
+        return heartbeat.stuck(everyone, still) if nobody else None
 
     def _is_over(self) -> bool:
         """Whether rank 0 ended well: nothing can be told any more, and the store may go with it."""

@@ -24,7 +24,8 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from lorakit.engine.endings import (
+from lorakit.errors import RunError
+from lorakit.launch.exits import (
     COMMAND,
     TRY_AGAIN,
     cause,
@@ -36,10 +37,9 @@ from lorakit.engine.endings import (
     only_followed,
     stopped,
 )
-from lorakit.engine.machines import Failure, Machines, Over
-from lorakit.engine.meeting import Place, find_place, meeting
-from lorakit.engine.workers import LOOK_SECONDS, Workers, say
-from lorakit.errors import RunError
+from lorakit.launch.node_monitor import Failure, Machines, Over
+from lorakit.launch.rendezvous import Place, find_place, meeting
+from lorakit.launch.workers import LOOK_SECONDS, Workers, say
 
 SETTLE_SECONDS: Final = 0.5  # the first to end may have fallen over one that is only just ending
 CAUSE_SECONDS: Final = 6.0  # longer than a rank that failed waits for the others to know (watch.py)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn
 
-from lorakit.engine import slurm
 from lorakit.errors import RunError
+from lorakit.launch import slurm
 
 LAUNCHED_BY: Final = "LORAKIT_PARENT"
 """Set by lorakit's own launcher for its workers: its process id, and where their last words go."""

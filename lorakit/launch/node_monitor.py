@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
-from lorakit.engine.answered import answered
-from lorakit.engine.endings import COMMAND, for_elsewhere
-from lorakit.engine.meeting import Place, host_is_gone, this_machine
 from lorakit.errors import TryAgainLater
+from lorakit.launch.exits import COMMAND, for_elsewhere
+from lorakit.launch.rendezvous import Place, host_is_gone, this_machine
+from lorakit.launch.rendezvous_timeout import answered
 
 T = TypeVar("T")
 BEAT_SECONDS: Final = 1.0
