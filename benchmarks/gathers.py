@@ -26,11 +26,11 @@ def rank(backend: str, base: str) -> None:
     """One of the processes: three steps; the first process prints what was sent in one of them."""
     from lorakit.base.loading import load_for_training
     from lorakit.data import collate
-    from lorakit.engine import StepSettings, open_engine
-    from lorakit.engine.processes import part
     from lorakit.launch.environment import find_world
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-    from lorakit.optim import build_optimizer
+    from lorakit.parallel import StepSettings, open_engine
+    from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.parallel.process_group import part
     from lorakit.recipe import BaseSection, ParallelSection
 
     torch.set_num_threads(1)

@@ -14,9 +14,9 @@ from benchmarks.machine import now, peak_bytes
 from benchmarks.models import SHAPES, flops, hollow, make_model, random_adapter
 from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, peft_model, torch_step
 from lorakit.data import collate
-from lorakit.engine.single import WholeEngine
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
+from lorakit.parallel.single import WholeEngine
 from lorakit.quant.bnb import Packing
 
 WARM = 2

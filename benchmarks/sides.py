@@ -13,12 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lorakit.engine import Group, StepSettings
-from lorakit.engine.single import WholeEngine
 from lorakit.lora import adapter_tensors, inject
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.ops.varlen import kernel_for
-from lorakit.optim import build_optimizer
+from lorakit.parallel import Group, StepSettings
+from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.single import WholeEngine
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 

@@ -11,12 +11,12 @@ from torch import nn
 from lorakit.base.load import load_tokenizer, num_tokens
 from lorakit.base.loading import LoadedBase, count_parameters, load_for_training
 from lorakit.data import TokenRows
-from lorakit.engine import Engine
 from lorakit.errors import BaseModelError, TargetError, nearest
 from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, carriers, find_targets
 from lorakit.lora.coverage import Covering, covering
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extras
+from lorakit.parallel import Engine
 from lorakit.recipe import AdapterSection, Recipe
 
 

@@ -13,13 +13,13 @@ from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.base.loading import count_parameters
 from lorakit.base.skeleton import pack_skeleton
 from lorakit.data import TokenRows
-from lorakit.engine.prerequisites import check_prerequisites
 from lorakit.errors import LorakitError
 from lorakit.isolation import check_positions
 from lorakit.job import count_steps, count_warmup_steps, read_rows
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import covering
 from lorakit.lora.extra_targets import find_extras
+from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.patch import open_base_files
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe

@@ -11,7 +11,7 @@ import torch
 
 from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.load import BUILTIN, find_base
-from lorakit.engine import BACKENDS
+from lorakit.parallel import BACKENDS
 from lorakit.patch import open_base_files
 from lorakit.run.record import versions
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lorakit.data import Batches, collate
 from lorakit.data.batch import IGNORED
-from lorakit.engine import Group
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
 from lorakit.ops.varlen import Trial, kernel_for
+from lorakit.parallel import Group
 
 MAX_TOKENS = 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

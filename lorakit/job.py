@@ -16,10 +16,10 @@ from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import packing_facts
 from lorakit.compiling import Compiled
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
-from lorakit.engine import Engine, Group, ReadInto, StepSettings
 from lorakit.errors import RunError
 from lorakit.isolation import check_positions, isolate_rows, take_shortcuts
-from lorakit.optim import build_optimizer, learning_rate
+from lorakit.parallel import Engine, Group, ReadInto, StepSettings
+from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe
 from lorakit.run.checkpoint import Checkpoints

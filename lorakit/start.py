@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.load import find_base
-from lorakit.engine.joined import place_of
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.launch.launcher import launch
+from lorakit.parallel.setup import place_of
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.train import run
 

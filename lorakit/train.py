@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.data import Ahead
-from lorakit.engine import Engine, NonFiniteStep
-from lorakit.engine.joined import joined
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.files.atomic import disk_full_is_temporary, sweep_folder
 from lorakit.finish import already_finished, discard, finish
 from lorakit.job import Job, assemble
+from lorakit.parallel import Engine, NonFiniteStep
+from lorakit.parallel.setup import joined
 from lorakit.recipe import Recipe
 from lorakit.run.checkpoint import Progress
 from lorakit.run.lock import locked

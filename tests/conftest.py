@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.load import find_base
-from lorakit.engine.prerequisites import extensions_folder
+from lorakit.parallel.deepspeed_requirements import extensions_folder
 
 torch.set_num_threads(1)
 

@@ -40,7 +40,7 @@ while not all((folder / f"up{other}").exists() for other in range(int(os.environ
 LIGHT = f"""
 import sys, types
 sys.path.insert(0, {str(ENGINE.parent.parent)!r})
-sys.modules["lorakit.engine"] = package = types.ModuleType("lorakit.engine")  # without the engines, which import torch
+sys.modules["lorakit.parallel"] = package = types.ModuleType("lorakit.parallel")  # without the engines, which import torch
 package.__path__ = [{str(ENGINE)!r}]
 """
 LAUNCH = """

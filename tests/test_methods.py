@@ -308,7 +308,7 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_model(
 def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
     from peft.optimizers import create_loraplus_optimizer
 
-    from lorakit.optim import build_optimizer, set_rate
+    from lorakit.parallel.optimizer import build_optimizer, set_rate
 
     model = trained(Case("llama", QV))
     save_patch(model, tmp_path / "patch")

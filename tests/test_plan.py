@@ -18,12 +18,12 @@ from lorakit.base.load import find_base, load_base
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
 from lorakit.data.batch import Batch
-from lorakit.engine.observe import bytes_held
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
-from lorakit.optim import build_optimizer
+from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.optimizer import build_optimizer
 from lorakit.plan import Machine, choose, described, run
 from lorakit.plan.counting import MicroBatch
 from lorakit.plan.machine import GB, cgroup_rooms, named_gpu

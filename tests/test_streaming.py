@@ -13,13 +13,13 @@ import torch
 from lorakit import train
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
-from lorakit.engine import StepSettings, open_engine
-from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
-from lorakit.engine.streaming import StreamingEngine
 from lorakit.errors import BaseModelError, RecipeError
 from lorakit.job import checkpoint_layers
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-from lorakit.optim import build_optimizer
+from lorakit.parallel import StepSettings, open_engine
+from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
+from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
 from lorakit.plan import run as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit import train as train_function
-from lorakit.engine.single import WholeEngine
 from lorakit.errors import LorakitError, RunError, TryAgainLater
 from lorakit.files.atomic import digest
+from lorakit.parallel.single import WholeEngine
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.checkpoint import Checkpoints

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lorakit.base.lazy import BaseTensors, load_hollow
 from lorakit.base.load import load_base
 from lorakit.base.quantized import Quantization, fill, load_packed
-from lorakit.engine.processes import give_memory_back
 from lorakit.lora.inject import StoredWeight
+from lorakit.parallel.process_group import give_memory_back
 from lorakit.quant.bnb import Packing
 from lorakit.quant.files import is_packed
 from lorakit.recipe import BaseSection

@@ -57,7 +57,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
     from lorakit.objectives.cross_entropy import LossModel, loss_sum
-    from lorakit.optim import build_optimizer
+    from lorakit.parallel.optimizer import build_optimizer
 
     with contextlib.suppress(BaseModelError):  # a base that is only described may have no tokenizer
         tokenizer = load_tokenizer(folder)  # noqa: F841 - it is held, as in a run

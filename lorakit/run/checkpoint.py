@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorakit.engine import Engine
 from lorakit.files.atomic import MANIFEST, committed_folder, remove_folder, verifies, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
+from lorakit.parallel import Engine
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from lorakit.engine import StepReport
+from lorakit.parallel import StepReport
 from lorakit.resident import peak_resident_bytes
 
 LINE_SECONDS = 10.0

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lorakit.engine import StepReport
-from lorakit.engine.trackers import Trackers
+from lorakit.parallel import StepReport
 from lorakit.run.display import Display, display
 from lorakit.run.metrics import Metrics
+from lorakit.run.trackers import Trackers
 
 
 class Report:

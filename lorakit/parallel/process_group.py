@@ -15,10 +15,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lorakit.engine.group import Group
-from lorakit.engine.observe import process_group_name
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
+from lorakit.parallel.accounting import process_group_name
+from lorakit.parallel.group import Group
 
 if TYPE_CHECKING:
     from lorakit.recipe import ParallelSection

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from lorakit.base.layers import layer_groups
-from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.processes import give_memory_back, join
-from lorakit.engine.single import WholeEngine
-from lorakit.engine.stepping import buffers_to, to_cpu
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.process_group import give_memory_back, join
+from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.stepping import buffers_to, to_cpu
 from lorakit.recipe import ParallelSection
 
 

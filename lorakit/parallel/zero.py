@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
-from lorakit.engine.observe import bytes_held
-from lorakit.engine.prerequisites import check_deepspeed, tell_of_compiling, without_shared_memory
-from lorakit.engine.processes import give_memory_back, join
-from lorakit.engine.stepping import SteppingEngine, buffers_to, to_cpu
-from lorakit.engine.unpinned import unpinned
-from lorakit.engine.zero3 import here, keep_adapter_whole, partition, put_whole, whole
 from lorakit.launch.environment import World
 from lorakit.launch.quiet import calm
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.optim import set_rate
+from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
+from lorakit.parallel.deepspeed_requirements import check_deepspeed, tell_of_compiling, without_shared_memory
+from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.optimizer import set_rate
+from lorakit.parallel.process_group import give_memory_back, join
+from lorakit.parallel.stepping import SteppingEngine, buffers_to, to_cpu
+from lorakit.parallel.zero3 import here, keep_adapter_whole, partition, put_whole, whole
+from lorakit.parallel.zero3_saved import unpinned
 from lorakit.recipe import ParallelSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.layer_stream import FromFiles, FromHost, LayerStream, ids_of, streamed_layers
-from lorakit.engine.observe import bytes_held
-from lorakit.engine.single import WholeEngine
-from lorakit.engine.stepping import buffers_to
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, ids_of, streamed_layers
+from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.stepping import buffers_to
 
 
 class StreamingEngine(WholeEngine):

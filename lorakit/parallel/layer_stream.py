@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.base.layers import layers_of
-from lorakit.engine.base import ReadInto
+from lorakit.parallel.engine import ReadInto
 
 ALIGNED: Final = 64
 Wait = Callable[[], object]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import ReadInto
-from lorakit.engine.group import Group
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.engine import ReadInto
+from lorakit.parallel.group import Group
 
 
 def partition(called: LossModel, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from lorakit.engine.base import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
-from lorakit.engine.group import Group
-from lorakit.engine.processes import device_of
-from lorakit.engine.single import WholeEngine
 from lorakit.errors import RunError, nearest
 from lorakit.launch.environment import World
+from lorakit.parallel.engine import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
+from lorakit.parallel.group import Group
+from lorakit.parallel.process_group import device_of
+from lorakit.parallel.single import WholeEngine
 
 if TYPE_CHECKING:  # a step needs no recipe, and none of what reads one
     from lorakit.recipe import ParallelSection
@@ -32,7 +32,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     """
     device = device_of(world.local_rank if world else 0)
     if parallel.offloads.streams:
-        from lorakit.engine.streaming import StreamingEngine
+        from lorakit.parallel.streaming import StreamingEngine
 
         return StreamingEngine(device, Group(), parallel.backend)
     if parallel.backend == "single":
@@ -41,7 +41,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
         raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{nearest(parallel.backend, BACKENDS)}")
     assert world is not None
     file, name = BACKENDS[parallel.backend]
-    engine: Engine = getattr(import_module(f"lorakit.engine.{file}"), name)(world, parallel, device)
+    engine: Engine = getattr(import_module(f"lorakit.parallel.{file}"), name)(world, parallel, device)
     return engine
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.processes import join
-from lorakit.engine.single import WholeEngine
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.process_group import join
+from lorakit.parallel.single import WholeEngine
 from lorakit.recipe import ParallelSection
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lorakit.engine.deepspeed_config import STAGES, deepspeed_config
 from lorakit.errors import RunError
+from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
 from lorakit.recipe import ParallelSection
 
 

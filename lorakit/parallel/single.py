@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.engine.base import BuildOptimizer, ReadInto
-from lorakit.engine.observe import bytes_held
-from lorakit.engine.stepping import SteppingEngine, as_held, to_cpu, to_keep
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.optim import set_rate
+from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.optimizer import set_rate
+from lorakit.parallel.stepping import SteppingEngine, as_held, to_cpu, to_keep
 
 
 class WholeEngine(SteppingEngine):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
-from lorakit.engine.group import Group
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.group import Group
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
-from lorakit.engine.base import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
-from lorakit.engine.confirm import Expected, confirm_layout, confirm_step
-from lorakit.engine.group import Group
-from lorakit.engine.loss_scale import KEY, LossScale
-from lorakit.engine.observe import Collectives, process_group_name
 from lorakit.errors import RunError
 from lorakit.launch.quiet import calm
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.parallel.accounting import Collectives, process_group_name
+from lorakit.parallel.engine import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
+from lorakit.parallel.group import Group
+from lorakit.parallel.loss_scale import KEY, LossScale
+from lorakit.parallel.verify import Expected, confirm_layout, confirm_step
 
 
 class SteppingEngine(ABC):

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lorakit.engine import open_engine
-from lorakit.engine.base import Engine
-from lorakit.engine.processes import environment_of, part
 from lorakit.errors import ElsewhereError, LorakitError, RunError, TryAgainLater
 from lorakit.launch.environment import World, contradictions, find_world
 from lorakit.launch.heartbeat import is_collective_error
 from lorakit.launch.quiet import calm, without_deprecations
 from lorakit.launch.watchdog import Watch
+from lorakit.parallel import open_engine
+from lorakit.parallel.engine import Engine
+from lorakit.parallel.process_group import environment_of, part
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
