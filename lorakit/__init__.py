@@ -12,11 +12,11 @@ from lorakit.errors import LorakitError
 from lorakit.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from lorakit.adapted import AdaptedModel, load
     from lorakit.combine import combine
     from lorakit.convert import convert
     from lorakit.diff import diff
     from lorakit.extract import extract
+    from lorakit.inference.adapted_model import AdaptedModel, load
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merge import merge
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from lorakit.start import train
 
 _HOMES: Final = {
-    "AdaptedModel": "lorakit.adapted", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
+    "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.combine",
     "convert": "lorakit.convert", "diff": "lorakit.diff", "extract": "lorakit.extract", "inject": "lorakit.lora",
-    "load": "lorakit.adapted", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
+    "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.start",
     "write_patch": "lorakit.patch",
 }  # fmt: skip

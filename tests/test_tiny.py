@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import lorakit
 from lorakit.assets import tasks
 from lorakit.base.load import find_base, load_tokenizer
+from lorakit.inference.score import exact_match, read_questions
 from lorakit.patch import read_patch
 from lorakit.recipe import Recipe, load_recipe
-from lorakit.score import exact_match, read_questions
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ["json", "pirate", "zorvian"]

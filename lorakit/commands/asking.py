@@ -53,7 +53,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from lorakit.adapted import load
+    from lorakit.inference.adapted_model import load
 
     adapters = named(options.adapter, "--adapter")
     model = load(
@@ -85,9 +85,9 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    from lorakit.adapted import load
     from lorakit.data import find_sources
-    from lorakit.score import score
+    from lorakit.inference.adapted_model import load
+    from lorakit.inference.score import score
 
     data = named(options.data, "--data")
     for path in data.values():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import load_base, load_tokenizer, num_tokens
-from lorakit.binding import bind
 from lorakit.errors import BaseModelError, MergeError
+from lorakit.inference.bind import bind
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
 from lorakit.merge.parts import Weighted

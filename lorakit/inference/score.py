@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lorakit.adapted import AdaptedModel
 from lorakit.data.row_formats import Chat, read_shape
 from lorakit.data.rows import BadRow, find_sources, read_rows
 from lorakit.errors import DataError, LorakitError, nearest
+from lorakit.inference.adapted_model import AdaptedModel
 
 BATCH_ROWS = 50
 

@@ -13,8 +13,9 @@ from torch import nn
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base, generation_settings, load_tokenizer
 from lorakit.base.quantized import load_maybe_packed
-from lorakit.binding import Source, bind, check_called, merged_copy, other_form
 from lorakit.errors import LorakitError, PatchError, nearest
+from lorakit.inference.bind import Source, bind, check_called, merged_copy, other_form
+from lorakit.inference.prompts import Prompt, Prompts
 from lorakit.lora.routing import Adapter, Route, SlotHook
 from lorakit.patch import (
     BaseIdentity,
@@ -28,7 +29,6 @@ from lorakit.patch import (
     unchecked,
 )  # fmt: skip
 from lorakit.patch.patch import DEFAULT_CAPS
-from lorakit.prompts import Prompt, Prompts
 
 Adapters = str | None | Sequence[str | None]
 KEPT_ROUTES: Final = 2
