@@ -12,10 +12,10 @@ from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
-from lorakit.run.checkpoint import Checkpoints, Progress
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.metrics import draw_loss
 from lorakit.run.record import RECORD, RunRecord, versions
+from lorakit.training.checkpoint import Checkpoints, Progress
 
 
 def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:

@@ -22,7 +22,7 @@ from lorakit.parallel import Engine, Group, ReadInto, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe
-from lorakit.run.checkpoint import Checkpoints
+from lorakit.training.checkpoint import Checkpoints
 
 CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 

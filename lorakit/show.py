@@ -15,8 +15,8 @@ from lorakit.patch.compatibility import readers
 from lorakit.patch.fingerprint import told_in_full
 from lorakit.patch.fit import problems
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.record import RECORD, flatten
+from lorakit.training.checkpoint import Checkpoints
 
 Say = Callable[[str], None]
 

@@ -15,12 +15,12 @@ from lorakit.job import Job, assemble
 from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import joined
 from lorakit.recipe import Recipe
-from lorakit.run.checkpoint import Progress
 from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import Report, Silence, reporting
-from lorakit.run.stop import StopRequest, catching_signals
-from lorakit.run.summary import announce, end_summary, start_summary
+from lorakit.run.signals import StopRequest, catching_signals
+from lorakit.training.checkpoint import Progress
+from lorakit.training.summary import announce, end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
 SHOWN_ROWS = 8

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.metrics import read_metrics
+from lorakit.training.checkpoint import Checkpoints
 
 from .conftest import chat, make_base, write_rows
 

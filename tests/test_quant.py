@@ -185,7 +185,7 @@ import sys, torch
 from pathlib import Path
 from lorakit.base.loading import load_for_training
 from lorakit.recipe import BaseSection
-from lorakit.resident import peak_resident_bytes
+from lorakit.run.process_memory import peak_resident_bytes
 import transformers, bitsandbytes, accelerate
 from lorakit.base.load import load_skeleton
 folder = Path(sys.argv[1])

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from lorakit.resident import peak_resident_bytes, resident_bytes
+from lorakit.run.process_memory import peak_resident_bytes, resident_bytes
 
 
 def test_what_was_held_and_freed_is_in_the_peak_alone() -> None:
@@ -18,7 +18,7 @@ def test_what_was_held_and_freed_is_in_the_peak_alone() -> None:
 
 def test_the_peak_of_the_process_that_started_this_one_does_not_count() -> None:
     held = torch.ones(100_000_000)
-    code = "from lorakit.resident import peak_resident_bytes; print(peak_resident_bytes())"
+    code = "from lorakit.run.process_memory import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     del held
 

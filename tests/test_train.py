@@ -25,10 +25,10 @@ from lorakit.files.atomic import digest
 from lorakit.parallel.single import WholeEngine
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.run.checkpoint import Checkpoints
 from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import Report
+from lorakit.training.checkpoint import Checkpoints
 from tests.conftest import chat, write_rows
 
 Recipe = Callable[..., Path]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from lorakit.resident import resident_bytes
+from lorakit.run.process_memory import resident_bytes
 
 CUDA_CONTEXT: Final = 500_000_000  # driver, kernels and cuBLAS's workspace, in the GPU's memory
 NCCL_BUFFERS: Final = 400_000_000  # channels to the neighbours, once there are any

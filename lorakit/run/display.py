@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lorakit.parallel import StepReport
-from lorakit.resident import peak_resident_bytes
+from lorakit.run.process_memory import peak_resident_bytes
 
 LINE_SECONDS = 10.0
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lorakit.job import Job
-from lorakit.run.checkpoint import Progress
 from lorakit.run.report import perplexity
+from lorakit.training.checkpoint import Progress
 
 
 def announce(text: str) -> None:

@@ -1,0 +1,1 @@
+"""A run: the loop, the job it runs, its checkpoints, and what it leaves."""
