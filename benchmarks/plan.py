@@ -149,7 +149,7 @@ def run(recipe: Path) -> list[int]:
 
 def measure(case: Case) -> dict[str, Any]:
     """A plan, then the run it is of."""
-    from lorakit.plan import run as plan_of
+    from lorakit.planning import run as plan_of
     from lorakit.recipe import load_recipe
 
     folder = scratch() / "plan-run"
@@ -168,7 +168,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def show(found: list[dict[str, Any]]) -> None:
     """The table, the worst and the median error, and whether anything said to fit would have failed."""
-    from lorakit.plan.memory import MARGIN
+    from lorakit.planning.memory import MARGIN
 
     rows = [("run", "base", "adapter", "tokens", "recompute", "predicted MB", "measured MB", "error")]
     for one in found:

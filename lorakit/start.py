@@ -44,7 +44,7 @@ def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: 
         return 0
     values: Mapping[str, str] = {}
     if recipe.left_open:
-        from lorakit.plan import choose
+        from lorakit.planning import choose
 
         choice = choose(recipe, fresh=fresh)
         recipe, values, why = choice.of(recipe), choice.values, choice.why

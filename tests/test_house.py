@@ -99,7 +99,7 @@ def test_a_backends_name_appears_only_in_engine_and_recipe() -> None:
     for path in FILES:
         if (
             path.relative_to(PACKAGE).parts[0] in ("engine", "recipe", "doctor.py")
-            or path == PACKAGE / "plan/backends.py"
+            or path == PACKAGE / "planning/backends.py"
         ):
             continue
         words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}

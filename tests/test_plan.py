@@ -24,14 +24,14 @@ from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.parallel.accounting import bytes_held
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.plan import Machine, choose, described, run
-from lorakit.plan.counting import MicroBatch
-from lorakit.plan.machine import GB, cgroup_rooms, named_gpu
-from lorakit.plan.memory import MARGIN
-from lorakit.plan.moments import State, state_of
-from lorakit.plan.parts import adapter_bytes, base_bytes, whole
-from lorakit.plan.shapes import Piece, Shapes, read_shapes
-from lorakit.plan.trace import Live, Tracer
+from lorakit.planning import Machine, choose, described, run
+from lorakit.planning.activations import Live, Tracer
+from lorakit.planning.machine import GB, cgroup_rooms, named_gpu
+from lorakit.planning.memory import MARGIN
+from lorakit.planning.memory_counter import MicroBatch
+from lorakit.planning.model_shapes import Piece, Shapes, read_shapes
+from lorakit.planning.optimizer_state import State, state_of
+from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.alive import Alive
 from tests.conftest import make_base, write_rows
@@ -557,7 +557,7 @@ def test_moments_that_are_paged_need_a_gpu(recipe: Write) -> None:
 
 
 def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorakit.plan.machine.free_host_memory", lambda: 100_000_000)
+    monkeypatch.setattr("lorakit.planning.machine.free_host_memory", lambda: 100_000_000)
     with pytest.raises(RunError, match=r"parallel.backend: auto: nothing fits as the recipe stands"):
         choose(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
 

@@ -14,7 +14,7 @@ import pytest
 
 from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
-from lorakit.plan.process import measured
+from lorakit.planning.process_overhead import measured
 from lorakit.run.metrics import read_metrics
 from tests.conftest import make_base
 

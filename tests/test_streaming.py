@@ -21,7 +21,7 @@ from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, stre
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
-from lorakit.plan import run as plan
+from lorakit.planning import run as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
 from tests.conftest import make_base
 from tests.test_sharded import scrambled

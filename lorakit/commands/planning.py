@@ -30,8 +30,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise LorakitError(f"{', '.join(alone)}: describes a machine; name its GPU with --gpu")
     recipe = load_recipe(options.recipe, tuple(options.overrides))
     from lorakit.files.atomic import write_file
-    from lorakit.plan import described as machine_of
-    from lorakit.plan import run
+    from lorakit.planning import described as machine_of
+    from lorakit.planning import run
 
     machine = None
     if options.gpu is not None:

@@ -9,10 +9,10 @@ import torch
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base
-from lorakit.plan.advise import Advice, advise
-from lorakit.plan.machine import Machine, this_machine
-from lorakit.plan.table import cheapest_words, text_of
-from lorakit.plan.way import Way, Weigher
+from lorakit.planning.advise import Advice, advise
+from lorakit.planning.estimate import Way, Weigher
+from lorakit.planning.machine import Machine, this_machine
+from lorakit.planning.report import cheapest_words, text_of
 from lorakit.recipe import Recipe
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lorakit.plan.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
-from lorakit.plan.machine import GB
-from lorakit.plan.parts import adapter_bytes, base_bytes
-from lorakit.plan.way import Changes, Way, Weigher
+from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
+from lorakit.planning.estimate import Changes, Way, Weigher
+from lorakit.planning.machine import GB
+from lorakit.planning.sharding import adapter_bytes, base_bytes
 
 AS_FAST: Final = 1.03
 """Ways whose steps are expected to differ by less are taken to be as fast; then the simplest is advised."""

@@ -6,12 +6,12 @@ For ranking, not for promises: the same assumptions hold for every backend.
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.plan.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Machine
-from lorakit.plan.memory import Setting
-from lorakit.plan.parts import adapter_bytes, base_bytes
-from lorakit.plan.passing import Traffic
-from lorakit.plan.shapes import Shapes
-from lorakit.plan.workload import Workload
+from lorakit.planning.communication import Traffic
+from lorakit.planning.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Machine
+from lorakit.planning.memory import Setting
+from lorakit.planning.model_shapes import Shapes
+from lorakit.planning.sharding import adapter_bytes, base_bytes
+from lorakit.planning.workload import Workload
 
 EFFICIENCY: Final = 0.7  # of the data sheet's rate in matrix products of a whole model
 FLOAT32_RATE: Final = 1 / 15  # of a GPU's 16-bit rate

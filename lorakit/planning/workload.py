@@ -18,7 +18,7 @@ from lorakit.data.rows import SUFFIXES
 from lorakit.data.sampler import epoch_order
 from lorakit.errors import DataError
 from lorakit.job import count_steps, read_rows
-from lorakit.plan.counting import MicroBatch
+from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
 
 FEW_BYTES: Final = 20_000_000  # of rows: some seconds to tokenise

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.base.dtype import DTYPES
-from lorakit.plan.backends import accepted
-from lorakit.plan.counting import MicroBatch
-from lorakit.plan.machine import GB, Machine
-from lorakit.plan.memory import MARGIN, Memory, Setting, memory_of
-from lorakit.plan.process import CUDA_CONTEXT, measured
-from lorakit.plan.shapes import Shapes, read_shapes
-from lorakit.plan.speed import Duration, duration
-from lorakit.plan.trace import Live, Tracer
-from lorakit.plan.workload import Rows, Workload, look_at_rows, workload
+from lorakit.planning.activations import Live, Tracer
+from lorakit.planning.backends import accepted
+from lorakit.planning.machine import GB, Machine
+from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
+from lorakit.planning.memory_counter import MicroBatch
+from lorakit.planning.model_shapes import Shapes, read_shapes
+from lorakit.planning.process_overhead import CUDA_CONTEXT, measured
+from lorakit.planning.speed import Duration, duration
+from lorakit.planning.workload import Rows, Workload, look_at_rows, workload
 from lorakit.recipe import Recipe
 
 Changes = Mapping[str, Any]

@@ -7,13 +7,13 @@ allocates (trace.py) and what a process takes on CPUs before it holds anything (
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from lorakit.plan.backends import LAYOUTS, Layout, offloads_of
-from lorakit.plan.moments import State, state_of
-from lorakit.plan.parts import adapter_bytes, base_bytes, sum_of, whole
-from lorakit.plan.passing import Gathered
-from lorakit.plan.process import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
-from lorakit.plan.shapes import Shapes
-from lorakit.plan.trace import Live
+from lorakit.planning.activations import Live
+from lorakit.planning.backends import LAYOUTS, Layout, offloads_of
+from lorakit.planning.communication import Gathered
+from lorakit.planning.model_shapes import Shapes
+from lorakit.planning.optimizer_state import State, state_of
+from lorakit.planning.process_overhead import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
+from lorakit.planning.sharding import adapter_bytes, base_bytes, sum_of, whole
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.parallel import OffloadSection
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.plan.parts import Part, adapter_bytes, flat_part, rows_part, sum_of, whole, whole_and_part
-from lorakit.plan.passing import (
+from lorakit.planning.communication import (
     Gathered,
     Traffic,
     all_gathered,
@@ -24,7 +23,8 @@ from lorakit.plan.passing import (
     zero3_messages,
     zero12_messages,
 )  # fmt: skip
-from lorakit.plan.shapes import Shapes
+from lorakit.planning.model_shapes import Shapes
+from lorakit.planning.sharding import Part, adapter_bytes, flat_part, rows_part, sum_of, whole, whole_and_part
 from lorakit.recipe import ParallelSection, Recipe
 from lorakit.recipe.parallel import OffloadSection
 

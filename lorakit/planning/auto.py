@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lorakit.errors import RunError
-from lorakit.plan.run import run
-from lorakit.plan.way import Way, changed
+from lorakit.planning.estimate import Way, changed
+from lorakit.planning.plan import run
 from lorakit.recipe import Recipe
 from lorakit.run.record import RECORD, flatten
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from lorakit.plan.shapes import Piece, Shapes
+from lorakit.planning.model_shapes import Piece, Shapes
 
 Part = Callable[[Piece, int], int]
 """(tensor, N) -> bytes of rank 0's part of it, the largest"""

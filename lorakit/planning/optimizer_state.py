@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.plan.parts import Part
-from lorakit.plan.shapes import Piece, Shapes
+from lorakit.planning.model_shapes import Piece, Shapes
+from lorakit.planning.sharding import Part
 
 FLOATS_BELOW: Final = 4096  # elements: the moments of a smaller tensor stay float32
 BLOCK: Final = 256  # values that share a scale

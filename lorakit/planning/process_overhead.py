@@ -37,7 +37,7 @@ def measured(folder: Path, dtype: str, needs: str | None, *, packs: bool = False
 
 @functools.cache
 def _asked_of_a_fresh_one(folder: Path, dtype: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "lorakit.plan.process", str(folder), dtype]
+    command = [sys.executable, "-m", "lorakit.planning.process_overhead", str(folder), dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])

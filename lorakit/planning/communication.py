@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.plan.parts import adapter_bytes, base_bytes
-from lorakit.plan.shapes import ROOT, Shapes
+from lorakit.planning.model_shapes import ROOT, Shapes
+from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.recipe import ParallelSection
 
 BROADCAST_BYTES: Final = 2 * 250 * 2**20  # torch's DDP: two messages of the whole base under way while it is built

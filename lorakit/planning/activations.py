@@ -20,8 +20,8 @@ from lorakit.errors import BaseModelError
 from lorakit.job import CHECKPOINTS, checkpoint_layers
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
-from lorakit.plan.counting import META, Attention, Count, MicroBatch
-from lorakit.plan.shapes import adapted_skeleton, repeated_layers
+from lorakit.planning.memory_counter import META, Attention, Count, MicroBatch
+from lorakit.planning.model_shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection
 
 

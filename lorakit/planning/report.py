@@ -1,11 +1,11 @@
 """A plan as a person reads it: what one process takes with every backend, what fits, and what to do."""
 
-from lorakit.plan.advise import Advice, Row
-from lorakit.plan.backends import LAYOUTS
-from lorakit.plan.machine import GB
-from lorakit.plan.memory import CATEGORIES, MARGIN
-from lorakit.plan.parts import base_bytes
-from lorakit.plan.way import Way, Weigher
+from lorakit.planning.advise import Advice, Row
+from lorakit.planning.backends import LAYOUTS
+from lorakit.planning.estimate import Way, Weigher
+from lorakit.planning.machine import GB
+from lorakit.planning.memory import CATEGORIES, MARGIN
+from lorakit.planning.sharding import base_bytes
 
 HEADS = {
     "base": "base", "adapter": "adapter", "gradients": "grads", "optimizer": "optim", "activations": "activ",
