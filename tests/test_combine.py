@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lorakit
 from lorakit.base.load import load_base
-from lorakit.combine import combine
+from lorakit.derive.combine import combine
 from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.files.atomic import digest
 from lorakit.lora import low_rank as algebra
@@ -453,7 +453,7 @@ def test_doubles_zeros_and_taken_places_are_refused(base: Path, two: tuple[Path,
 
 def test_a_rank_that_could_not_be_read_back_is_refused(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     one, two = (make_patch(base, tmp_path / f"{n}", seed=n, targets=["q_proj"]) for n in range(2))
-    monkeypatch.setattr(sys.modules["lorakit.combine"], "Caps", lambda: Caps(rank=7))
+    monkeypatch.setattr(sys.modules["lorakit.derive.combine"], "Caps", lambda: Caps(rank=7))
     with pytest.raises(MergeError, match="rank: 8 in a layer, and a patch holds at most 7"):
         combine(one, two, out=tmp_path / "sum")
 

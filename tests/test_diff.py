@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.base.load import load_base
-from lorakit.combine import combine
+from lorakit.derive.combine import combine
 from lorakit.diff import diff
 from lorakit.errors import LorakitError
 from lorakit.patch import read_patch

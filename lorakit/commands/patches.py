@@ -117,7 +117,7 @@ def _refuse_other_half(options: argparse.Namespace) -> None:
 
 
 def _combine(options: argparse.Namespace, adapters: list[tuple[str, float]]) -> int:
-    from lorakit.combine import combine
+    from lorakit.derive.combine import combine
 
     out = combine(
         *adapters, out=options.out, how=options.how or "sum", rank=options.rank, density=options.density,
@@ -128,7 +128,7 @@ def _combine(options: argparse.Namespace, adapters: list[tuple[str, float]]) -> 
 
 
 def _extract(options: argparse.Namespace) -> int:
-    from lorakit.extract import extract
+    from lorakit.derive.extract import extract
 
     out = extract(
         options.base, options.tuned, rank=options.rank, out=options.out, revision=options.revision, rest=options.rest,

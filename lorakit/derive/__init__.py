@@ -1,0 +1,1 @@
+"""Patches made from patches, or from two full models."""
