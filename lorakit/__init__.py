@@ -12,10 +12,10 @@ from lorakit.errors import LorakitError
 from lorakit.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from lorakit.convert import convert
     from lorakit.derive.combine import combine
     from lorakit.derive.extract import extract
     from lorakit.diff import diff
+    from lorakit.formats.convert import convert
     from lorakit.inference.adapted_model import AdaptedModel, load
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merge import merge
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
-    "convert": "lorakit.convert", "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
+    "convert": "lorakit.formats.convert", "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
     "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.start",
     "write_patch": "lorakit.patch",

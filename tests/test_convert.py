@@ -19,14 +19,14 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model,
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lorakit.convert import FORMATS, convert
-from lorakit.convert.kept import Origin
-from lorakit.convert.kohya import read_kohya, write_kohya
-from lorakit.convert.options import Base, Options
-from lorakit.convert.scales import PLAIN, exact_alpha
 from lorakit.errors import BaseModelError, PatchError, TryAgainLater
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import open_tensors
+from lorakit.formats.convert import FORMATS, convert
+from lorakit.formats.kohya import read_kohya, write_kohya
+from lorakit.formats.metadata import Origin
+from lorakit.formats.options import Base, Options
+from lorakit.formats.scales import PLAIN, exact_alpha
 from lorakit.lora import METHODS
 from lorakit.patch import PatchLayer, Shapes, check_base, new_patch, read_patch, write_patch
 from tests.models import build, outputs

@@ -139,7 +139,7 @@ def _extract(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from lorakit.convert import convert
+    from lorakit.formats.convert import convert
 
     out = convert(
         options.source, options.out, to=options.to, base=options.base, alpha=options.alpha, prefix=options.prefix,

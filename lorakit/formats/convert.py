@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lorakit.convert.diffusers import read_diffusers, write_diffusers
-from lorakit.convert.found import Found, as_patch
-from lorakit.convert.kept import Origin
-from lorakit.convert.kohya import read_kohya, write_kohya
-from lorakit.convert.loralib import read_loralib, write_loralib
-from lorakit.convert.mlx import read_mlx, write_mlx
-from lorakit.convert.options import Options, open_base
-from lorakit.convert.recognise import recognise
 from lorakit.errors import PatchError, nearest
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.adapter import Found, as_patch
+from lorakit.formats.detect import recognise
+from lorakit.formats.diffusers import read_diffusers, write_diffusers
+from lorakit.formats.kohya import read_kohya, write_kohya
+from lorakit.formats.loralib import read_loralib, write_loralib
+from lorakit.formats.metadata import Origin
+from lorakit.formats.mlx import read_mlx, write_mlx
+from lorakit.formats.options import Options, open_base
 from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 

@@ -1,5 +1,1 @@
 """Adapters of other programs, both ways: exactly the same update, or a refusal that says what stands in the way."""
-
-from lorakit.convert.run import FORMATS, convert
-
-__all__ = ["FORMATS", "convert"]

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.convert.factors import Keys, Pair, Suffixes, gather, read_pairs, read_scalar
-from lorakit.convert.found import Found
-from lorakit.convert.kept import Origin, metadata_of
-from lorakit.convert.options import Options
-from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
-from lorakit.convert.scales import PLAIN
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.adapter import Found
+from lorakit.formats.factors import Keys, Pair, Suffixes, gather, read_pairs, read_scalar
+from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.formats.options import Options
+from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.scales import PLAIN
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import PatchConfig, config_json, parse_config
 

@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 
-from lorakit.convert.factors import Pair, Suffixes, gather, read_pairs, read_scalar
-from lorakit.convert.found import Found
-from lorakit.convert.kept import Origin, metadata_of
-from lorakit.convert.options import Base, Options
-from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
-from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError, nearest
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.adapter import Found
+from lorakit.formats.factors import Pair, Suffixes, gather, read_pairs, read_scalar
+from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.formats.options import Base, Options
+from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.scales import divided_alpha
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lorakit.convert.factors import Pair
-from lorakit.convert.kept import Kept, Origin, read_kept
-from lorakit.convert.options import Base, Options
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.factors import Pair
+from lorakit.formats.metadata import Kept, Origin, read_kept
+from lorakit.formats.options import Base, Options
 from lorakit.lora.layer_kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch
 

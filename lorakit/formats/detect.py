@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from lorakit.convert import diffusers, kohya, loralib, mlx
-from lorakit.convert.factors import HALVES, Suffixes, foreign, variant
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile, open_tensors
+from lorakit.formats import diffusers, kohya, loralib, mlx
+from lorakit.formats.factors import HALVES, Suffixes, foreign, variant
 from lorakit.patch import Caps
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE

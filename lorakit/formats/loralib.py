@@ -11,14 +11,14 @@ from typing import Final
 
 from torch import Tensor
 
-from lorakit.convert.factors import Suffixes, gather, read_checked, read_pairs
-from lorakit.convert.found import Found
-from lorakit.convert.kept import Origin, metadata_of
-from lorakit.convert.options import Options
-from lorakit.convert.places import refuse_wholes, write_single
-from lorakit.convert.scales import divided_alpha
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.adapter import Found
+from lorakit.formats.factors import Suffixes, gather, read_checked, read_pairs
+from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.formats.options import Options
+from lorakit.formats.places import refuse_wholes, write_single
+from lorakit.formats.scales import divided_alpha
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
 

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.convert.factors import Suffixes, gather, read_pairs
-from lorakit.convert.found import Found
-from lorakit.convert.kept import Origin, metadata_of
-from lorakit.convert.options import Options
-from lorakit.convert.places import refuse_embeddings, refuse_wholes, write_single
-from lorakit.convert.scales import exact_alpha
 from lorakit.errors import PatchError, nearest
 from lorakit.files.atomic import committed_folder, write_json
 from lorakit.files.safetensors import TensorFile
+from lorakit.formats.adapter import Found
+from lorakit.formats.factors import Suffixes, gather, read_pairs
+from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.formats.options import Options
+from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.scales import exact_alpha
 from lorakit.patch import Caps, Patch
 
 SUFFIXES: Final[Suffixes] = {".lora_a": "lora_A", ".lora_b": "lora_B"}
