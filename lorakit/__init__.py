@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lorakit.formats.convert import convert
     from lorakit.inference.adapted_model import AdaptedModel, load
     from lorakit.lora import adapter_tensors, inject
-    from lorakit.merge import merge
+    from lorakit.merging.merge import merge
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
     from lorakit.start import train
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
-    "convert": "lorakit.formats.convert", "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
-    "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", "merge": "lorakit.merge",
+    "convert": "lorakit.formats.convert",
+    "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
+    "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", 
+    "merge": "lorakit.merging.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.start",
     "write_patch": "lorakit.patch",
 }  # fmt: skip

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
 from lorakit.errors import LorakitError, MergeError, PatchError
-from lorakit.merge.parts import Weighted
-from lorakit.merge.staging import staged
-from lorakit.merge.verify import verify_merge
+from lorakit.merging.staging import staged
+from lorakit.merging.tensors import Weighted
+from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, open_base_files, read_patch
 from lorakit.patch.read import open_patch
 from tests.conftest import make_base, nearest
@@ -46,7 +46,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 LIMITED = """
 import resource, sys
-from lorakit.merge import merge
+from lorakit.merging.merge import merge
 from lorakit.base.load import load_skeleton
 from pathlib import Path
 base, patch, out, largest = sys.argv[1:]
@@ -79,7 +79,7 @@ def test_memory_is_bounded_by_the_largest_tensor_whatever_the_base(tmp_path: Pat
 
 KILLED = """
 import os, signal, sys
-from lorakit.merge import merge
+from lorakit.merging.merge import merge
 base, patch, out, last = sys.argv[1:]
 fsync, calls = os.fsync, []
 def dying(handle):

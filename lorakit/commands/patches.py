@@ -89,7 +89,7 @@ def _merge(options: argparse.Namespace) -> int:
     _refuse_other_half(options)
     if options.as_patch:
         return _combine(options, [weighted(options.base), *adapters])
-    from lorakit.merge import merge
+    from lorakit.merging.merge import merge
 
     out = merge(
         options.base, *adapters, out=options.out, revision=options.revision, dtype=options.dtype, untie=options.untie,

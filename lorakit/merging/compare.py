@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lorakit.base.load import load_base, num_tokens
 from lorakit.base.quantized import Quantization, fill, load_packed
-from lorakit.merge.parts import Weighted
-from lorakit.merge.unpacked import CPU, Seen
-from lorakit.merge.verify import adapted, prompt_ids
+from lorakit.merging.dequantized import CPU, Seen
+from lorakit.merging.tensors import Weighted
+from lorakit.merging.verify import adapted, prompt_ids
 from lorakit.quant.files import is_packed
 
 

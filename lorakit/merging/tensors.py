@@ -11,8 +11,8 @@ from lorakit.files.safetensors import TensorFile
 from lorakit.lora.experts import expert_factors
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, Kind
 from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, rows_update
-from lorakit.merge.experts import ExpertPlace
-from lorakit.merge.unpacked import rewritten
+from lorakit.merging.dequantized import rewritten
+from lorakit.merging.experts import ExpertPlace
 from lorakit.patch import Patch
 
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

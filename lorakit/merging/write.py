@@ -12,8 +12,8 @@ import torch
 
 from lorakit.errors import MergeError
 from lorakit.files.safetensors import TensorFile, framed, header_bytes
-from lorakit.merge.parts import Piece
-from lorakit.merge.piece import write_piece
+from lorakit.merging.piece import write_piece
+from lorakit.merging.tensors import Piece
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4

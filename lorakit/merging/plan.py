@@ -8,10 +8,10 @@ import torch
 from lorakit.errors import MergeError
 from lorakit.files.safetensors import TensorFile
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR
-from lorakit.merge.experts import expert_places
-from lorakit.merge.parts import MERGEABLE, Part, Piece, Weighted
-from lorakit.merge.places import Places
-from lorakit.merge.vocabulary import Vocabulary, plan_vocabulary
+from lorakit.merging.experts import expert_places
+from lorakit.merging.places import Places
+from lorakit.merging.tensors import MERGEABLE, Part, Piece, Weighted
+from lorakit.merging.vocabulary import Vocabulary, plan_vocabulary
 from lorakit.patch import BaseFiles, Patch, Shapes, check_fits
 
 DTYPES: dict[str, torch.dtype] = {

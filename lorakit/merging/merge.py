@@ -15,15 +15,15 @@ from lorakit.base.load import find_base, load_skeleton
 from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TryAgainLater
 from lorakit.files.atomic import digest, stamp, write_json
-from lorakit.merge.compare import measure_error
-from lorakit.merge.folder import write_rest
-from lorakit.merge.parts import Weighted
-from lorakit.merge.plan import Plan, plan_merge, shared_places
-from lorakit.merge.repack import repack
-from lorakit.merge.shard import write_shard
-from lorakit.merge.staging import Lines, Staging, staged
-from lorakit.merge.unpacked import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
-from lorakit.merge.verify import verify_merge
+from lorakit.merging.compare import measure_error
+from lorakit.merging.dequantized import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
+from lorakit.merging.folder import write_rest
+from lorakit.merging.plan import Plan, plan_merge, shared_places
+from lorakit.merging.requantize import repack
+from lorakit.merging.staging import Lines, Staging, staged
+from lorakit.merging.tensors import Weighted
+from lorakit.merging.verify import verify_merge
+from lorakit.merging.write import write_shard
 from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
 from lorakit.patch.fingerprint import compared_by, told_in_full
 from lorakit.patch.patch import TENSOR_FILE

@@ -14,7 +14,7 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.inference.bind import bind
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
-from lorakit.merge.parts import Weighted
+from lorakit.merging.tensors import Weighted
 from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files
 
 PROMPTS: Final = (

@@ -7,7 +7,7 @@ from typing import Any, Final
 from lorakit.base.load import TOKENIZER_FILES
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, read_json
-from lorakit.merge.plan import Plan
+from lorakit.merging.plan import Plan
 from lorakit.patch import BaseFiles
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

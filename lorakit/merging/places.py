@@ -8,8 +8,8 @@ import torch
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.lora.layer_kinds import Kind
 from lorakit.lora.merge_weight import row_blocks
-from lorakit.merge.parts import MERGEABLE, Part, Piece
-from lorakit.merge.vocabulary import Vocabulary
+from lorakit.merging.tensors import MERGEABLE, Part, Piece
+from lorakit.merging.vocabulary import Vocabulary
 from lorakit.patch import BaseFiles, Shapes
 
 

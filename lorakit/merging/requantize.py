@@ -11,7 +11,7 @@ from torch import Tensor
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, read_json
 from lorakit.files.safetensors import TensorFile, header_bytes, open_tensors, tensor_bytes
-from lorakit.merge.unpacked import Seen
+from lorakit.merging.dequantized import Seen
 from lorakit.patch import open_base_files
 from lorakit.quant.bnb import BLOCK, NESTED_BLOCK, Packing, code_tables, pack
 from lorakit.quant.files import BYTE_ROWS, METHOD, STATE

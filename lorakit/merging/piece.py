@@ -11,8 +11,8 @@ from torch import Tensor
 from lorakit.errors import MergeError, PatchError
 from lorakit.files.safetensors import tensor_bytes
 from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, square
-from lorakit.merge.parts import Part, Piece, StackMerger
-from lorakit.merge.unpacked import reading, rewritten
+from lorakit.merging.dequantized import reading, rewritten
+from lorakit.merging.tensors import Part, Piece, StackMerger
 from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
 from lorakit.patch.lazy import StoredTensors
 
