@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lorakit.merging.merge import merge
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
-    from lorakit.start import train
+    from lorakit.training.start import train
 
 _HOMES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
@@ -30,7 +30,7 @@ _HOMES: Final = {
     "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
     "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", 
     "merge": "lorakit.merging.merge",
-    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.start",
+    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.training.start",
     "write_patch": "lorakit.patch",
 }  # fmt: skip
 

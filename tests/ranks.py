@@ -17,7 +17,6 @@ import torch
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import load_for_training
 from lorakit.data import Batches, RowSettings, prepare_rows
-from lorakit.job import checkpoint_layers
 from lorakit.launch.environment import find_world
 from lorakit.launch.quiet import calm, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
@@ -26,6 +25,7 @@ from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import part
 from lorakit.recipe import BaseSection, ParallelSection
+from lorakit.training.job import checkpoint_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.ops.gated_mlp import is_gated
 from lorakit.ops.recompute import made_again
 from lorakit.ops.rms_norm import is_norm
 from lorakit.ops.rope import is_rotary
+from lorakit.training.job import checkpoint_layers
 from tests.alive import Alive
 from tests.models import ARCHITECTURES, SMALL, build
 

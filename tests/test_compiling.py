@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from lorakit import train
-from lorakit.compiling import Compiled
 from lorakit.errors import RecipeError, RunError
 from lorakit.recipe import load_recipe
+from lorakit.training.compile import Compiled
 
 
 def losses(output: Path) -> list[float]:

@@ -12,13 +12,13 @@ import torch
 from lorakit.base.load import load_base
 from lorakit.data import Batches, RowSettings, prepare_rows
 from lorakit.errors import LorakitError, RunError
-from lorakit.isolation import check_positions, isolate_rows, knows_logits, take_shortcuts
-from lorakit.job import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
+from lorakit.training.job import checkpoint_layers
+from lorakit.training.model_checks import check_positions, isolate_rows, knows_logits, take_shortcuts
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lorakit.adapting import adapter_spec
 from lorakit.base.load import find_base, load_base
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
@@ -33,6 +32,7 @@ from lorakit.planning.model_shapes import Piece, Shapes, read_shapes
 from lorakit.planning.optimizer_state import State, state_of
 from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
+from lorakit.training.adapting import adapter_spec
 from tests.alive import Alive
 from tests.conftest import make_base, write_rows
 from tests.models import build

@@ -14,7 +14,6 @@ from lorakit import train
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
-from lorakit.job import checkpoint_layers
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.parallel import StepSettings, open_engine
 from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
@@ -23,6 +22,7 @@ from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
 from lorakit.planning import run as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
+from lorakit.training.job import checkpoint_layers
 from tests.conftest import make_base
 from tests.test_sharded import scrambled
 

@@ -36,7 +36,7 @@ PATCH_FILES = ("adapter_model.safetensors", "adapter_config.json", "lorakit.json
 
 
 def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
-    from lorakit.train import run
+    from lorakit.training.loop import run
 
     said: list[str] = []
     out = run(load_recipe(path, overrides), fresh=fresh, say=said.append)

@@ -17,10 +17,10 @@ from lorakit import isolation
 from lorakit.base.load import load_base
 from lorakit.data import RowSettings, prepare_rows
 from lorakit.data.sampler import Batches, collate
-from lorakit.isolation import isolate_rows
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import Masks, Rows, attend_row_by_row
 from lorakit.ops.varlen import CAUSAL, Kernel, Trial, kernel_for, row_bounds
+from lorakit.training.model_checks import isolate_rows
 from lorakit.training.summary import _slow_ways
 from tests.models import SMALL
 from tests.test_attention import LENGTHS, a_model, packed

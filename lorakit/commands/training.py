@@ -24,7 +24,7 @@ def _train(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
     recipe = load_recipe(options.recipe, tuple(options.overrides))
     from lorakit.launch.workers import die_with_parent
-    from lorakit.start import start
+    from lorakit.training.start import start
 
     die_with_parent()
     return start(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why)
@@ -34,7 +34,7 @@ def _check(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, tuple(options.overrides))
-    from lorakit.check import check
+    from lorakit.training.check import check
 
     check(recipe)
     return 0

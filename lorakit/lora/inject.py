@@ -12,13 +12,13 @@ from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extra_targets import Extras, find_extras
 from lorakit.lora.init import INITS, RANDOM, start
-from lorakit.lora.lean import leave_as_written, take_less
 from lorakit.lora.linear import LoraLinear, MirroredHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import Carrier
 from lorakit.lora.modules_to_save import LearntLogits, LearntModule, LearntRows
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
+from lorakit.training.fuse import leave_as_written, take_less
 
 StoredWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model whose own are not there yet"""

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lorakit.data.batch import IGNORED, Batch
 from lorakit.errors import BaseModelError
-from lorakit.job import CHECKPOINTS, checkpoint_layers
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import attend_row_by_row
 from lorakit.planning.memory_counter import META, Attention, Count, MicroBatch
 from lorakit.planning.model_shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.training.job import CHECKPOINTS, checkpoint_layers
 
 
 @dataclass(frozen=True)

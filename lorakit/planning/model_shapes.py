@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.adapting import adapter_spec
 from lorakit.base.layers import layer_groups
 from lorakit.base.load import load_skeleton
 from lorakit.base.skeleton import bytes_to_pack, facts_of, pack_skeleton
@@ -23,6 +22,7 @@ from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, all_tensors
 from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.training.adapting import adapter_spec
 
 ROOT: Final = "root"
 """The group of what belongs to no layer."""

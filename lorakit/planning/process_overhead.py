@@ -49,7 +49,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     import pyarrow  # noqa: F401 - rows are read by it
     import torch
 
-    import lorakit.train  # noqa: F401 - what a run imports
+    import lorakit.training.loop  # noqa: F401 - what a run imports
     from lorakit.base.dtype import DTYPES
     from lorakit.base.load import find_base, load_base, load_tokenizer
     from lorakit.data.batch import Batch

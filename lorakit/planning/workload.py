@@ -17,9 +17,9 @@ from lorakit.data import Batches, TokenRows
 from lorakit.data.rows import SUFFIXES
 from lorakit.data.sampler import epoch_order
 from lorakit.errors import DataError
-from lorakit.job import count_steps, read_rows
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
+from lorakit.training.job import count_steps, read_rows
 
 FEW_BYTES: Final = 20_000_000  # of rows: some seconds to tokenise
 LOOKED_AT: Final = 4_000_000  # rows of a run whose micro-batches are looked at one by one

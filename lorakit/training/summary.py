@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lorakit.job import Job
 from lorakit.run.report import perplexity
 from lorakit.training.checkpoint import Progress
+from lorakit.training.job import Job
 
 
 def announce(text: str) -> None:

@@ -10,19 +10,19 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import packing_facts
-from lorakit.compiling import Compiled
 from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
 from lorakit.errors import RunError
-from lorakit.isolation import check_positions, isolate_rows, take_shortcuts
 from lorakit.parallel import Engine, Group, ReadInto, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe
+from lorakit.training.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.training.checkpoint import Checkpoints
+from lorakit.training.compile import Compiled
+from lorakit.training.model_checks import check_positions, isolate_rows, take_shortcuts
 
 CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 

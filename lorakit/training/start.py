@@ -12,14 +12,14 @@ from lorakit.errors import RunError, TryAgainLater
 from lorakit.launch.launcher import launch
 from lorakit.parallel.setup import place_of
 from lorakit.recipe import Recipe, load_recipe
-from lorakit.train import run
+from lorakit.training.loop import run
 
 
 def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     """Train from a recipe file; ``overrides`` are recipe keys, as in ``**{"train.learning_rate": 2e-3}``.
 
     Starts the recipe's processes, unless a launcher such as torchrun has. Returns the folder of the patch. Raises as
-    ``lorakit.train.run``, and RecipeError for what is wrong with the recipe.
+    ``lorakit.training.loop.run``, and RecipeError for what is wrong with the recipe.
     """
     texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
     loaded = load_recipe(recipe, texts)
@@ -37,7 +37,7 @@ def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: 
     What it leaves open (`auto`) is chosen first; ``why`` tells a worker what it was chosen for.
 
     Raises:
-        LorakitError: as ``lorakit.train.run``, of a run in this process; or it cannot be started.
+        LorakitError: as ``lorakit.training.loop.run``, of a run in this process; or it cannot be started.
     """
     if place_of(recipe, os.environ) is not None:
         run(recipe, fresh=fresh, why=why)

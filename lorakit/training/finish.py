@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.job import Job
 from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.model_card import model_card
@@ -16,6 +15,7 @@ from lorakit.run.display import peak_memory_bytes
 from lorakit.run.metrics import draw_loss
 from lorakit.run.record import RECORD, RunRecord, versions
 from lorakit.training.checkpoint import Checkpoints, Progress
+from lorakit.training.job import Job
 
 
 def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:

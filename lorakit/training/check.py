@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakit.adapting import adapter_spec, check_vocabulary
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.base.loading import count_parameters
 from lorakit.base.skeleton import pack_skeleton
 from lorakit.data import TokenRows
 from lorakit.errors import LorakitError
-from lorakit.isolation import check_positions
-from lorakit.job import count_steps, count_warmup_steps, read_rows
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import covering
 from lorakit.lora.extra_targets import find_extras
@@ -24,6 +21,9 @@ from lorakit.patch import open_base_files
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.record import open_record
+from lorakit.training.adapting import adapter_spec, check_vocabulary
+from lorakit.training.job import count_steps, count_warmup_steps, read_rows
+from lorakit.training.model_checks import check_positions
 
 SHOWN_CHARACTERS = 1200
 

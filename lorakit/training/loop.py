@@ -10,8 +10,6 @@ from typing import Any
 from lorakit.data import Ahead
 from lorakit.errors import RunError, TryAgainLater
 from lorakit.files.atomic import disk_full_is_temporary, sweep_folder
-from lorakit.finish import already_finished, discard, finish
-from lorakit.job import Job, assemble
 from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import joined
 from lorakit.recipe import Recipe
@@ -20,6 +18,8 @@ from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import Report, Silence, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.checkpoint import Progress
+from lorakit.training.finish import already_finished, discard, finish
+from lorakit.training.job import Job, assemble
 from lorakit.training.summary import announce, end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
