@@ -14,9 +14,9 @@ from lorakit.version import VERSION as __version__
 if TYPE_CHECKING:
     from lorakit.derive.combine import combine
     from lorakit.derive.extract import extract
-    from lorakit.diff import diff
     from lorakit.formats.convert import convert
     from lorakit.inference.adapted_model import AdaptedModel, load
+    from lorakit.inspection.diff import diff
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merging.merge import merge
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
@@ -27,7 +27,7 @@ _HOMES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
     "convert": "lorakit.formats.convert",
-    "diff": "lorakit.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
+    "diff": "lorakit.inspection.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
     "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", 
     "merge": "lorakit.merging.merge",
     "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.training.start",

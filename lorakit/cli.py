@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from lorakit.doctor import doctor
+    from lorakit.inspection.doctor import doctor
 
     return 0 if doctor() else 2
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import lorakit
 from lorakit.base.load import load_base
 from lorakit.derive.combine import combine
-from lorakit.diff import diff
 from lorakit.errors import LorakitError
+from lorakit.inspection.diff import diff
 from lorakit.patch import read_patch
 from tests.conftest import make_base
 from tests.test_combine import deltas, without_facts
@@ -183,7 +183,7 @@ def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp
 
 
 def test_tensors_that_differ_are_measured_one_by_one(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["lorakit.diff"], "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(sys.modules["lorakit.inspection.diff"], "BLOCK_ELEMENTS", 100)
     other = changed(base, tmp_path / "other", nudged(f"{Q}.weight", NORM))
     said = Said()
 

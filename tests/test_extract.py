@@ -15,8 +15,8 @@ from torch import Tensor
 import lorakit
 from lorakit.base.load import load_base
 from lorakit.derive.extract import extract
-from lorakit.diff import diff
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
+from lorakit.inspection.diff import diff
 from lorakit.lora.low_rank import found_near
 from lorakit.patch import check_base, read_patch
 from tests.conftest import make_base

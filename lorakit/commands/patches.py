@@ -150,14 +150,14 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from lorakit.diff import diff
+    from lorakit.inspection.diff import diff
 
     diff(options.one, options.two, _say)
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    from lorakit.show import show
+    from lorakit.inspection.show import show
 
     if options.full and options.for_base is None:
         raise LorakitError("--full: compares with a base; name it with --for BASE")

@@ -1,0 +1,1 @@
+"""Show, compare and examine: patches, bases, runs, this machine."""
