@@ -2,7 +2,7 @@
 
 import argparse
 
-from lorakit.commands.options import Add, base_argument, mismatch_argument, positive, revision_argument, weighted
+from lorakit.cli.arguments import Add, base_argument, mismatch_argument, positive, revision_argument, weighted
 from lorakit.errors import LorakitError
 
 DTYPES = ("float32", "bfloat16", "float16")

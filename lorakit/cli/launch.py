@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lorakit.commands.options import Add, recipe_arguments
+from lorakit.cli.arguments import Add, recipe_arguments
 from lorakit.errors import RecipeError
 
 

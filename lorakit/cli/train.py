@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from lorakit.commands.options import Add, recipe_arguments
+from lorakit.cli.arguments import Add, recipe_arguments
 
 
 def add_to(command: Add) -> None:

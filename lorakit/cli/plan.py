@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from lorakit.commands.options import Add, positive, recipe_arguments
+from lorakit.cli.arguments import Add, positive, recipe_arguments
 from lorakit.errors import LorakitError, RunError
 
 

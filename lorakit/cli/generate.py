@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from lorakit.commands.options import (
+from lorakit.cli.arguments import (
     Add,
     adapter_argument,
     base_argument,

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from lorakit.commands import asking, clusters, patches, planning, training
+from lorakit.cli import generate, launch, merge, plan, train
 from lorakit.errors import ElsewhereError, LorakitError
 from lorakit.version import VERSION
 
@@ -65,11 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    training.add_to(command)
-    planning.add_to(command)
-    clusters.add_to(command)
-    asking.add_to(command)
-    patches.add_to(command)
+    train.add_to(command)
+    plan.add_to(command)
+    launch.add_to(command)
+    generate.add_to(command)
+    merge.add_to(command)
     command("doctor", _doctor, "say what this machine can do and what is broken")
     return parser
 
