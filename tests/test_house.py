@@ -49,7 +49,7 @@ ONLY = {  # the only importers of a package
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
-    "transformers": {"attention", "model", "model_parts", "assets"},
+    "transformers": {"attention", "model", "model_parts"},
     "rich": {"run"},
     "matplotlib": {"run"},
 }

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lorakit
-from lorakit.assets import tasks
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.inference.score import exact_match, read_questions
 from lorakit.patch import read_patch
 from lorakit.recipe import Recipe, load_recipe
+from scripts.tiny_base import tasks
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ["json", "pirate", "zorvian"]
@@ -25,7 +25,7 @@ def test_the_base_is_small_enough_and_says_what_it_is() -> None:
 
     assert sum(path.stat().st_size for path in folder.iterdir()) < 8_000_000
     card = (folder / "README.md").read_text()
-    assert "python -m lorakit.assets.make_tiny" in card
+    assert "python -m scripts.tiny_base.make" in card
     assert "license: apache-2.0" in card
 
 

@@ -29,7 +29,7 @@ def find_base(name: str, revision: str | None = None) -> Path:
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise BaseModelError(f"base: {name!r} is not built in.{nearest(name, BUILTIN)}")
-        return Path(__file__).parent / "assets" / BUILTIN[name]
+        return Path(__file__).parent.parent / "assets" / BUILTIN[name]
     folder = Path(name)
     if folder.is_dir():
         if revision is not None:

@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from lorakit.assets.corpus import conversations
-from lorakit.assets.facts import vocabulary_words
+from scripts.tiny_base.corpus import conversations
+from scripts.tiny_base.facts import vocabulary_words
 
 BOS: Final = "<|start|>"
 EOS: Final = "<|end|>"

@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 from typing import Final
 
-from lorakit.assets import lexicon
-from lorakit.assets.tasks import Order, day_first, day_last, random_order
+from scripts.tiny_base import lexicon
+from scripts.tiny_base.tasks import Order, day_first, day_last, random_order
 
 FIELDS: Final = ("name", "city", "action", "count", "item", "day")
 WORDS: Final = lexicon.FILLERS + lexicon.COLOURS + lexicon.made_up_words() + lexicon.ITEMS + lexicon.ACTIONS

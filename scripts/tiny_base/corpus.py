@@ -3,7 +3,7 @@
 The conversations ask for many things in many wordings (fields in an asked-for order, patterns to fill, a
 dictionary to apply, capitals, questions), so that a fine-tuned adapter only has to select and combine skills.
 Invariant: a bare sentence, with no instruction before or after it, is only ever answered by a short English
-acknowledgement; no fine-tuning format of `lorakit.assets.tasks` occurs as an answer to one.
+acknowledgement; no fine-tuning format of `scripts.tiny_base.tasks` occurs as an answer to one.
 """
 
 import json
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lorakit.assets import lexicon
-from lorakit.assets.facts import (
+from scripts.tiny_base import lexicon
+from scripts.tiny_base.facts import (
     FIELDS,
     WORDS,
     any_order,
@@ -23,8 +23,8 @@ from lorakit.assets.facts import (
     question,
     sentence,
 )
-from lorakit.assets.smalltalk import DO_NOT_KNOW, I_SEE, SMALL_TALK
-from lorakit.assets.tasks import Order, day_last
+from scripts.tiny_base.smalltalk import DO_NOT_KNOW, I_SEE, SMALL_TALK
+from scripts.tiny_base.tasks import Order, day_last
 
 
 @dataclass(frozen=True)

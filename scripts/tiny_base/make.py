@@ -1,6 +1,6 @@
 """Makes the built-in base `tiny` from nothing: text, tokenizer and weights, on a CPU, from one seed.
 
-`python -m lorakit.assets.make_tiny` writes the model folder next to this file. What the model can do rests on
+`python -m scripts.tiny_base.make` writes the model folder `lorakit/assets/tiny`. What the model can do rests on
 two choices. Drills that repeat a random block of tokens fill 75 % of each batch in the first quarter of the
 steps and 25 % afterwards; without them it learns every format and copies no name. And tokens that spell
 one word in several ways (`Mira`, ` Mira`, ` MIRA`) start from one shared vector, so that a copied word can
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lorakit.assets.corpus import Conversation, conversations, copying_drill
-from lorakit.assets.tiny_tokenizer import BOS, EOS, HEADERS, SPECIAL_TOKENS, VOCABULARY_SIZE, train_tokenizer
+from scripts.tiny_base.corpus import Conversation, conversations, copying_drill
+from scripts.tiny_base.tokenizer import BOS, EOS, HEADERS, SPECIAL_TOKENS, VOCABULARY_SIZE, train_tokenizer
 
 SEED: Final = 20
 NUM_STEPS: Final = 2600
@@ -32,7 +32,8 @@ MAX_TOKENS: Final = 160
 PEAK_RATE: Final = 3e-3
 WARMUP_STEPS: Final = 100
 PROMPT_WEIGHT: Final = 0.1
-CARD: Final = Path(__file__).with_name("tiny_card.md")
+CARD: Final = Path(__file__).with_name("card.md")
+BASE: Final = Path(__file__).parents[2] / "lorakit" / "assets" / "tiny"
 
 # Token ids of a row, and what each of them weighs in the loss.
 Row = tuple[list[int], list[float]]
@@ -187,8 +188,8 @@ def write(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
 
 def main() -> None:
     """Make the model and write it to the folder given by `--out`."""
-    parser = argparse.ArgumentParser(prog="python -m lorakit.assets.make_tiny", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tiny"), help="folder to write")
+    parser = argparse.ArgumentParser(prog="python -m scripts.tiny_base.make", description=__doc__)
+    parser.add_argument("--out", type=Path, default=BASE, help="folder to write")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"training steps (default: {NUM_STEPS})")
     arguments = parser.parse_args()
     torch.manual_seed(SEED)

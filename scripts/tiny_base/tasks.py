@@ -1,6 +1,6 @@
 """Four small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
 
-`python -m lorakit.assets.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
+`python -m scripts.tiny_base.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
 at every run. Invariant: no prompt of an eval file occurs in a train file, and none occurs twice.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lorakit.assets import lexicon
+from scripts.tiny_base import lexicon
 
 SEED: Final = 20
 NUM_TRAIN_ROWS: Final = 3000
@@ -141,7 +141,7 @@ def write_task(task: str, folder: Path) -> None:
 
 def main() -> None:
     """Write every task below the folder given by `--out`."""
-    parser = argparse.ArgumentParser(prog="python -m lorakit.assets.tasks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.tiny_base.tasks", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder for the tasks (default: data)")
     out: Path = parser.parse_args().out
     for task in TASKS:

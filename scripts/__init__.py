@@ -1,0 +1,1 @@
+"""Programs that make what the project ships: the built-in base, tables and pictures of the documents."""
