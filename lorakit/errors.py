@@ -50,7 +50,7 @@ class RunError(LorakitError):
     """A run that must not start or had to stop."""
 
 
-class ElsewhereError(LorakitError):
+class PeerFailure(LorakitError):
     """Another process of the run failed, and this one ends with it; the message says which and why."""
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -58,13 +58,13 @@ class ElsewhereError(LorakitError):
         self.exit_code = exit_code
 
 
-class TryAgainLater(LorakitError):
+class TemporaryFailure(LorakitError):
     """Interrupted, or the disk is full: state is kept and the same command goes on."""
 
     exit_code = 75
 
 
-def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
     """``" Nearest: 'a', 'b'."`` for the known words closest to ``word``, or an empty string."""
     found = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
     return f" Nearest: {', '.join(map(repr, found))}." if found else ""

@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model,
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lorakit.errors import BaseModelError, PatchError, TryAgainLater
+from lorakit.errors import BaseModelError, PatchError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import open_tensors
 from lorakit.formats.convert import FORMATS, convert
@@ -790,7 +790,7 @@ def test_a_full_disk_leaves_nothing_and_the_same_call_goes_through_later(
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(TryAgainLater, match="the disk is full"):
+    with pytest.raises(TemporaryFailure, match="the disk is full"):
         convert(source, place(tmp_path, to), to=to)
     assert sorted(tmp_path.iterdir()) == before
 

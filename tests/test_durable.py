@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 from lorakit.files.atomic import (
     committed_folder,
     remove_folder,
@@ -95,9 +95,9 @@ def test_a_full_disk_keeps_what_was_there_and_can_be_tried_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(TryAgainLater, match="the disk is full"):
+    with pytest.raises(TemporaryFailure, match="the disk is full"):
         write_file(path, "new")
-    with pytest.raises(TryAgainLater), committed_folder(tmp_path / "folder") as staging:
+    with pytest.raises(TemporaryFailure), committed_folder(tmp_path / "folder") as staging:
         (staging / "x").write_text("x")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import lorakit.launch.launcher as launcher_module
-from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, find_world, split_endpoint
 from lorakit.launch.job_files import kubernetes_job, slurm_job
 from lorakit.launch.launcher import launch
@@ -398,7 +398,7 @@ def test_two_machines_form_one_run_and_name_the_one_that_dies(
         second.kill()
         second.wait()
 
-    with pytest.raises(TryAgainLater) as caught:
+    with pytest.raises(TemporaryFailure) as caught:
         two_machines(tmp_path, REGISTERED, 4, kill_once_up)
 
     said = str(caught.value)

@@ -18,7 +18,7 @@ from torch import nn
 
 import lorakit
 from lorakit.base.load import find_base, load_base, load_skeleton
-from lorakit.errors import BaseModelError, LorakitError, PatchError, TryAgainLater
+from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_the_old_patch(base: Path, patch: Path, monkeypatch: p
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(TryAgainLater, match="the disk is full"):
+    with pytest.raises(TemporaryFailure, match="the disk is full"):
         save_patch(adapted(base, dropout=0.5), patch, overwrite=True)
 
     assert {path.name: path.read_bytes() for path in patch.iterdir()} == before

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.base.loading import load_for_training
-from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TryAgainLater
+from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TemporaryFailure
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
 from lorakit.quant.bnb import QuantLinear, floats
@@ -150,7 +150,7 @@ def test_a_run_on_a_packed_base_resumes_to_the_same_bytes(recipe: Recipe, optimi
 
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, {5})
-        with pytest.raises(TryAgainLater):
+        with pytest.raises(TemporaryFailure):
             train(stopped)
     again, _ = train(stopped)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit import train as train_function
-from lorakit.errors import LorakitError, RunError, TryAgainLater
+from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.parallel.single import WholeEngine
 from lorakit.patch import read_patch
@@ -107,7 +107,7 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
         try:
             parts, _ = train(path)
             break
-        except TryAgainLater as stopped:
+        except TemporaryFailure as stopped:
             stops += 1
             assert "SIGTERM: saved after step" in str(stopped)
             assert stopped.exit_code == 75
@@ -134,7 +134,7 @@ def test_a_signal_during_evaluation_loses_nothing(
 
     monkeypatch.setattr(WholeEngine, "evaluate", interrupted)
     path = recipe(output=str(tmp_path / "parts"))
-    with pytest.raises(TryAgainLater, match=f"SIGINT: saved after step {step};"):
+    with pytest.raises(TemporaryFailure, match=f"SIGINT: saved after step {step};"):
         train(path)
     parts, _ = train(path)
 
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
             save(self, engine, progress)
 
     monkeypatch.setattr(Checkpoints, "save", third_time_full)
-    with pytest.raises(TryAgainLater, match="the disk is full"):
+    with pytest.raises(TemporaryFailure, match="the disk is full"):
         train(path)
     assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     parts, said = train(path)
@@ -200,7 +200,7 @@ def test_a_signal_before_the_first_step_stops_at_once(recipe: Recipe, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("lorakit.base.loading.load_base", slow)
-        with pytest.raises(TryAgainLater, match="stopped at once by SIGTERM"):
+        with pytest.raises(TemporaryFailure, match="stopped at once by SIGTERM"):
             train(recipe())
     train(recipe())
 
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
     path = recipe(output=str(tmp_path / "parts"))
     stop_at(monkeypatch, {8})
-    with pytest.raises(TryAgainLater):
+    with pytest.raises(TemporaryFailure):
         train(path)
     newest = tmp_path / "parts" / "checkpoints" / "step-00000008"
     data = bytearray((newest / "adapter.safetensors").read_bytes())
@@ -238,7 +238,7 @@ def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
 ) -> None:
     path = recipe()
     stop_at(monkeypatch, {4})
-    with pytest.raises(TryAgainLater):
+    with pytest.raises(TemporaryFailure):
         train(path)
 
     with pytest.raises(RunError, match="train.seed: 0 before, 7 now"):
@@ -311,7 +311,7 @@ def test_bytes_that_are_no_text_in_the_metrics_do_not_stop_a_resume(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_at(monkeypatch, {4})
-    with pytest.raises(TryAgainLater):
+    with pytest.raises(TemporaryFailure):
         train(recipe())
     with open(tmp_path / "out" / "metrics.jsonl", "ab") as file:
         file.write(b"\xff\xfe{")

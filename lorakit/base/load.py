@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.errors import BaseModelError, nearest
+from lorakit.errors import BaseModelError, did_you_mean
 
 BUILTIN: Final = {"builtin:tiny": "tiny"}
 TOKENIZER_FILES: Final = (
@@ -28,7 +28,7 @@ def find_base(name: str, revision: str | None = None) -> Path:
     """
     if name.startswith("builtin:"):
         if name not in BUILTIN:
-            raise BaseModelError(f"base: {name!r} is not built in.{nearest(name, BUILTIN)}")
+            raise BaseModelError(f"base: {name!r} is not built in.{did_you_mean(name, BUILTIN)}")
         return Path(__file__).parent.parent / "assets" / BUILTIN[name]
     folder = Path(name)
     if folder.is_dir():
@@ -45,7 +45,7 @@ def find_base(name: str, revision: str | None = None) -> Path:
     if folder.is_file():
         raise BaseModelError(f"base: {name} is a file; a base is a folder, a hub id or builtin:tiny")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        close = nearest(name, BUILTIN)
+        close = did_you_mean(name, BUILTIN)
         raise BaseModelError(f"base: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
     return _download(name, revision)
 
@@ -116,7 +116,7 @@ def _download(name: str, revision: str | None) -> Path:
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as problem:
         reason = str(problem).strip().splitlines()[0]
         beside = Path(name).parent.glob("*") if Path(name).parent.is_dir() else []
-        near = nearest(Path(name).name, (path.name for path in beside if path.is_dir()))
+        near = did_you_mean(Path(name).name, (path.name for path in beside if path.is_dir()))
         raise BaseModelError(
             f"base: no folder {Path(name).absolute()}.{near} And the hub gave no {name!r}"
             f" (revision {revision or 'main'}): {reason}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lorakit.base.lazy import BaseTensors, load_hollow
 from lorakit.base.load import load_base
 from lorakit.base.provenance import ORIGIN, Stored
-from lorakit.errors import BaseModelError, nearest
+from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
@@ -155,7 +155,7 @@ def choose_layers(folder: Path, model: nn.Module, quantization: Quantization, dt
         if not any(matches((pattern,), name) for name in modules if name):
             raise BaseModelError(
                 f"base.skip_modules: {pattern!r} matches no module of this base."
-                + nearest(pattern, (name.rpartition(".")[2] for name in layers))
+                + did_you_mean(pattern, (name.rpartition(".")[2] for name in layers))
             )
     _, head = embedding_and_head(model)
     skipped = tuple(name for name in modules if name and matches(quantization.skip, name))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lorakit.cli import generate, launch, merge, plan, train
-from lorakit.errors import ElsewhereError, LorakitError
+from lorakit.errors import PeerFailure, LorakitError
 from lorakit.version import VERSION
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except LorakitError as problem:
         gap = "\n" if "\n" in str(problem) else " "
-        say_last(f"lorakit {options.command}:{gap}{problem}", of_another=isinstance(problem, ElsewhereError))
+        say_last(f"lorakit {options.command}:{gap}{problem}", of_another=isinstance(problem, PeerFailure))
         return problem.exit_code
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):  # the reader of our output has gone, as in `lorakit show X | head`

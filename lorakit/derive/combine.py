@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from lorakit.base.load import TOKENIZER_FILES
-from lorakit.errors import MergeError, PatchError, nearest
+from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import Found, summed, thinned
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
@@ -89,7 +89,7 @@ def combine(
 
 def _check_settings(how: str, rank: int | None, density: float | None, kept: float | None) -> None:
     if how not in DENSITIES:
-        raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{nearest(how, DENSITIES)}")
+        raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{did_you_mean(how, DENSITIES)}")
     if how == "sum" and density is not None:
         raise MergeError(f"density: {density}, but a sum keeps every entry; leave it out, or say ties or dare")
     if kept is not None and not 0 < kept <= 1:

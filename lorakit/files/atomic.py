@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 
 MANIFEST = "manifest.json"
 
@@ -183,7 +183,7 @@ def disk_full_is_temporary(path: Path) -> Iterator[None]:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
-        raise TryAgainLater(
+        raise TemporaryFailure(
             f"{path}: the disk is full ({free} bytes free). What was saved before is intact:"
             " free some space and run the same command again"
         ) from None

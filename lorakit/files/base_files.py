@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import BaseModelError, PatchError, nearest
+from lorakit.errors import BaseModelError, PatchError, did_you_mean
 from lorakit.files.safetensors import Entry, TensorFile, open_tensors
 
 SINGLE = "model.safetensors"
@@ -42,7 +42,7 @@ class BaseFiles:
             what = "several" if found else "no"
             raise BaseModelError(
                 f"{self.folder}: {what} tensors for {name!r}."
-                + (f" Candidates: {', '.join(found[:3])}." if found else nearest(name, self.holder))
+                + (f" Candidates: {', '.join(found[:3])}." if found else did_you_mean(name, self.holder))
             )
         return found[0]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import TensorFile
 from lorakit.formats.adapter import Found, as_patch
@@ -82,7 +82,7 @@ def convert(
     """
     source, out = Path(source), Path(out)
     if to not in FORMATS:
-        raise PatchError(f"to: {to!r} is none of {', '.join(FORMATS)}.{nearest(to, FORMATS)}")
+        raise PatchError(f"to: {to!r} is none of {', '.join(FORMATS)}.{did_you_mean(to, FORMATS)}")
     _check_out(out, to)
     name, file = recognise(source)
     _check_options(name, to, alpha, prefix)

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.safetensors import TensorFile
 from lorakit.formats.adapter import Found
 from lorakit.formats.factors import Pair, Suffixes, gather, read_pairs, read_scalar
@@ -110,7 +110,7 @@ def _modules(file: TensorFile, prefix: str, names: Mapping[str, Pair], base: Bas
         found = known.get(name, [])
         if not found:
             raise PatchError(
-                f"{file.path}: {prefix}{name}: no linear layer of {base.name} flattens to {name}.{nearest(name, known)}"
+                f"{file.path}: {prefix}{name}: no linear layer of {base.name} flattens to {name}.{did_you_mean(name, known)}"
             )
         if len(found) > 1:
             raise PatchError(f"{file.path}: {prefix}{name}: several layers of {base.name}: {', '.join(found)}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import committed_folder, write_json
 from lorakit.files.safetensors import TensorFile
 from lorakit.formats.adapter import Found
@@ -156,7 +156,7 @@ def _check_applied(
         if keys is not None and key not in keys:
             raise PatchError(
                 f"{file.path}: {name}: {path} does not name {key} in lora_parameters.keys, so mlx-lm would not apply"
-                f" it.{nearest(key, keys)}"
+                f" it.{did_you_mean(key, keys)}"
             )
         if 0 < num_layers < total - index:
             raise PatchError(

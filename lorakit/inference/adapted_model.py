@@ -13,7 +13,7 @@ from torch import nn
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base, generation_settings, load_tokenizer
 from lorakit.base.quantized import load_maybe_packed
-from lorakit.errors import LorakitError, PatchError, nearest
+from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import Source, bind, check_called, merged_copy, other_form
 from lorakit.inference.prompts import Prompt, Prompts
 from lorakit.lora.routing import Adapter, Route, SlotHook
@@ -230,7 +230,7 @@ class AdaptedModel:
                 raise LorakitError(f"adapters: a name or None per row, got {name!r}")
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
-                raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{nearest(name, known)}")
+                raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}")
         route = Route(tuple(None if name is None else known[name] for name in names))
         if route.one:
             return route

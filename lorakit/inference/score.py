@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lorakit.data.row_formats import Chat, read_shape
 from lorakit.data.rows import BadRow, find_sources, read_rows
-from lorakit.errors import DataError, LorakitError, nearest
+from lorakit.errors import DataError, LorakitError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 
 BATCH_ROWS = 50
@@ -31,7 +31,7 @@ def score(
         if name not in model.adapters:
             loaded = ", ".join(model.adapters) or "none"
             raise LorakitError(
-                f"--data {name}: no adapter of that name (loaded: {loaded}).{nearest(name, model.adapters)}"
+                f"--data {name}: no adapter of that name (loaded: {loaded}).{did_you_mean(name, model.adapters)}"
             )
     width = max(map(len, data))
     say(f"{'held-out exact match':<{width}}  {'rows':>5}  {'base':>6}  {'adapter':>7}")

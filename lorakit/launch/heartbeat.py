@@ -8,7 +8,7 @@ from typing import Final, final
 
 from torch.distributed import DistError
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 
 AGAIN: Final = "What was saved is kept; the same command goes on."
 
@@ -19,7 +19,7 @@ class Reason:
 
     rank: int | None
     words: str
-    exit_code: int = TryAgainLater.exit_code
+    exit_code: int = TemporaryFailure.exit_code
     num_lost: int = 0
     """ranks that will not answer any more"""
     stacks: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 from lorakit.launch.exits import COMMAND, for_elsewhere
 from lorakit.launch.rendezvous import Place, host_is_gone, this_machine
 from lorakit.launch.rendezvous_timeout import answered
@@ -77,14 +77,14 @@ class Machines:
             if news.beats != before.beats:
                 self._heard[other] = (news, time.monotonic())
             elif time.monotonic() - since > self._place.silent_seconds:
-                raise TryAgainLater(
+                raise TemporaryFailure(
                     f"{_named(other, news)} has not been heard of for {self._place.silent_seconds:g} s;"
                     " the last checkpoint is kept, the same command on every machine goes on"
                 )
 
     def beat(self) -> None:
         """Tell the others that this machine is there, whatever became of them."""
-        with contextlib.suppress(TryAgainLater):
+        with contextlib.suppress(TemporaryFailure):
             if time.monotonic() - self._beaten >= BEAT_SECONDS:
                 self._tell(self._state)
 
@@ -97,7 +97,7 @@ class Machines:
         if not self._heard:
             return failure
         found = failure
-        with contextlib.suppress(TryAgainLater):
+        with contextlib.suppress(TemporaryFailure):
             self._tell("failing", failure)
             until = time.monotonic() + HEAR_OUT_SECONDS
             while time.monotonic() < until:
@@ -111,7 +111,7 @@ class Machines:
 
     def leave(self, failure: Failure) -> None:
         """Tell the others why the run is over here; the host of the store stays until they know, or ten seconds."""
-        with contextlib.suppress(TryAgainLater):
+        with contextlib.suppress(TemporaryFailure):
             self._tell("over", failure)
             until = time.monotonic() + LEAVE_SECONDS
             while self._place.hosted_here and time.monotonic() < until:

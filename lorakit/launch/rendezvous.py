@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lorakit.errors import RunError, TryAgainLater
+from lorakit.errors import RunError, TemporaryFailure
 from lorakit.launch.environment import DEFAULT_PORT, split_endpoint
 from lorakit.launch.rendezvous_timeout import answered
 
@@ -150,7 +150,7 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
             f" command on each, with the same parallel.nodes and parallel.processes"
         ) from None
     except RendezvousClosedError:
-        raise TryAgainLater("the run has ended on another machine, which says why") from None
+        raise TemporaryFailure("the run has ended on another machine, which says why") from None
     except (RendezvousConnectionError, DistError):
         if handler is not None and handler.joined:
             raise host_is_gone(place) from None
@@ -161,9 +161,9 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
         raise _busy(str(place)) from None
 
 
-def host_is_gone(place: Place) -> TryAgainLater:
+def host_is_gone(place: Place) -> TemporaryFailure:
     """Said when the store cannot be reached any more."""
-    return TryAgainLater(
+    return TemporaryFailure(
         f"the machine that hosts the rendezvous, {place}, no longer answers; the last checkpoint is kept, the same"
         " command on every machine goes on"
     )

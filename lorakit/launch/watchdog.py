@@ -19,7 +19,7 @@ from typing import Final, final
 
 from torch.distributed.distributed_c10d import Store
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 from lorakit.launch import heartbeat
 from lorakit.launch.heartbeat import Beat, Others, Reason
 from lorakit.launch.heartbeat_store import Board
@@ -102,7 +102,7 @@ class Watch:
 
     def fail(self, message: str, exit_code: int) -> Reason:
         """The reason all ranks end with, once they know it: this one, or what another rank said before."""
-        verb = "stopped" if exit_code == TryAgainLater.exit_code else "failed"
+        verb = "stopped" if exit_code == TemporaryFailure.exit_code else "failed"
         me = self._beat()
         return self._settle(Reason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lorakit.errors import TargetError, nearest
+from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora.experts import ExpertTarget, is_transposed, stacked_parameters, stacked_sizes
 from lorakit.lora.init import RANDOM
 from lorakit.lora.methods import METHODS
@@ -73,7 +73,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], l
         kinds = list(dict.fromkeys(".".join(name.rsplit(".", 2)[-2:]) for name in found))
         problems = [
             f"adapter.target_parameters: {pattern!r} matches none of the {len(found)} 3-D parameters of experts of this"
-            f" base.{nearest(pattern, [*kinds, *found])}"
+            f" base.{did_you_mean(pattern, [*kinds, *found])}"
             for pattern in patterns
             if not any(matches((pattern,), name) for name in found)
         ]
@@ -110,7 +110,7 @@ def _learnt(model: nn.Module, spec: AdapterSpec, targets: set[str]) -> tuple[dic
         if not own:
             names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _tensors(module))
             problems.append(
-                f"adapter.modules_to_save: {pattern!r} names no module with tensors.{nearest(pattern, names)}"
+                f"adapter.modules_to_save: {pattern!r} names no module with tensors.{did_you_mean(pattern, names)}"
             )
         problems += [
             f"adapter.modules_to_save: {name} gets an adapter as well; leave it out of one of them"

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lorakit.errors import TargetError, nearest
+from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora.experts import stacked_parameters
 from lorakit.lora.layer_kinds import Kind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
@@ -142,7 +142,7 @@ def _unmatched(
     return [
         f"{key}: {pattern if isinstance(pattern, str) else pattern[0]!r} matches none of the"
         f" {len(candidates)} linear layers of this base."
-        + nearest(pattern if isinstance(pattern, str) else pattern[0], names)
+        + did_you_mean(pattern if isinstance(pattern, str) else pattern[0], names)
         + f" Their names end in: {', '.join(list(dict.fromkeys(name.rpartition('.')[2] for name in candidates))[:12])}."
         for pattern in each
         if not any(matches(pattern, name) for name in modules)
@@ -153,7 +153,7 @@ def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
     tables: dict[str, Iterable[str]] = {"rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern}
     return [
         f"adapter.{table}: {key!r} matches none of the {len(matched)} targets."
-        + nearest(key, (name.rpartition(".")[2] for name in matched))
+        + did_you_mean(key, (name.rpartition(".")[2] for name in matched))
         for table, keys in tables.items()
         for key in keys
         if not any(re.match(rf"(.*\.)?({key})$", name) for name in matched)

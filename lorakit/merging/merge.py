@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.base.quantized import linear_layers
-from lorakit.errors import MergeError, TryAgainLater
+from lorakit.errors import MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, stamp, write_json
 from lorakit.merging.compare import measure_error
 from lorakit.merging.dequantized import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
@@ -235,7 +235,7 @@ def _check_space(plan: Plan, staging: Staging, out: Path) -> None:
     done = sum(path.stat().st_size for path in staging.model.iterdir())
     needed, free = plan.num_bytes - done, shutil.disk_usage(staging.folder).free
     if free < needed * 1.02:
-        raise TryAgainLater(f"{out}: {needed} bytes are needed, {free} are free; free some space and run again")
+        raise TemporaryFailure(f"{out}: {needed} bytes are needed, {free} are free; free some space and run again")
 
 
 def _inputs(files: BaseFiles, weighted: Sequence[Weighted], settings: list[Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import LorakitError, MergeError, TryAgainLater
+from lorakit.errors import LorakitError, MergeError, TemporaryFailure
 from lorakit.files.atomic import commit_folder, disk_full_is_temporary, stamp, sync_file, write_json
 
 Lines = list[dict[str, Any]]
@@ -86,6 +86,6 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
             staging.open()
             yield staging
         except LorakitError as problem:
-            if not isinstance(problem, TryAgainLater):
+            if not isinstance(problem, TemporaryFailure):
                 shutil.rmtree(staging.folder, ignore_errors=True)
             raise

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from lorakit.errors import RunError, nearest
+from lorakit.errors import RunError, did_you_mean
 from lorakit.launch.environment import World
 from lorakit.parallel.engine import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
 from lorakit.parallel.group import Group
@@ -38,7 +38,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     if parallel.backend == "single":
         return WholeEngine(device, Group(), parallel.backend)
     if parallel.backend not in BACKENDS:
-        raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{nearest(parallel.backend, BACKENDS)}")
+        raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{did_you_mean(parallel.backend, BACKENDS)}")
     assert world is not None
     file, name = BACKENDS[parallel.backend]
     engine: Engine = getattr(import_module(f"lorakit.parallel.{file}"), name)(world, parallel, device)

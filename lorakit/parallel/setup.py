@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lorakit.errors import ElsewhereError, LorakitError, RunError, TryAgainLater
+from lorakit.errors import PeerFailure, LorakitError, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, find_world
 from lorakit.launch.heartbeat import is_collective_error
 from lorakit.launch.quiet import calm, without_deprecations
@@ -97,7 +97,7 @@ def meeting_in_words(world: World) -> Iterator[None]:
                 f"{where}, where the processes are to meet, is in use by another program: choose another port"
                 " (MASTER_PORT, or the launcher's)"
             ) from None
-        raise TryAgainLater(
+        raise TemporaryFailure(
             f"rank {world.rank} and the other {world.size - 1} did not find each other at {where}:"
             f" {str(problem).splitlines()[0][:300]}. One of them did not start or has gone, or this machine cannot be"
             " reached: if it has several networks, name one in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
@@ -123,7 +123,7 @@ def how_it_ends(watch: Watch, problem: Exception) -> Exception:
         own = True
     if own:
         return problem
-    return ElsewhereError(str(reason), reason.exit_code)
+    return PeerFailure(str(reason), reason.exit_code)
 
 
 def shared_facts(recipe: Recipe) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.targets import lookup, matches
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -72,7 +72,7 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
         named = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
         inside = f"; there are patches inside: {', '.join(str(folder / name) for name in named[:5])}" if named else ""
         if not folder.is_dir():
-            near = nearest(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
+            near = did_you_mean(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
             raise PatchError(f"{folder}: no such folder; looked for {folder.absolute()}.{near}") from None
         if (folder / "config.json").is_file():
             raise PatchError(f"{folder}: a whole model, not a patch; use it as the base") from None

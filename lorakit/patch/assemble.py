@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.safetensors import TensorFile
 from lorakit.patch.adapter_config import PatchConfig
 from lorakit.patch.lazy import StoredTensors
@@ -138,7 +138,7 @@ def _unknown(path: Path, key: str) -> str:
     end = ".".join(key.rsplit(".", 2)[-2:])
     return (
         f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
-        f" and whole tensors base_model.model.<parameter>.{nearest(end, suffixes)}"
+        f" and whole tensors base_model.model.<parameter>.{did_you_mean(end, suffixes)}"
     )
 
 

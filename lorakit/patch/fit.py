@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lorakit.errors import PatchError, nearest
+from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.experts import stacked_parameters, stacked_sizes
 from lorakit.lora.layer_kinds import EMBEDDING, Kind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
@@ -40,7 +40,7 @@ def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
     yield from _update_problems(patch, base)
     for name, shape in patch.whole_shapes.items():
         if name not in base.parameters:
-            yield name, f"{name} is not a parameter of this base.{nearest(name, base.parameters)}"
+            yield name, f"{name} is not a parameter of this base.{did_you_mean(name, base.parameters)}"
         elif base.parameters[name] != shape:
             grown = base.parameters[name][1:] == shape[1:] and name.rpartition(".")[0] in (base.embedding, base.head)
             why = (
@@ -101,11 +101,11 @@ def _update_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)
             if base.experts.get(name) != expected:
-                near = nearest(name, base.experts)
+                near = did_you_mean(name, base.experts)
                 yield name, f"{name} is {base.experts.get(name)} (experts, out, in) in the base, {expected} here.{near}"
             continue
         if name not in base.layers:
-            yield name, f"{name} is not a layer of this base that can be adapted.{nearest(name, base.layers)}"
+            yield name, f"{name} is not a layer of this base that can be adapted.{did_you_mean(name, base.layers)}"
             continue
         kind, sizes = base.layers[name]
         if (kind is EMBEDDING) != layer.embedding:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from lorakit.base.dtype import measure_all
-from lorakit.errors import LorakitError, nearest
+from lorakit.errors import LorakitError, did_you_mean
 
 GB: Final = 1_000_000_000
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -108,7 +108,7 @@ def described(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int |
     found = named_gpu(gpu)
     if found is None:
         names = [gpu.name for gpu in GPUS]
-        raise LorakitError(f"--gpu: {gpu!r} is not known.{nearest(gpu, names)} There are {', '.join(names)}")
+        raise LorakitError(f"--gpu: {gpu!r} is not known.{did_you_mean(gpu, names)} There are {', '.join(names)}")
     memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes
     return Machine(found, gpus_per_node, nodes, memory, None, True, {}, 0)
 

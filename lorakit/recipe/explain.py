@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lorakit.errors import nearest
+from lorakit.errors import did_you_mean
 from lorakit.recipe.schema import Recipe
 
 MAX_SHOWN = 60
@@ -79,13 +79,13 @@ def _line(node: yaml.Node, keys: list[int | str]) -> int:
 def _message(problem: Any, keys: list[int | str]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return f"unknown key.{nearest(str(keys[-1]), _known_keys(keys[:-1]))}"
+        return f"unknown key.{did_you_mean(str(keys[-1]), _known_keys(keys[:-1]))}"
     if kind == "missing":
         return "this key is required"
     text = problem["msg"].removeprefix("Value error, ")
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     if kind == "literal_error":
-        return f"{text}, got {shown}.{nearest(str(value), _quoted(problem['ctx']['expected']))}"
+        return f"{text}, got {shown}.{did_you_mean(str(value), _quoted(problem['ctx']['expected']))}"
     return text if isinstance(value, dict) else f"{text}, got {shown}"
 
 

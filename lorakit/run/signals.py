@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from lorakit.errors import TryAgainLater
+from lorakit.errors import TemporaryFailure
 
 
 class StopRequest:
@@ -29,7 +29,7 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None) -> None:
         again, self.asked_by = self.asked() and number == signal.SIGINT, signal.Signals(number).name
         if again or not self.patient:
-            raise TryAgainLater(
+            raise TemporaryFailure(
                 f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint"
             )
 

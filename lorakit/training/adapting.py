@@ -11,7 +11,7 @@ from torch import nn
 from lorakit.base.load import load_tokenizer, num_tokens
 from lorakit.base.loading import LoadedBase, count_parameters, load_for_training
 from lorakit.data import TokenRows
-from lorakit.errors import BaseModelError, TargetError, nearest
+from lorakit.errors import BaseModelError, TargetError, did_you_mean
 from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, carriers, find_targets
 from lorakit.lora.coverage import Covering, covering
 from lorakit.lora.experts import LoraExperts
@@ -78,7 +78,7 @@ def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:
     known = load_tokenizer(folder).get_vocab()
     if unknown := [token for token in named if token not in known]:
         raise TargetError(
-            f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base.{nearest(unknown[0], known)} Add it to"
+            f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base.{did_you_mean(unknown[0], known)} Add it to"
             " its tokenizer and a row to its embedding first (add_tokens, resize_token_embeddings, save_pretrained)"
         )
     return tuple(known[token] if isinstance(token, str) else token for token in tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.data import Ahead
-from lorakit.errors import RunError, TryAgainLater
+from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.atomic import disk_full_is_temporary, sweep_folder
 from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import joined
@@ -103,7 +103,7 @@ def loop(job: Job, batches: Ahead, progress: Progress, report: Report | Silence,
             return
         if stopping:
             asked_by = next(filter(None, job.engine.group.all(stop.asked_by)))
-            raise TryAgainLater(f"{asked_by}: {saved(progress)}; the same command goes on from there")
+            raise TemporaryFailure(f"{asked_by}: {saved(progress)}; the same command goes on from there")
         take_step(job, batches, progress, report)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.load import find_base
-from lorakit.errors import RunError, TryAgainLater
+from lorakit.errors import RunError, TemporaryFailure
 from lorakit.launch.launcher import launch
 from lorakit.parallel.setup import place_of
 from lorakit.recipe import Recipe, load_recipe
@@ -25,7 +25,7 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     loaded = load_recipe(recipe, texts)
     code = start(loaded, recipe, texts, fresh=fresh)
     if code:
-        raise (TryAgainLater if code == TryAgainLater.exit_code else RunError)(
+        raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
             "the run's processes ended with an error; it is printed above"
         )
     return Path(loaded.output)
