@@ -26,16 +26,16 @@ def rank(backend: str, base: str) -> None:
     """One of the processes: three steps; the first process prints what was sent in one of them."""
     from lorakit.base.loading import load_for_training
     from lorakit.data import collate
-    from lorakit.launch.environment import find_world
+    from lorakit.launch.environment import detect_world
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
     from lorakit.parallel import StepSettings, open_engine
     from lorakit.parallel.optimizer import build_optimizer
-    from lorakit.parallel.process_group import part
+    from lorakit.parallel.process_group import destroy_process_group
     from lorakit.recipe import BaseSection, ParallelSection
 
     torch.set_num_threads(1)
-    engine = open_engine(ParallelSection(backend=backend, processes=2), find_world(os.environ))  # type: ignore[arg-type]
-    loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, in_parts=True)
+    engine = open_engine(ParallelSection(backend=backend, processes=2), detect_world(os.environ))  # type: ignore[arg-type]
+    loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, sharded=True)
     spec = AdapterSpec(rank=16)
     attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.stored)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
@@ -48,7 +48,7 @@ def rank(backend: str, base: str) -> None:
     if engine.rank == 0:
         sent = engine.observed()["collectives_of_a_step"]
         print(json.dumps({"base_bytes": whole, "adapter_bytes": adapter, "sent": sent}), flush=True)
-    part()
+    destroy_process_group()
 
 
 def measure() -> dict[str, Any]:

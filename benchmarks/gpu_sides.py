@@ -16,8 +16,8 @@ from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, pad
 from lorakit.data import collate
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
-from lorakit.parallel.single import WholeEngine
-from lorakit.quant.bnb import Packing
+from lorakit.parallel.single import SingleEngine
+from lorakit.quant.bnb import QuantScheme
 
 WARM = 2
 AS_PEFT = "lorakit, as many rows at a time as peft"
@@ -108,7 +108,7 @@ def rows_of(work: Work, number: int) -> Rows:
 
 def build(side: str, work: Work, device: torch.device) -> Step:
     """A side's step, on a base of its own."""
-    packing = Packing("nf4", True) if side.endswith("nf4") else None
+    packing = QuantScheme("nf4", True) if side.endswith("nf4") else None
     model: Any = make_model(work.shape, torch.bfloat16, device, packing)
     adapter = random_adapter(find_targets(model, AdapterSpec(rank=RANK)), RANK, 0, work.size)
     if side.startswith("lorakit"):
@@ -128,7 +128,7 @@ def build(side: str, work: Work, device: torch.device) -> Step:
     return step
 
 
-def lorakit_step(engine: WholeEngine) -> Step:
+def lorakit_step(engine: SingleEngine) -> Step:
     """lorakit's engine on packed rows."""
     index = itertools.count()
 

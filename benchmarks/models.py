@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.lora import AdapterSpec, Target, find_targets
-from lorakit.quant.bnb import Packed, Packing, QuantLinear, pack
+from lorakit.quant.bnb import QuantizedWeight, QuantScheme, QuantLinear, quantize
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -51,7 +51,7 @@ def hollow(shape: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
-def make_model(shape: str, dtype: torch.dtype, device: torch.device, packing: Packing | None = None) -> Any:
+def make_model(shape: str, dtype: torch.dtype, device: torch.device, packing: QuantScheme | None = None) -> Any:
     """A random Llama made on a device weight by weight, its linear layers packed as they are made; no files."""
     model = hollow(shape, dtype)
     numbers = torch.Generator(device).manual_seed(0)
@@ -63,8 +63,8 @@ def make_model(shape: str, dtype: torch.dtype, device: torch.device, packing: Pa
                 if old.dim() > 1:
                     value.normal_(0, 0.02, generator=numbers)
                 if packing is not None and isinstance(module, nn.Linear) and name != "lm_head":
-                    facts = Packed(packing, (module.out_features, module.in_features), dtype)
-                    model.set_submodule(name, QuantLinear(facts, pack(value, packing), None))
+                    facts = QuantizedWeight(packing, (module.out_features, module.in_features), dtype)
+                    model.set_submodule(name, QuantLinear(facts, quantize(value, packing), None))
                     continue
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             module._parameters[key] = made[id(old)]

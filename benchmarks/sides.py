@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lorakit.lora import adapter_tensors, inject
-from lorakit.ops.packed_attention import attend_row_by_row
-from lorakit.ops.varlen import kernel_for
+from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.single import SingleEngine
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 
@@ -41,14 +41,14 @@ class Rows(list[Row]):
         return self[row].learnt
 
 
-def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> WholeEngine:
+def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> SingleEngine:
     """lorakit's own engine for packed rows, with an adapter of these values on the model."""
     inject(model, rank=RANK, alpha=2.0 * RANK)
     put(adapter, adapter_tensors(model))
-    engine = WholeEngine(device, Group(), "single")
+    engine = SingleEngine(device, Group(), "single")
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     engine.prepare(model, build, StepSettings(0, CLIP, lambda step: RATE))
-    engine.called.by_row, engine.called.kernel = attend_row_by_row(model), kernel_for(device)
+    engine.called.by_row, engine.called.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine
 
 

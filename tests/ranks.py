@@ -16,14 +16,14 @@ import torch
 
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import load_for_training
-from lorakit.data import Batches, RowSettings, prepare_rows
-from lorakit.launch.environment import find_world
-from lorakit.launch.quiet import calm, without_deprecations
+from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.launch.environment import detect_world
+from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.ops.recompute import Again
+from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.parallel.process_group import part
+from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
 from lorakit.training.job import checkpoint_layers
 
@@ -34,7 +34,7 @@ def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
     """The case's model in the engine."""
     dtype = DTYPES[case.get("dtype", "float32")]
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
-    loaded = load_for_training(section, base, dtype, engine.device, in_parts=engine.shards_base)
+    loaded = load_for_training(section, base, dtype, engine.device, sharded=engine.shards_base)
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
@@ -55,11 +55,11 @@ def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
         engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
 
 
-def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> Batches:
+def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> BatchSampler:
     """Steps of 7 rows of 41: the last of an epoch has 6."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
-    prepared = prepare_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
-    return Batches(
+    prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+    return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
         engine.group.rank, engine.group.size,
     )  # fmt: skip
@@ -81,11 +81,11 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
             losses.append(report.loss)
             norms.append(report.grad_norm)
     evaluated = engine.evaluate(
-        (batch for chosen in batches.every_row_once() for batch in batches.cut(chosen)), lambda: False
+        (batch for chosen in batches.eval_batches() for batch in batches.micro_batches(chosen)), lambda: False
     )
     return {
         "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
-        "optimizer": engine.gather_optimizer(), "unreached": engine.unreached(), "ranks": engine.group.all(engine.observed()),
+        "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(), "ranks": engine.group.all_gather(engine.observed()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]
         "made_again": sum(numbers),
     }  # fmt: skip
@@ -95,24 +95,24 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
 def made_again() -> Iterator[list[int]]:
     """A one for each time that a layer's input was made again instead of having been kept."""
     numbers: list[int] = []
-    made = Again.made
+    made = RecomputedInput.get
 
-    def counted(again: Again) -> torch.Tensor:
+    def counted(again: RecomputedInput) -> torch.Tensor:
         numbers.append(1)
         return made(again)
 
-    Again.made = counted  # type: ignore[method-assign]
+    RecomputedInput.get = counted  # type: ignore[method-assign]
     yield numbers
-    Again.made = made  # type: ignore[method-assign]
+    RecomputedInput.get = made  # type: ignore[method-assign]
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     told = json.loads((folder / "cases.json").read_text())
-    world = find_world(os.environ)
+    world = detect_world(os.environ)
     for case in told["cases"]:
         parallel = ParallelSection(processes=world.size if world else 1, **case["parallel"])
-        with calm():
+        with quiet_libraries():
             engine = open_engine(parallel, world)
         with without_deprecations():
             result = run(engine, Path(told["base"]).parent / case.get("base", "base"), Path(told["rows"]), case)
@@ -122,8 +122,8 @@ def main(folder: Path) -> None:
             from accelerate.state import AcceleratorState
 
             AcceleratorState._reset_state()
-            engine.group.sums(0)
-    part()
+            engine.group.all_reduce_sum(0)
+    destroy_process_group()
 
 
 if __name__ == "__main__":

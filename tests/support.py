@@ -117,7 +117,7 @@ def tried(folder: Path, kind: str, feature: str) -> str | None:
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
     spec = AdapterSpec(rank=3, **{k: tuple(v) if isinstance(v, list) else v for k, v in case["adapter"].items()})
     try:
-        model = load_for_training(section, place, torch.float32, torch.device("cpu"), in_parts=False).model
+        model = load_for_training(section, place, torch.float32, torch.device("cpu"), sharded=False).model
         attach(model, find_targets(model, spec), spec, 0)
     except LorakitError as problem:
         return str(problem).replace(f"{place}: ", "")

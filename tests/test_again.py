@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.lora import adapter_tensors, inject
-from lorakit.ops.gated_mlp import is_gated
-from lorakit.ops.recompute import made_again
-from lorakit.ops.rms_norm import is_norm
+from lorakit.ops.gated_mlp import is_gated_mlp
+from lorakit.ops.recompute import recomputable
+from lorakit.ops.rms_norm import is_rms_norm
 from lorakit.ops.rope import is_rotary
 from lorakit.training.job import checkpoint_layers
 from tests.alive import Alive
@@ -100,17 +100,17 @@ def makers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", list(makers(torch.float32)))
 def test_a_product_is_made_again_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     x = makers(dtype)[kind]
-    again = made_again(x)
+    again = recomputable(x)
     assert again is not None
-    assert again.made().dtype == dtype
-    assert torch.equal(again.made(), x)
+    assert again.get().dtype == dtype
+    assert torch.equal(again.get(), x)
 
 
 def test_what_keeps_too_little_is_not_made_again() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     fixed = torch.rand(8)
     for kept in (x, x + 1, F.silu(x), fixed * x, torch.rand(8), F.dropout(x, 0.1) * fixed):
-        assert made_again(kept) is None
+        assert recomputable(kept) is None
 
 
 def test_only_an_mlp_with_that_very_code_is_changed() -> None:
@@ -129,7 +129,7 @@ def test_only_an_mlp_with_that_very_code_is_changed() -> None:
 
     learns = Same()
     learns.act_fn = nn.PReLU()
-    assert [is_gated(module) for module in (Other(), Same(), learns)] == [False, True, False]
+    assert [is_gated_mlp(module) for module in (Other(), Same(), learns)] == [False, True, False]
 
 
 def test_an_activation_that_gives_its_input_back_is_not_overwritten() -> None:
@@ -146,7 +146,7 @@ def test_an_activation_that_gives_its_input_back_is_not_overwritten() -> None:
     model = inject(nn.Sequential(copy.deepcopy(plain)), rank=2)
     x = torch.randn(3, 4, requires_grad=True)
     (found,), (expected,) = (torch.autograd.grad(each(x).sum(), x) for each in (model, plain))
-    assert is_gated(plain)
+    assert is_gated_mlp(plain)
     torch.testing.assert_close(found, expected)
 
 
@@ -165,9 +165,9 @@ def test_most_models_have_such_parts() -> None:
     for name in names:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SMALL | {"head_dim": 8})))
-        assert sum(map(is_gated, model.modules())) == layers, name
+        assert sum(map(is_gated_mlp, model.modules())) == layers, name
         norms = 0 if name in own_norms else 1 + layers * (2 + of_attention.get(name, 0))
-        assert sum(map(is_norm, model.modules())) == norms, name
+        assert sum(map(is_rms_norm, model.modules())) == norms, name
         assert sum(map(is_rotary, model.modules())) == (0 if name == "olmo2" else layers), name
 
 

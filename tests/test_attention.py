@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
+from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from tests.models import ARCHITECTURES, SMALL, build
 
 LENGTHS = (7, 1, 12, 3)
@@ -55,10 +55,10 @@ def test_rows_of_a_line_give_the_outputs_and_gradients_that_they_give_alone(arch
     alone = torch.cat([model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in each], 1)
     gradients = torch.autograd.grad(alone.square().sum(), list(model.parameters()), allow_unused=True)
 
-    assert attend_row_by_row(model)
-    rows = Rows(LENGTHS)
+    assert enable_packed_attention(model)
+    rows = RowLengths(LENGTHS)
     found = model(**inputs, use_cache=False, row_lengths=rows).logits
-    assert rows.reached
+    assert rows.was_used
 
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
     again = torch.autograd.grad(found.square().sum(), list(model.parameters()), allow_unused=True)
@@ -74,9 +74,9 @@ def test_no_mask_over_a_whole_line_is_formed(architecture: str) -> None:
     positions = torch.arange(20).repeat(3)[None]
     with Squares(side=60) as as_before, torch.no_grad():
         model(input_ids=ids, position_ids=positions, use_cache=False)
-    attend_row_by_row(model)
+    enable_packed_attention(model)
     with Squares(side=60) as now, torch.no_grad():
-        model(input_ids=ids, position_ids=positions, use_cache=False, row_lengths=Rows((20, 20, 20)))
+        model(input_ids=ids, position_ids=positions, use_cache=False, row_lengths=RowLengths((20, 20, 20)))
 
     assert as_before.squares > 0
     assert now.squares == 0
@@ -90,7 +90,7 @@ def test_padded_rows_and_a_cache_are_attended_as_before() -> None:
     before = model(input_ids=ids, attention_mask=mask).logits
     answer = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
 
-    attend_row_by_row(model)
+    enable_packed_attention(model)
 
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), answer)
@@ -100,7 +100,7 @@ def test_a_line_whose_rows_nobody_names_is_attended_as_before() -> None:
     model = a_model("mistral")
     before = model(**packed()).logits
 
-    attend_row_by_row(model)
+    enable_packed_attention(model)
 
     assert torch.equal(model(**packed()).logits, before)
 
@@ -109,8 +109,8 @@ def test_it_can_be_undone() -> None:
     model = a_model("llama")
     before = model(**packed()).logits
 
-    attend_row_by_row(model)
-    attend_as_before(model)
+    enable_packed_attention(model)
+    disable_packed_attention(model)
 
     assert torch.equal(model(**packed()).logits, before)
     assert model.config._attn_implementation == "sdpa"

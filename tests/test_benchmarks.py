@@ -16,7 +16,7 @@ from benchmarks.__main__ import TARGETS, earlier
 from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
 from benchmarks.targets import measured
-from lorakit.quant.bnb import Packing, QuantLinear
+from lorakit.quant.bnb import QuantScheme, QuantLinear
 
 ROOT = Path(__file__).parent.parent
 BARE = """
@@ -67,7 +67,7 @@ def test_a_base_made_on_a_device_computes_as_transformers_own(tied: bool, monkey
 
 def test_a_packed_base_is_never_whole_in_floats() -> None:
     pytest.importorskip("bitsandbytes")
-    made = make_model("tiny", torch.bfloat16, CPU, Packing("nf4", True))
+    made = make_model("tiny", torch.bfloat16, CPU, QuantScheme("nf4", True))
 
     linear = {name for name, module in made.named_modules() if type(module) is torch.nn.Linear}
     assert linear == {"lm_head"}

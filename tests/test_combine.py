@@ -135,7 +135,7 @@ def test_a_smaller_rank_gives_the_nearest_matrix_of_that_rank_and_tells_the_erro
     said: list[str] = []
     out = combine((two[0], 0.7), (two[1], 1.3), out=tmp_path / "small", rank=3, say=said.append)
 
-    made, got = read_patch(out).facts["combined"], deltas(out)
+    made, got = read_patch(out).metadata["combined"], deltas(out)
     left = size = 0.0
     for name, parts in weighted((two[0], 0.7), (two[1], 1.3)).items():
         exact = sum(parts, torch.zeros(()))
@@ -190,7 +190,7 @@ def test_ties_at_full_rank_is_the_papers_procedure_on_the_dense_updates(
     for name, parts in weighted(*pairs).items():
         assert apart(deltas(out)[name], ties_by_hand(parts, density)) < 1e-6
         assert read_patch(out).layers[name].rank == min(parts[0].shape)
-    assert read_patch(out).facts["combined"]["error"] < 1e-6
+    assert read_patch(out).metadata["combined"]["error"] < 1e-6
 
 
 def test_ties_keeps_of_each_patch_what_no_other_contradicts(base: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_without_a_rank_the_result_gets_the_ranks_of_its_sources_and_tells_the_t
 ) -> None:
     small, full = (combine(*two, out=tmp_path / str(rank), how=how, rank=rank) for rank in (None, 32))
 
-    made = read_patch(small).facts["combined"]
+    made = read_patch(small).metadata["combined"]
     assert {name: layer.rank for name, layer in read_patch(small).layers.items()}[Q] == 7
     assert read_patch(small).layers[K].rank == 4
     for name, exact in deltas(full).items():
@@ -279,7 +279,7 @@ def test_embeddings_and_transposed_layers_of_other_programs_combine(tmp_path: Pa
     save_file(tensors, linear / TENSORS)
     with pytest.raises(PatchError, match=r"wte is an embedding, \(32, 64\) .* linear, \(32, 64\)"):
         combine(one, linear, out=tmp_path / "none")
-    facts = read_patch(out).facts
+    facts = read_patch(out).metadata
     assert "base" not in facts
     assert len(facts["combined"]["bases_not_compared"]) == 2
     assert any("does not say which base it is for" in text for text in said)
@@ -296,7 +296,7 @@ def test_the_new_patch_knows_the_base_of_its_sources(
     with pytest.raises(PatchError, match="8 of 8 adapted weights"):
         check_base(patch, other)
     assert patch.config.base_model == read_patch(two[0]).config.base_model
-    made = patch.facts["combined"]
+    made = patch.metadata["combined"]
     assert [one["sha256"] for one in made["sources"]] == [digest(folder / TENSORS) for folder in two]
     assert "sum: 1 one + 1 two" in (patch.folder / "README.md").read_text()
 
@@ -304,7 +304,7 @@ def test_the_new_patch_knows_the_base_of_its_sources(
 def without_facts(folder: Path, copy: Path, change: Any = lambda facts: facts.clear()) -> Path:
     """The patch as another program would have written it, or with changed facts."""
     shutil.copytree(folder, copy)
-    facts = dict(read_patch(folder).facts)
+    facts = dict(read_patch(folder).metadata)
     change(facts)
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(facts)} if facts else {})
     save_file(load_file(copy / TENSORS), copy / TENSORS, metadata=metadata)
@@ -339,9 +339,9 @@ def test_patches_of_different_bases_are_refused_by_name(
     assert not out.exists()
 
     patch = read_patch(combine(two[0], foreign, out=out, allow_base_mismatch=True))
-    assert patch.facts["combined"]["allow_base_mismatch"] is True
-    assert "different bases" in patch.facts["combined"]["bases_differ"][0]
-    assert "base" not in patch.facts  # no base has all of these weights
+    assert patch.metadata["combined"]["allow_base_mismatch"] is True
+    assert "different bases" in patch.metadata["combined"]["bases_differ"][0]
+    assert "base" not in patch.metadata  # no base has all of these weights
 
 
 def test_full_digests_tell_bases_apart_that_their_samples_do_not(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -360,10 +360,10 @@ def test_a_source_that_does_not_know_its_base_is_recorded(base: Path, two: tuple
     partly = read_patch(combine(stranger, without_facts(two[1], tmp_path / "x"), two[0], out=tmp_path / "partly"))
 
     check_base(covered, base, full=True)
-    assert [text.split(": ")[1] for text in covered.facts["combined"]["bases_not_compared"]] == [
+    assert [text.split(": ")[1] for text in covered.metadata["combined"]["bases_not_compared"]] == [
         "does not say which base it is for; compared by its shapes alone"
     ]
-    assert "base" not in partly.facts
+    assert "base" not in partly.metadata
 
 
 def test_patches_trained_in_other_dtypes_combine_where_nothing_contradicts(base: Path, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_patches_trained_in_other_dtypes_combine_where_nothing_contradicts(base:
 
     patch = read_patch(combine(one, rounded, out=tmp_path / "sum"))
 
-    assert "bfloat16 and float32" in patch.facts["combined"]["bases_not_compared"][0]
+    assert "bfloat16 and float32" in patch.metadata["combined"]["bases_not_compared"][0]
     check_base(patch, base, full=True)
 
 
@@ -386,7 +386,7 @@ def test_whole_tensors_come_along_from_one_patch_alone(tmp_path: Path, tokenizer
     out = combine(saved, (plain, 0.5), out=tmp_path / "sum")
     bias = combine(other, biased, out=tmp_path / "bias")
 
-    assert torch.equal(read_patch(out).whole["lm_head.weight"], read_patch(saved).whole["lm_head.weight"])
+    assert torch.equal(read_patch(out).full_tensors["lm_head.weight"], read_patch(saved).full_tensors["lm_head.weight"])
     served = lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits
     peft = PeftModel.from_pretrained(build("llama"), out).eval()
     assert apart(peft(input_ids=IDS).logits, served) < 1e-5
@@ -465,7 +465,7 @@ def test_norms_of_differences_are_exact_where_the_factors_differ_and_the_product
     other = LowRank(A.T[:, :3].repeat(2, 1)[:40], B.T[:3, :30])
 
     assert algebra.norm(one) == pytest.approx(float((B @ A).norm()), rel=1e-12)
-    assert algebra.norm(algebra.subtracted(one, same)) < 1e-11 * algebra.norm(one)
+    assert algebra.norm(algebra.subtract_low_rank(one, same)) < 1e-11 * algebra.norm(one)
     assert algebra.inner(one, other) == pytest.approx(float((one.dense() * other.dense()).sum()), rel=1e-10)
     assert torch.allclose(algebra.truncated(one, 5).dense(), one.dense(), atol=1e-12)
     assert torch.allclose(algebra.truncated(LowRank(B[:3], A), 9).dense(), (B @ A)[:3], atol=1e-12)
@@ -474,14 +474,14 @@ def test_norms_of_differences_are_exact_where_the_factors_differ_and_the_product
 def test_large_matrices_are_brought_down_by_random_projections_nearly_as_well(monkeypatch: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     D = torch.randn(300, 200, generator=generator).double() @ torch.diag(torch.logspace(0, -2, 200).double())
-    best = algebra.found_near(D, 10)
+    best = algebra.nearest_low_rank(D, 10)
     monkeypatch.setattr(algebra, "EXACT_SIZE", 64)
     state = torch.random.get_rng_state()
 
-    one, again, other = (algebra.found_near(D, 10, seed) for seed in (1, 1, 2))
+    one, again, other = (algebra.nearest_low_rank(D, 10, seed) for seed in (1, 1, 2))
 
-    assert best.left <= one.left < 1.01 * best.left
-    assert one.left == pytest.approx(float((D - one.factors.to(torch.float64).dense()).norm()), rel=1e-6)
+    assert best.residual_norm <= one.residual_norm < 1.01 * best.residual_norm
+    assert one.residual_norm == pytest.approx(float((D - one.factors.to(torch.float64).dense()).norm()), rel=1e-6)
     assert torch.equal(one.factors.A, again.factors.A)
     assert not torch.equal(one.factors.A, other.factors.A)
     assert torch.equal(state, torch.random.get_rng_state())

@@ -11,7 +11,7 @@ from torch import nn
 from lorakit import train
 from lorakit.errors import RecipeError, RunError
 from lorakit.recipe import load_recipe
-from lorakit.training.compile import Compiled
+from lorakit.training.compile import CompiledLayers
 
 
 def losses(output: Path) -> list[float]:
@@ -60,7 +60,7 @@ def test_an_offload_that_says_none_goes_with_it(recipe: Any) -> None:
 
 def test_a_model_without_repeated_layers_is_refused() -> None:
     with pytest.raises(RunError, match="Sequential has no repeated layers to compile"):
-        Compiled(nn.Sequential(nn.Linear(2, 2)))
+        CompiledLayers(nn.Sequential(nn.Linear(2, 2)))
 
 
 @pytest.mark.filterwarnings("default")

@@ -24,11 +24,11 @@ from lorakit.files.atomic import digest
 from lorakit.files.safetensors import open_tensors
 from lorakit.formats.convert import FORMATS, convert
 from lorakit.formats.kohya import read_kohya, write_kohya
-from lorakit.formats.metadata import Origin
+from lorakit.formats.metadata import ConversionSource
 from lorakit.formats.options import Base, Options
 from lorakit.formats.scales import PLAIN, exact_alpha
 from lorakit.lora import METHODS
-from lorakit.patch import PatchLayer, Shapes, check_base, new_patch, read_patch, write_patch
+from lorakit.patch import PatchLayer, BaseShapes, check_base, new_patch, read_patch, write_patch
 from tests.models import build, outputs
 from tests.test_merge import make_patch
 
@@ -161,9 +161,9 @@ def test_a_shipped_patch_goes_to_every_format_and_comes_back_the_same(tmp_path: 
 
     assert_same(patch, back)
     assert (back / "adapter_config.json").read_bytes() == (patch / "adapter_config.json").read_bytes()
-    facts, old = read_patch(back).facts, read_patch(patch)
+    facts, old = read_patch(back).metadata, read_patch(patch)
     assert facts["converted"]["from"] == to
-    assert {key: value for key, value in facts.items() if key != "converted"} == old.facts
+    assert {key: value for key, value in facts.items() if key != "converted"} == old.metadata
     assert "# back\n" in (back / "README.md").read_text()
     check_base(read_patch(back), ROOT / "lorakit" / "assets" / "tiny")  # it still knows its base
     assert f"28 layers, from peft to {to}" in heard[0]
@@ -249,7 +249,7 @@ def test_a_stripped_file_still_means_the_same(tmp_path: Path, base: Path) -> Non
         assert_same(patch, back)
         config = json.loads((back / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(base)
-        assert set(read_patch(back).facts) == {"lorakit", "converted"}
+        assert set(read_patch(back).metadata) == {"lorakit", "converted"}
         model = build_small(base)
         PeftModel.from_pretrained(model, back)  # warns when a tensor finds no place
 
@@ -259,7 +259,7 @@ def test_what_lorakit_remembers_is_not_believed_of_other_tensors(tmp_path: Path)
     for to in ("diffusers", "loralib"):
         file = convert(patch, place(tmp_path, to, to), to=to)
         save_file({key: t * 2 for key, t in load_file(file).items()}, file, metadata=metadata(file))
-    assert "step" not in read_patch(convert(tmp_path / "diffusers.safetensors", tmp_path / "d")).facts
+    assert "step" not in read_patch(convert(tmp_path / "diffusers.safetensors", tmp_path / "d")).metadata
     told = json.loads(metadata(convert(patch, tmp_path / "m.safetensors", to="diffusers"))["lora_adapter_metadata"])
     changed = metadata(tmp_path / "m.safetensors") | {"lora_adapter_metadata": json.dumps(told | {"lora_alpha": 10})}
     save_file(load_file(tmp_path / "m.safetensors"), tmp_path / "m.safetensors", metadata=changed)
@@ -326,7 +326,7 @@ def test_a_kohya_file_of_several_models_needs_to_be_told_which(tmp_path: Path, b
     patch = convert(tmp_path / "both.safetensors", tmp_path / "patch", base=base, prefix="lora_te")
 
     assert_same(patch, convert(tmp_path / "1.safetensors", tmp_path / "one", base=base))
-    assert read_patch(patch).facts["converted"]["prefix"] == "lora_te"  # others were left out, as was asked
+    assert read_patch(patch).metadata["converted"]["prefix"] == "lora_te"  # others were left out, as was asked
 
 
 SPELLINGS = {
@@ -624,7 +624,7 @@ def test_kohyas_names_need_the_base_and_have_to_be_clear(tmp_path: Path, monkeyp
     one, clear = write(tmp_path / "one", {"a.b_c": layer("a.b_c")}), write(tmp_path / "clear", {"x.y": layer("x.y")})
     refused(tmp_path, both, "a.b_c and a_b.c are both a_b_c in kohya's names", to="kohya")
 
-    options, origin = Options(Base("unclear", None, Shapes.of(Unclear()), ())), Origin("peft", "")
+    options, origin = Options(Base("unclear", None, BaseShapes.of(Unclear()), ())), ConversionSource("peft", "")
     with pytest.raises(PatchError, match="one: a.b_c and a_b.c are both a_b_c in kohya's names"):
         write_kohya(tmp_path / "no.safetensors", read_patch(one), options, origin)
     without_base = convert(one, tmp_path / "one.safetensors", to="kohya")

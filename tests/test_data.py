@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.load import load_base
-from lorakit.data import Batches, Encoder, RowSettings, TokenRows, collate, prepare_rows
-from lorakit.data.batch import IGNORED
-from lorakit.data.row_formats import read_shape
+from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate, tokenize_rows
+from lorakit.data.batch import IGNORE_INDEX
+from lorakit.data.row_formats import parse_row_format
 from lorakit.data.rows import BadRow, parse_row
 from lorakit.errors import DataError
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
@@ -66,7 +66,7 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
 
 def learnt_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
     encoded = Encoder(tokenizer, loss_on)(row)
-    return tokenizer.decode([token for token, learnt in zip(encoded.ids, encoded.learnt, strict=True) if learnt])
+    return tokenizer.decode([token for token, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt])
 
 
 TURNS = [
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
 
     assert spaced.decode(encoded.ids) == "A: yes</s>"
     assert (
-        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.learnt, strict=True) if learnt]).strip() == "yes</s>"
+        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt]).strip() == "yes</s>"
     )
 
 
@@ -174,8 +174,8 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
 
     assert learnt_text(plain, chat("hi", "yes")) == "yes<|end|>"
     encoded = Encoder(plain, "answer")(chat("hi", "yes"))
-    assert encoded.learnt[encoded.learnt.index(True) :] == [True] * sum(
-        encoded.learnt
+    assert encoded.label_mask[encoded.label_mask.index(True) :] == [True] * sum(
+        encoded.label_mask
     )  # nothing unlearnt before the end
 
 
@@ -185,8 +185,8 @@ def test_what_is_learnt_is_what_the_model_must_say_after_its_prompt(tokenizer: A
     start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     assert encoded.ids[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    assert all(encoded.learnt[start:])
-    assert not encoded.learnt[start - 1]
+    assert all(encoded.label_mask[start:])
+    assert not encoded.label_mask[start - 1]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_no_line_escapes_as_anything_but_a_row_or_a_bad_row(raw: bytes) -> None:
     row = parse_row(raw)
     if not isinstance(row, BadRow):
         with contextlib.suppress(BadRow):
-            read_shape(row)
+            parse_row_format(row)
 
 
 def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_path: Path, tokenizer: Any) -> None:
@@ -266,7 +266,7 @@ def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_pat
     path.write_bytes(b"\n".join(lines) + b"\n")
 
     with pytest.raises(DataError) as caught:
-        prepare_rows(str(path), "train", tokenizer, SETTINGS)
+        tokenize_rows(str(path), "train", tokenizer, SETTINGS)
 
     message = str(caught.value)
     assert "13 of 15 rows cannot be used" in message
@@ -278,7 +278,7 @@ def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_pat
     assert message.count(f"{path}:") == 10
     assert "and 3 more" in message
 
-    skipped = prepare_rows(str(path), "train", tokenizer, RowSettings(64, "truncate", "skip", "answer"))
+    skipped = tokenize_rows(str(path), "train", tokenizer, RowSettings(64, "truncate", "skip", "answer"))
     assert (skipped.counts.rows, skipped.counts.bad) == (2, len(lines) - 2)
 
 
@@ -286,8 +286,8 @@ def test_long_rows_are_cut_or_dropped_by_choice_and_counted(tmp_path: Path, toke
     long_answer, long_prompt = chat("hi", "so " * 60), chat("so " * 60, "yes")
     path = write_rows(tmp_path / "long.jsonl", [chat("hi", "yes"), long_answer, long_prompt])
 
-    def prepared(choice: str) -> TokenRows:
-        return prepare_rows(str(path), "train", tokenizer, RowSettings(20, choice, "stop", "answer"))
+    def prepared(choice: str) -> TokenDataset:
+        return tokenize_rows(str(path), "train", tokenizer, RowSettings(20, choice, "stop", "answer"))
 
     cut = prepared("truncate").counts
     assert (cut.rows, cut.truncated, cut.dropped_long) == (2, 1, 1)  # the long prompt leaves nothing to learn
@@ -305,16 +305,16 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path: Path, tokenizer: Any) 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
 
     each = [
-        prepare_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
+        tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
         for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet")
     ]
-    whole = prepare_rows(str(tmp_path), "train", tokenizer, SETTINGS)
+    whole = tokenize_rows(str(tmp_path), "train", tokenizer, SETTINGS)
 
     assert [[r.ids(i).tolist() for i in range(len(r))] for r in each] == [
         [each[0].ids(i).tolist() for i in range(5)]
     ] * 3
     assert len(whole) == 15
-    assert whole.where(14) == f"{tmp_path}/rows.parquet:5"
+    assert whole.location(14) == f"{tmp_path}/rows.parquet:5"
 
 
 def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any) -> None:
@@ -331,7 +331,7 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
         "x" * 3000: "is no file name",
     }.items():  # fmt: skip
         with pytest.raises(DataError) as caught:
-            prepare_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
+            tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
         assert message in str(caught.value), name
 
 
@@ -345,7 +345,7 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 
     def count(tokenizer: Any, settings: RowSettings = SETTINGS) -> int:
         built.clear()
-        prepare_rows(str(rows), "train", tokenizer, settings)
+        tokenize_rows(str(rows), "train", tokenizer, settings)
         return len(built)
 
     assert (count(tokenizer), count(tokenizer)) == (40, 0)
@@ -355,9 +355,9 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     assert count(tokenizer) == 41
 
 
-def prepared_batches(rows: Path, tokenizer: Any, **settings: Any) -> Batches:
-    prepared = prepare_rows(str(rows), "train", tokenizer, SETTINGS)
-    return Batches(prepared, **{"batch_size": 6, "micro_batch_size": 4, "packing": True, "seed": 0} | settings)
+def prepared_batches(rows: Path, tokenizer: Any, **settings: Any) -> BatchSampler:
+    prepared = tokenize_rows(str(rows), "train", tokenizer, SETTINGS)
+    return BatchSampler(prepared, **{"batch_size": 6, "micro_batch_size": 4, "packing": True, "seed": 0} | settings)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -368,7 +368,7 @@ def test_every_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(
     again = prepared_batches(rows, tokenizer, packing=packing)
     other = prepared_batches(rows, tokenizer, packing=packing, seed=1)
 
-    def order(source: Batches, epoch: int) -> list[int]:
+    def order(source: BatchSampler, epoch: int) -> list[int]:
         steps = range(epoch * 7, epoch * 7 + 7)
         return [row for step in steps for batch in source.step(step) for row in batch.rows]
 
@@ -387,7 +387,7 @@ def test_without_packing_rows_of_similar_length_go_together(rows: Path, tokenize
 
     batches = prepared_batches(rows, tokenizer, packing=False)
     bucketed = [batch for step in range(7) for batch in batches.step(step)]
-    unsorted = batches.cut(list(range(40)))
+    unsorted = batches.micro_batches(list(range(40)))
 
     assert padding(bucketed) < 0.5 * padding(unsorted)
     assert padding([b for s in range(7) for b in prepared_batches(rows, tokenizer).step(s)]) == 0
@@ -398,13 +398,13 @@ def test_labels_are_the_next_learnt_token_and_never_cross_into_another_row(rows:
     for row in (0, 7):
         ids, learnt = batches.rows.ids(row), batches.rows.learnt(row)
         batch = collate(batches.rows, [row], packing=True)
-        expected = [int(ids[t + 1]) if learnt[t + 1] else IGNORED for t in range(len(ids) - 1)] + [IGNORED]
+        expected = [int(ids[t + 1]) if learnt[t + 1] else IGNORE_INDEX for t in range(len(ids) - 1)] + [IGNORE_INDEX]
         assert batch.labels[0].tolist() == expected
-    every = Batches(prepare_rows(str(rows), "train", tokenizer, replace(SETTINGS, loss_on="all")), 6, 4, True, 0)
+    every = BatchSampler(tokenize_rows(str(rows), "train", tokenizer, replace(SETTINGS, loss_on="all")), 6, 4, True, 0)
     ids = every.rows.ids(0).tolist()
-    assert collate(every.rows, [0], packing=True).labels[0].tolist() == [*ids[1:], IGNORED]
+    assert collate(every.rows, [0], packing=True).labels[0].tolist() == [*ids[1:], IGNORE_INDEX]
     pair = collate(batches.rows, [0, 7], packing=True)
-    assert pair.labels[0, len(batches.rows.ids(0)) - 1] == IGNORED
+    assert pair.labels[0, len(batches.rows.ids(0)) - 1] == IGNORE_INDEX
     assert (pair.position_ids[0] == 0).sum() == 2
 
 

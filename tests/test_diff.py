@@ -157,7 +157,7 @@ def test_whole_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: An
     assert not diff(one, two, said)
     assert said.rows("whole tensor")[0][::5] == [
         "lm_head.weight",
-        f"{read_patch(one).whole['lm_head.weight'].abs().max():.3g}",
+        f"{read_patch(one).full_tensors['lm_head.weight'].abs().max():.3g}",
     ]
     assert said[-1] == "different: 0 of 2 updates, 1 of 6 whole tensors"
     said.clear()

@@ -10,10 +10,10 @@ import pytest
 
 from lorakit.errors import TemporaryFailure
 from lorakit.files.atomic import (
-    committed_folder,
+    atomic_folder,
     remove_folder,
-    sweep,
-    verifies,
+    remove_stale_staging,
+    manifest_matches,
     write_file,
     write_files,
     write_manifest,
@@ -72,7 +72,7 @@ def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_af
         code = die(COMMIT, target, calls)
         outcomes.append(target.exists())
         if target.exists():
-            assert verifies(target)
+            assert manifest_matches(target)
         if code == 0:
             break
 
@@ -80,7 +80,7 @@ def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_af
     assert outcomes[-1] is True
     assert len(outcomes) > 20
     remove_folder(target)
-    sweep(target)
+    remove_stale_staging(target)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_keeps_what_was_there_and_can_be_tried_again(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TemporaryFailure, match="the disk is full"):
         write_file(path, "new")
-    with pytest.raises(TemporaryFailure), committed_folder(tmp_path / "folder") as staging:
+    with pytest.raises(TemporaryFailure), atomic_folder(tmp_path / "folder") as staging:
         (staging / "x").write_text("x")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -107,32 +107,32 @@ def test_a_full_disk_keeps_what_was_there_and_can_be_tried_again(
 
 
 def test_a_folder_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
-    with committed_folder(tmp_path / "x") as staging:
+    with atomic_folder(tmp_path / "x") as staging:
         (staging / "a").write_text("1")
-    with pytest.raises(FileExistsError), committed_folder(tmp_path / "x"):
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "x"):
         pass
     assert (tmp_path / "x" / "a").read_text() == "1"
 
 
 def test_a_manifest_notices_changed_cut_and_missing_files(tmp_path: Path) -> None:
     def folder(name: str) -> Path:
-        with committed_folder(tmp_path / name) as staging:
+        with atomic_folder(tmp_path / name) as staging:
             (staging / "a").write_text("aaaa")
             write_manifest(staging)
         return tmp_path / name
 
-    assert verifies(folder("good"))
+    assert manifest_matches(folder("good"))
     for name, damage in (("changed", "aaba"), ("cut", "aaa"), ("empty", "")):
         (folder(name) / "a").write_text(damage)
-        assert not verifies(tmp_path / name)
+        assert not manifest_matches(tmp_path / name)
     (folder("missing") / "a").unlink()
-    assert not verifies(tmp_path / "missing")
+    assert not manifest_matches(tmp_path / "missing")
     (folder("garbled") / "manifest.json").write_text("[")
-    assert not verifies(tmp_path / "garbled")
+    assert not manifest_matches(tmp_path / "garbled")
 
 
 def test_what_living_processes_stage_is_not_swept(tmp_path: Path) -> None:
-    with committed_folder(tmp_path / "x") as staging:
+    with atomic_folder(tmp_path / "x") as staging:
         (staging / "a").write_text("1")
-        sweep(tmp_path / "x")
+        remove_stale_staging(tmp_path / "x")
         assert staging.exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorakit.base.load import load_base
-from lorakit.data import Batches, RowSettings, prepare_rows
+from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
@@ -18,13 +18,13 @@ from lorakit.parallel import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
 from lorakit.training.job import checkpoint_layers
-from lorakit.training.model_checks import check_positions, isolate_rows, knows_logits, take_shortcuts
+from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_shortcuts
 
 CPU = torch.device("cpu")
 
 
 def trained(
-    base: Path, batches: Batches, steps: int = 4, **settings: Any
+    base: Path, batches: BatchSampler, steps: int = 4, **settings: Any
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Adapter and losses after some steps."""
     model = inject(load_base(base, torch.float32, CPU), rank=3, dropout=settings.pop("dropout", 0.0))
@@ -34,16 +34,16 @@ def trained(
     optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
     engine.prepare(model, optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
     losses = [engine.step(step, batches.step(step)).loss for step in range(steps)]
-    assert engine.unreached() == []
+    assert engine.tensors_without_gradient() == []
     return engine.gather(), losses
 
 
 @pytest.fixture
 def batches(rows: Path, tokenizer: Any) -> Any:
-    prepared = prepare_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+    prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
 
-    def make(micro_batch_size: int, packing: bool = True) -> Batches:
-        made = Batches(prepared, 8, micro_batch_size, packing, 0)
+    def make(micro_batch_size: int, packing: bool = True) -> BatchSampler:
+        made = BatchSampler(prepared, 8, micro_batch_size, packing, 0)
         made._order[0] = np.arange(40)[::-1]  # the same rows in each step: without packing they go by length
         return made
 
@@ -109,7 +109,7 @@ def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -
     with pytest.raises(
         LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"
     ):
-        isolate_rows(LossModel(model), batches(4), CPU)
+        enable_packing(LossModel(model), batches(4), CPU)
 
 
 def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_a_mask(
@@ -119,7 +119,7 @@ def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_
     forward = called.model.forward
     called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
 
-    isolate_rows(called, batches(4), CPU)
+    enable_packing(called, batches(4), CPU)
 
     assert not called.by_row
     assert called.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
@@ -132,17 +132,17 @@ def test_a_model_that_takes_no_row_lengths_keeps_rows_apart_by_a_mask(base: Path
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
     )
 
-    isolate_rows(called, batches(4), CPU)
+    enable_packing(called, batches(4), CPU)
 
     assert not called.by_row
 
 
 def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_its_own(base: Path, batches: Any) -> None:
     called = LossModel(load_base(base, torch.float32, CPU).requires_grad_(False))
-    assert knows_logits(called, batches(4), CPU)
+    assert loss_matches_logits(called, batches(4), CPU)
     called.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
 
-    assert not knows_logits(called, batches(4), CPU)
+    assert not loss_matches_logits(called, batches(4), CPU)
 
 
 def test_tokens_are_left_out_only_where_nothing_reads_them(base: Path, batches: Any) -> None:
@@ -152,9 +152,9 @@ def test_tokens_are_left_out_only_where_nothing_reads_them(base: Path, batches: 
         if reads_others:  # by so little that no loss would show it
             norm.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1e-7 * inputs[0].mean(1, keepdim=True))
 
-        take_shortcuts(called, batches(4), CPU, Group())
+        verify_shortcuts(called, batches(4), CPU, Group())
 
-        assert called.in_chunks
+        assert called.chunked
         assert called.leaves_out is leaves_out
 
 

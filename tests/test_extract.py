@@ -17,7 +17,7 @@ from lorakit.base.load import load_base
 from lorakit.derive.extract import extract
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.inspection.diff import diff
-from lorakit.lora.low_rank import found_near
+from lorakit.lora.low_rank import nearest_low_rank
 from lorakit.patch import check_base, read_patch
 from tests.conftest import make_base
 from tests.models import build
@@ -67,7 +67,7 @@ def test_a_merged_patch_comes_back(base: Path, tuned: tuple[Path, Path], tmp_pat
     assert patch.layers.keys() == told.keys()
     assert all(apart(delta, told[name]) < 1e-4 for name, delta in deltas(out).items())
     assert {(layer.rank, layer.scale) for layer in patch.layers.values()} == {(4, 1.0)}
-    made = patch.facts["extracted"]
+    made = patch.metadata["extracted"]
     assert 1 - 1e-8 < made["energy"] <= 1
     assert made["energies"].keys() == told.keys()
     assert made["unchanged"] == 2  # embedding and head
@@ -86,7 +86,7 @@ def test_the_patch_knows_its_base(base: Path, tuned: tuple[Path, Path], tmp_path
 
     check_base(patch, base, full=True)
     assert patch.config.base_model == str(base)
-    assert patch.facts["base"]["config"]
+    assert patch.metadata["base"]["config"]
     with pytest.raises(PatchError, match="14 of 14 adapted weights"):
         check_base(patch, make_base(tmp_path / "other", tokenizer, seed=3))
 
@@ -97,7 +97,7 @@ def test_the_energy_told_is_what_the_patch_keeps(base: Path, tmp_path: Path) -> 
 
     out = extract(base, full, rank=5, out=tmp_path / "found")
 
-    made, before, after = read_patch(out).facts["extracted"], load_file(base / WEIGHTS), load_file(full / WEIGHTS)
+    made, before, after = read_patch(out).metadata["extracted"], load_file(base / WEIGHTS), load_file(full / WEIGHTS)
     left = size = 0.0
     for name, delta in deltas(out).items():
         D = after[f"{name}.weight"].double() - before[f"{name}.weight"].double()
@@ -155,7 +155,7 @@ def test_what_is_no_linear_layer_is_refused_by_name_or_saved_whole(base: Path, t
 
     out = extract(base, full, rank=32, out=tmp_path / "found", rest="save")
     check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
-    assert read_patch(out).facts["extracted"]["whole"] == [NORM, "model.norm.weight"]
+    assert read_patch(out).metadata["extracted"]["whole"] == [NORM, "model.norm.weight"]
 
 
 def check_same_function(base: Path, full: Path, out: Path, folder: Path, plain: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: A
 
     patch = read_patch(out)
     assert patch.layers.keys() == {Q}
-    assert torch.equal(patch.whole["lm_head.weight"], patch.whole["model.embed_tokens.weight"])
+    assert torch.equal(patch.full_tensors["lm_head.weight"], patch.full_tensors["model.embed_tokens.weight"])
     check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
     head = changed(full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     again = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
@@ -294,5 +294,5 @@ def test_the_same_models_give_the_same_bytes_and_nothing_is_drawn(
 
 
 def test_a_matrix_without_change_keeps_all_its_energy() -> None:
-    found = found_near(torch.zeros(5, 3, dtype=torch.float64), 2)
-    assert (found.size, found.left) == (0.0, 0.0)
+    found = nearest_low_rank(torch.zeros(5, 3, dtype=torch.float64), 2)
+    assert (found.size, found.residual_norm) == (0.0, 0.0)

@@ -19,7 +19,7 @@ import yaml
 
 import lorakit.launch.launcher as launcher_module
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
-from lorakit.launch.environment import World, contradictions, find_world, split_endpoint
+from lorakit.launch.environment import World, contradictions, detect_world, split_endpoint
 from lorakit.launch.job_files import kubernetes_job, slurm_job
 from lorakit.launch.launcher import launch
 from lorakit.launch.rendezvous import find_place, meeting
@@ -404,7 +404,7 @@ def test_two_machines_form_one_run_and_name_the_one_that_dies(
     said = str(caught.value)
     assert f"machine 1, {socket.gethostname()} (process {killed[0]}) has not been heard of for 3 s" in said
     for rank, told in enumerate(environments):
-        world = find_world(dict(item.split("=", 1) for item in told if "=" in item))
+        world = detect_world(dict(item.split("=", 1) for item in told if "=" in item))
         assert world is not None
         assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 4, rank % 2, 2)
         assert world.launcher == "lorakit"
@@ -559,15 +559,15 @@ PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MA
     ],
 )  # fmt: skip
 def test_each_launchers_processes_find_their_place(environment: dict[str, str], expected: World | None) -> None:
-    assert find_world(environment) == expected
+    assert detect_world(environment) == expected
 
 
 def test_the_recipes_rendezvous_serves_where_the_launcher_names_no_address() -> None:
     for environment in (FOUR_BY_MPI, {**MVAPICH}, SRUN):
-        world = find_world(environment, "head:4321")
+        world = detect_world(environment, "head:4321")
         assert world is not None
         assert (world.address, world.port) == ("head", 4321)
-    world = find_world(TORCHRUN, "head:4321")
+    world = detect_world(TORCHRUN, "head:4321")
     assert world is not None
     assert (world.address, world.port) == ("node7", 29400)
 
@@ -596,7 +596,7 @@ def test_the_recipes_rendezvous_serves_where_the_launcher_names_no_address() -> 
 )  # fmt: skip
 def test_what_does_not_add_up_is_refused_by_name_and_value(environment: dict[str, str], message: str) -> None:
     with pytest.raises(RunError) as caught:
-        find_world(environment)
+        detect_world(environment)
     assert message in str(caught.value)
 
 
@@ -661,7 +661,7 @@ DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "dtype": "b
     ],
 )  # fmt: skip
 def test_what_the_launcher_says_against_the_recipe(environment: Any, recipe: Any, expected: list[str]) -> None:
-    assert contradictions(find_world(environment), environment, **{**DDP, **recipe}) == expected
+    assert contradictions(detect_world(environment), environment, **{**DDP, **recipe}) == expected
 
 
 # ---------------------------------------------------------------------------------------------- real launchers

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
-from lorakit.lora.layer_kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
 from lorakit.lora.merge_weight import Rounding, Update, merged_weight
 from tests.conftest import nearest
 
@@ -57,7 +57,7 @@ def test_an_untrained_adapter_changes_nothing(method: str, init: str, dtype: tor
 
 @pytest.mark.parametrize("kind", [LINEAR, CONV1D], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("method", METHODS)
-def test_merging_gives_the_adapted_output(method: str, kind: Kind) -> None:
+def test_merging_gives_the_adapted_output(method: str, kind: LayerKind) -> None:
     name = "first" if kind is LINEAR else "conv"
     layer = randomised(adapted(method)).get_submodule(name)
     x = torch.randn(9, layer.in_features)
@@ -72,7 +72,7 @@ def test_merging_gives_the_adapted_output(method: str, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [LINEAR, CONV1D], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: torch.dtype, kind: Kind) -> None:
+def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: torch.dtype, kind: LayerKind) -> None:
     torch.manual_seed(0)
     W = torch.randn(1500, 800).to(dtype)  # more than one block of rows
     updates, exact = [], W.double()

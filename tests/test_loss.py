@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lorakit.objectives.cross_entropy
 from lorakit import inject
-from lorakit.data.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.lora import adapter_tensors
-from lorakit.objectives.cross_entropy import LogitRule, LossHead, LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LogitTransform, LossHead, LossModel, loss_sum
 from tests.models import SMALL, build
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -32,14 +32,14 @@ HEADS: dict[str, dict[str, Any]] = {
 def a_batch(lines: int = 2, width: int = 11) -> Batch:
     ids = torch.randint(3, 64, (lines, width), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
-    labels[:, ::3] = IGNORED
+    labels[:, ::3] = IGNORE_INDEX
     positions = torch.arange(width).repeat(lines, 1)
-    return Batch(ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), int((labels != IGNORED).sum()))
+    return Batch(ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), int((labels != IGNORE_INDEX).sum()))
 
 
 def plain(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
     gradients = torch.autograd.grad(expected / 7, tensors)
 
     called = LossModel(model)
-    assert called.in_chunks
+    assert called.chunked
     found = loss_sum(called, batch)
 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -86,7 +86,7 @@ def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes
     called, batch = trained(architecture), a_batch().to(torch.device("cpu"))
     tensors = list(adapter_tensors(called.model).values())
     assert called.leaves_out
-    called.in_chunks = in_chunks
+    called.chunked = in_chunks
     layers = called.model.model.layers  # type: ignore[union-attr]
     seen: list[int] = []
     for layer in layers:
@@ -117,7 +117,7 @@ def test_a_micro_batch_of_labels_alone_or_of_none_has_the_same_graph() -> None:
     """Engines gather in the order of the graph, and ranks have other rows."""
     called, batch = trained("llama"), a_batch()
     graphs, losses = [], []
-    for labels in (batch.labels, batch.input_ids, torch.full_like(batch.labels, IGNORED)):
+    for labels in (batch.labels, batch.input_ids, torch.full_like(batch.labels, IGNORE_INDEX)):
         told = replace(batch, labels=labels).to(torch.device("cpu"))
         with called.leaving_out():
             losses.append(loss_sum(called, told))
@@ -155,7 +155,7 @@ class Asking(TorchDispatchMode):
 @pytest.mark.parametrize("in_chunks", [True, False])
 def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
     called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
-    called.in_chunks = in_chunks
+    called.chunked = in_chunks
     told = batch.to(torch.device("cpu"))
     losses = []
     for each, expected in ((batch, True), (told, False)):
@@ -168,9 +168,9 @@ def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "rule", [LogitRule(), LogitRule(scale=0.25), LogitRule(cap=2.0), LogitRule(scale=3.0, cap=1.5)]
+    "rule", [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=2.0), LogitTransform(scale=3.0, cap=1.5)]
 )
-def test_in_float32_it_is_the_float64_result_to_a_millionth(rule: LogitRule) -> None:
+def test_in_float32_it_is_the_float64_result_to_a_millionth(rule: LogitTransform) -> None:
     torch.manual_seed(0)
     linear, labels = nn.Linear(16, 64).requires_grad_(False), torch.randint(0, 64, (50,))
     hidden = torch.randn(50, 16, requires_grad=True)
@@ -204,7 +204,7 @@ class Biggest(TorchDispatchMode):
 
 def test_no_tensor_grows_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lorakit.loss, "CHUNK_BYTES", {"cpu": 4 * 1000 * 8})
-    head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitRule(cap=3.0))
+    head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitTransform(cap=3.0))
     hidden = torch.randn(500, 4, requires_grad=True)
     with Biggest() as seen:
         head(hidden, torch.randint(0, 1000, (500,))).backward()
@@ -220,7 +220,7 @@ def test_in_16_bits_gradients_are_as_near_as_the_dtype_allows(dtype: torch.dtype
     (F.cross_entropy(exact @ linear.weight.double().T, labels, reduction="sum") / 1000).backward()  # small gradients
 
     rounded = hidden.to(dtype).requires_grad_()
-    (LossHead(linear.to(dtype), LogitRule())(rounded, labels) / 1000).backward()
+    (LossHead(linear.to(dtype), LogitTransform())(rounded, labels) / 1000).backward()
 
     assert rounded.grad is not None
     assert exact.grad is not None
@@ -234,14 +234,14 @@ def test_a_head_that_learns_has_its_loss_from_whole_logits(settings: dict[str, A
     model = inject(build("llama"), **settings)
     called, batch = LossModel(model), a_batch()
 
-    assert not called.in_chunks
+    assert not called.chunked
     torch.testing.assert_close(loss_sum(called, batch), plain(model, batch), rtol=1e-6, atol=0)
 
 
 def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
     model = inject(build("llama"), rank=2)
     batch = a_batch()
-    batch.labels.fill_(IGNORED)
+    batch.labels.fill_(IGNORE_INDEX)
 
     summed = loss_sum(LossModel(model), batch)
     summed.backward()
@@ -254,7 +254,7 @@ def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
 def test_what_forward_keeps_does_not_depend_on_the_vocabulary() -> None:
     kept = []
     for vocabulary, chunks in itertools.product((1000, 4000), (True, False)):
-        head = LossHead(nn.Linear(8, vocabulary, bias=False).requires_grad_(False), LogitRule())
+        head = LossHead(nn.Linear(8, vocabulary, bias=False).requires_grad_(False), LogitTransform())
         hidden, labels = torch.randn(300, 8, requires_grad=True), torch.randint(0, 1000, (300,))
         sizes: list[int] = []
 

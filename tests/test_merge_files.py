@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lorakit
 from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.merging.staging import staged
-from lorakit.merging.tensors import Weighted
+from lorakit.merging.tensors import WeightedPatch
 from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, open_base_files, read_patch
 from lorakit.patch.read import open_patch
@@ -283,7 +283,7 @@ def test_verifying_finds_a_merge_that_is_wrong(base: Path, tmp_path: Path) -> No
     held = load_file(out / "model.safetensors")
     held["model.layers.1.mlp.up_proj.weight"][3] *= 1.01
     save_file(held, out / "model.safetensors", metadata={"format": "pt"})
-    weighted = [Weighted(0, patch, open_patch(patch), 1.0)]
+    weighted = [WeightedPatch(0, patch, open_patch(patch), 1.0)]
     with pytest.raises(MergeError, match=r"model.layers.1.mlp.up_proj: merged and adapted outputs differ by"):
         verify_merge(base, weighted, out, ledger["merged"], print)
 
@@ -361,7 +361,7 @@ def test_whole_tensors_of_several_patches_are_weighted_differences(tmp_path: Pat
 
     before, after = tensors(tmp_path / "base"), tensors(out)
     W = before["lm_head.weight"].double()
-    wholes = [read_patch(folder).whole["lm_head.weight"].double() for folder in folders]
+    wholes = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
     assert torch.equal(after["lm_head.weight"], (W + 0.5 * (wholes[0] - W) + 2.0 * (wholes[1] - W)).float())
     lines = [line for line in json.loads((out / "merge.json").read_text())["merged"] if "parameter" in line]
     assert [line["norm_of_change"] for line in lines] == [

@@ -39,7 +39,7 @@ def trained(recipe: Recipe, folder: Path, how: str, **base: Any) -> Path:
 def unpacked(base: Path, how: str) -> dict[str, torch.Tensor]:
     """module.weight -> what training saw."""
     section = BaseSection(model="x", quantize=how)  # type: ignore[arg-type]
-    model = load_for_training(section, base, torch.float32, CPU, in_parts=False).model
+    model = load_for_training(section, base, torch.float32, CPU, sharded=False).model
     return {f"{n}.weight": floats(m) for n, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 

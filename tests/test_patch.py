@@ -23,7 +23,7 @@ from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
     Caps,
-    Shapes,
+    BaseShapes,
     check_base,
     check_fits,
     fingerprint,
@@ -149,7 +149,7 @@ def test_a_setting_that_would_mean_something_else_is_refused_by_name(
 
 
 def test_a_whole_module_that_is_missing_is_noticed_when_the_base_has_it(base: Path, patch: Path) -> None:
-    shapes = Shapes.of(load_skeleton(base))
+    shapes = BaseShapes.of(load_skeleton(base))
 
     check_fits(read_patch(edit(patch, modules_to_save=["classifier", "score"])), shapes, base)  # PEFT adds these
     with pytest.raises(PatchError, match=r"lm_head.weight belongs to modules_to_save \('lm_head'\), and the patch"):

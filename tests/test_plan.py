@@ -20,16 +20,16 @@ from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
-from lorakit.ops.packed_attention import attend_row_by_row
+from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import bytes_held
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.planning import Machine, choose, described, run
-from lorakit.planning.activations import Live, Tracer
+from lorakit.planning import Machine, resolve_auto, machine_with_gpu, run
+from lorakit.planning.activations import LiveBytes, ActivationTracer
 from lorakit.planning.machine import GB, cgroup_rooms, named_gpu
 from lorakit.planning.memory import MARGIN
 from lorakit.planning.memory_counter import MicroBatch
-from lorakit.planning.model_shapes import Piece, Shapes, read_shapes
-from lorakit.planning.optimizer_state import State, state_of
+from lorakit.planning.model_shapes import TensorShape, ModelShapes, read_shapes
+from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
 from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from lorakit.training.adapting import adapter_spec
@@ -39,7 +39,7 @@ from tests.models import build
 from tests.test_methods import build as build_kind
 
 BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
-H200 = described("H200", 2, 1, None)
+H200 = machine_with_gpu("H200", 2, 1, None)
 Write = Callable[..., Path]
 
 
@@ -89,7 +89,7 @@ def memory(plan: Any, backend: str) -> Any:
 def saved_for_backward(model: torch.nn.Module, batch: Batch) -> int:
     """Bytes that a real forward has made and not given back when the head begins."""
     called = LossModel(model)
-    called.by_row = attend_row_by_row(model)
+    called.by_row = enable_packed_attention(model)
     head = called.head or model.get_output_embeddings()  # type: ignore[operator]
     hidden: list[int] = []
     with Alive() as alive:
@@ -116,7 +116,7 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
     model.train()
 
     form = MicroBatch(lines, width, lines * width, packed=packed, masked=True, row_lengths=rows)
-    planned = Tracer(base, of(base), section, torch.float32, checkpointing=False).training(form)
+    planned = ActivationTracer(base, of(base), section, torch.float32, checkpointing=False).training(form)
 
     real = saved_for_backward(model, batch)
     assert real > 0
@@ -129,7 +129,7 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
     for layers in (3, 6, 9):
         folder = make_base(tmp_path / str(layers), tokenizer, num_hidden_layers=layers)
         for recompute, found in saved.items():
-            tracer = Tracer(folder, of(folder), AdapterSection(), torch.float32, checkpointing=recompute)
+            tracer = ActivationTracer(folder, of(folder), AdapterSection(), torch.float32, checkpointing=recompute)
             found.append(tracer.training(form).saved)
     kept, recomputed = saved[False], saved[True]
     assert kept[2] - kept[1] == kept[1] - kept[0] > recomputed[2] - recomputed[1]
@@ -139,7 +139,7 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
 def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
     def needs(width: int, recompute: bool) -> float:
         form = MicroBatch(1, width, width, packed=True, masked=False, row_lengths=(width,))
-        return Tracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
+        return ActivationTracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
 
     assert needs(64, True) < needs(64, False) < needs(128, False)
 
@@ -224,9 +224,9 @@ def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps
 
     shapes = read_shapes(tmp_path, section, adapter, kind.dtype)
     form = MicroBatch(1, width, width, packed=True, masked=False, row_lengths=(width,))
-    live = Tracer(tmp_path, section, adapter, kind.dtype, checkpointing=False).training(form)
+    live = ActivationTracer(tmp_path, section, adapter, kind.dtype, checkpointing=False).training(form)
 
-    model = load_for_training(section, tmp_path, kind.dtype, torch.device("cpu"), in_parts=False).model
+    model = load_for_training(section, tmp_path, kind.dtype, torch.device("cpu"), sharded=False).model
     spec = adapter_spec(adapter, tmp_path)
     attach(model, find_targets(model, spec), spec, seed=0)
     learnt = adapter_tensors(model)
@@ -244,9 +244,9 @@ def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values
         1, 4, 4, packed=True, masked=False, row_lengths=(4,)
     )  # few tokens, so that weights are what is large
 
-    def looked_at(**settings: Any) -> tuple[Shapes, Live]:
+    def looked_at(**settings: Any) -> tuple[ModelShapes, LiveBytes]:
         section = of(base, **settings)
-        tracer = Tracer(base, section, AdapterSection(), torch.float32, checkpointing=False)
+        tracer = ActivationTracer(base, section, AdapterSection(), torch.float32, checkpointing=False)
         return read_shapes(base, section, AdapterSection(), torch.float32), tracer.training(form)
 
     (plain, kept), (packed, unpacked), (rows, in_two) = (
@@ -270,7 +270,7 @@ def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     form = MicroBatch(1, 4, 4, packed=True, masked=False, row_lengths=(4,))
     plain, experts = (
-        Tracer(
+        ActivationTracer(
             tmp_path, of(tmp_path), AdapterSection(targets=("q_proj",), target_parameters=which), torch.float32,
             checkpointing=False,
         ).training(form)
@@ -295,7 +295,7 @@ def test_a_base_whose_files_are_packed_is_planned_as_it_is_loaded(quantize: str,
 
     shapes = read_shapes(tmp_path, of(tmp_path), AdapterSection(), torch.float32)
 
-    model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), in_parts=False).model
+    model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), sharded=False).model
     assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters())
     assert shapes.packing == quantize
     assert shapes.packing_bytes == 0  # they are never in floats while they are read
@@ -327,13 +327,13 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str, base: Path)
     optimizer.step()
     real = bytes_held(value for state in optimizer.state.values() for value in state.values())
     assert min(sizes) < 4096 < max(sizes)
-    assert state_of(name, shapes, whole, 1, len(sizes)) == State(real)
+    assert state_of(name, shapes, whole, 1, len(sizes)) == OptimizerStateBytes(real)
     paged = state_of(f"paged_{name}", replace(shapes, pieces=tuple(_larger(shapes))), whole, 1, 0)
     assert paged.paged > 0
     assert paged.stays > 0  # tensors of fewer than 100,000 elements are not paged
 
 
-def _larger(shapes: Shapes) -> Iterator[Piece]:
+def _larger(shapes: ModelShapes) -> Iterator[TensorShape]:
     for piece in shapes.adapter:
         yield replace(piece, shape=(piece.shape[0] * 30, *piece.shape[1:]))
 
@@ -396,7 +396,7 @@ def test_the_cheapest_change_makes_it_fit(of_large: Callable[..., Recipe]) -> No
 
 
 def test_more_processes_are_proposed_where_nothing_else_helps(of_large: Callable[..., Recipe]) -> None:
-    little = small(described("H200", 2, 1, 12 * GB), 12)  # of host memory too, so that nothing can rest there
+    little = small(machine_with_gpu("H200", 2, 1, 12 * GB), 12)  # of host memory too, so that nothing can rest there
     plan = run(of_large(tokens=1024), little)
     assert plan.advice.cheapest is not None
     assert plan.advice.cheapest.changes["parallel.processes"] == 4
@@ -491,7 +491,7 @@ def test_what_does_not_fit_ends_with_2_and_says_what_would(
 
 def test_a_recipe_that_leaves_nothing_open_is_not_planned(recipe: Write) -> None:
     path = recipe(base={"model": "/nowhere"})
-    assert choose(load_recipe(path), fresh=False).values == {}
+    assert resolve_auto(load_recipe(path), fresh=False).values == {}
 
 
 def test_auto_is_refused_with_what_only_a_named_backend_can_do(recipe: Write) -> None:
@@ -526,10 +526,10 @@ def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, t
 
     record["recipe"]["parallel"]["backend"] = "fsdp2"  # as if it had been advised then
     (tmp_path / "out/run.json").write_text(json.dumps(record))
-    choice = choose(load_recipe(path), fresh=False)
+    choice = resolve_auto(load_recipe(path), fresh=False)
     assert choice.values == {"parallel.backend": "fsdp2", "train.activation_checkpointing": "none"}
     assert "as this run was begun" in choice.why
-    assert choose(load_recipe(path), fresh=True).values["parallel.backend"] == "ddp"
+    assert resolve_auto(load_recipe(path), fresh=True).values["parallel.backend"] == "ddp"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -537,7 +537,7 @@ def test_moments_in_8_bits_leave_auto_the_backends_that_hold_whole_tensors(recip
     asked = ("train.optimizer=adamw8bit", f"parallel.processes={processes}")
     named = load_recipe(recipe(), (*asked, "parallel.backend=ddp"))
 
-    choice = choose(load_recipe(recipe(), (*asked, "parallel.backend=auto")), fresh=True)
+    choice = resolve_auto(load_recipe(recipe(), (*asked, "parallel.backend=auto")), fresh=True)
 
     assert choice.values == {"parallel.backend": "single" if processes == 1 else "ddp"}
     plan = run(named)
@@ -553,13 +553,13 @@ def test_no_more_processes_are_proposed_for_whole_tensors(of_large: Callable[...
 
 def test_moments_that_are_paged_need_a_gpu(recipe: Write) -> None:
     rows = run(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",))).advice.rows
-    assert all("pages" in row.way.lacks and row.change is None for row in rows)
+    assert all("pages" in row.way.shortfall and row.change is None for row in rows)
 
 
 def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakit.planning.machine.free_host_memory", lambda: 100_000_000)
     with pytest.raises(RunError, match=r"parallel.backend: auto: nothing fits as the recipe stands"):
-        choose(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
+        resolve_auto(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
 
 
 # --- beside reality (benchmarks/plan.py has the whole matrix) -------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorakit.lora import LoraLinear, adapter_tensors, inject
-from lorakit.ops.lora_linear import adapted_product, dropped
+from lorakit.ops.lora_linear import lora_linear, apply_dropout
 
 SIZES = {"T": 24, "in": 16, "out": 12, "r": 4}
 
@@ -30,12 +30,12 @@ def formula(x: Any, weight: Any, bias: Any, A: Any, B: Any, s: float, seed: int 
     thinned = x
     if seed is not None:
         flat = x.reshape(-1, x.shape[-1])
-        thinned = x * dropped(torch.ones_like(flat), p, seed).view_as(x)
+        thinned = x * apply_dropout(torch.ones_like(flat), p, seed).view_as(x)
     return F.linear(x, weight, bias) + s * F.linear(F.linear(thinned, A), B)
 
 
 def product(weight: torch.Tensor, **rest: Any) -> torch.Tensor:
-    return adapted_product(weight=lambda: weight, **rest)
+    return lora_linear(weight=lambda: weight, **rest)
 
 
 def learning(what: dict[str, Any]) -> list[torch.Tensor]:
@@ -131,15 +131,15 @@ def test_methods_that_are_more_than_a_low_rank_product_keep_their_own(settings: 
     model = inject(nn.Sequential(nn.Linear(8, 8)), rank=2, **settings)
     layer = model[0]
     assert isinstance(layer, LoraLinear)
-    assert layer.in_one == in_one
+    assert layer.fused == in_one
 
 
 def test_dropout_thins_as_often_as_asked_and_keeps_the_mean() -> None:
-    kept = dropped(torch.ones(1000, 100), 0.2, seed=3)
+    kept = apply_dropout(torch.ones(1000, 100), 0.2, seed=3)
     assert abs(float((kept == 0).float().mean()) - 0.2) < 0.01
     assert float(kept.max()) == pytest.approx(1.25)
     assert abs(float(kept.mean()) - 1) < 0.01
-    assert not torch.equal(kept, dropped(torch.ones(1000, 100), 0.2, seed=4))
+    assert not torch.equal(kept, apply_dropout(torch.ones(1000, 100), 0.2, seed=4))
 
 
 def test_torch_compiles_it_without_a_break() -> None:

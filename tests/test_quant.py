@@ -34,7 +34,7 @@ Recipe = Callable[..., Path]
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, **section: Any) -> Any:
-    return load_for_training(BaseSection(model=str(folder), **section), folder, dtype, CPU, in_parts=False).model
+    return load_for_training(BaseSection(model=str(folder), **section), folder, dtype, CPU, sharded=False).model
 
 
 def theirs(folder: Path, how: str, dtype: torch.dtype) -> Any:
@@ -156,7 +156,7 @@ def test_a_run_on_a_packed_base_resumes_to_the_same_bytes(recipe: Recipe, optimi
 
     assert "packed     nf4 with packed scales, 14 layers" in said
     one, two = read_patch(whole), read_patch(again)
-    assert one.facts["base"]["packed"]["name"] == "nf4"
+    assert one.metadata["base"]["packed"]["name"] == "nf4"
     for name, layer in one.layers.items():
         assert layer.rank == (16 if optimizer == "adamw" else 128)  # pissa is saved on W itself
         for part, tensor in layer.tensors.items():

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base, load_skeleton
-from lorakit.base.provenance import ORIGIN, Computed, Origin, Stored, Woven, origin_of, traced
+from lorakit.base.provenance import ORIGIN, Recomputed, WeightSource, StoredTensor, Interleaved, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
@@ -85,8 +85,8 @@ def ranges(size: int) -> list[tuple[int, int]]:
 
 def assert_same_base(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """The law: whatever is asked of a hollow base and its files is what the whole base has."""
-    whole, hollow = load_base(folder, dtype, CPU), load_hollow(folder, dtype)
-    tensors, expected, found = BaseTensors(folder, hollow), parameters(whole), parameters(hollow)
+    whole, hollow = load_base(folder, dtype, CPU), load_on_meta(folder, dtype)
+    tensors, expected, found = LazyTensors(folder, hollow), parameters(whole), parameters(hollow)
     assert expected.keys() == found.keys()
     assert len(list(whole.parameters())) == len(list(hollow.parameters())), "the same weights are tied"
     for name, parameter in expected.items():
@@ -106,7 +106,7 @@ def assert_same_base(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, nn.Mo
 
 def filled(folder: Path, hollow: Any) -> Any:
     """A hollow model with every parameter read: what a single process's shard is."""
-    tensors = BaseTensors(folder, hollow)
+    tensors = LazyTensors(folder, hollow)
     made = {
         parameter: nn.Parameter(tensors.read(name, 0, parameter.numel()).view(parameter.shape))
         for name, parameter in hollow.named_parameters()
@@ -136,7 +136,7 @@ def test_every_range_is_that_of_the_whole_base(name: str, dtype: torch.dtype, ba
 @pytest.mark.parametrize("name", BASES)
 def test_a_filled_base_computes_what_the_whole_base_does(name: str, bases: Callable[[str], Path]) -> None:
     folder = bases(name)
-    whole, hollow = load_base(folder, torch.float32, CPU), load_hollow(folder, torch.float32)
+    whole, hollow = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
 
     with torch.no_grad():
         assert torch.equal(filled(folder, hollow)(IDS).logits, whole(IDS).logits)
@@ -144,19 +144,19 @@ def test_a_filled_base_computes_what_the_whole_base_does(name: str, bases: Calla
 
 def test_the_cases_hold_what_they_are_there_for(bases: Callable[[str], Path]) -> None:
     """Merged experts, recomputed tensors, mixed dtypes, tied weights, stored buffers: a law over none of them is empty."""
-    kinds = {name: kinds_of(load_hollow(bases(name), torch.bfloat16)) for name in BASES}
-    assert kinds["mixtral"] == kinds["qwen3_moe"] == {Stored, Woven}
-    assert kinds.get("inkling2_text", {Stored, Computed}) == {Stored, Computed}
+    kinds = {name: kinds_of(load_on_meta(bases(name), torch.bfloat16)) for name in BASES}
+    assert kinds["mixtral"] == kinds["qwen3_moe"] == {StoredTensor, Interleaved}
+    assert kinds.get("inkling2_text", {StoredTensor, Recomputed}) == {StoredTensor, Recomputed}
     for name, dtype in (("ernie4_5_moe", torch.bfloat16), ("gpt_oss", torch.float16)):
-        found = {parameter.dtype for parameter in load_hollow(bases(name), dtype).parameters()}
+        found = {parameter.dtype for parameter in load_on_meta(bases(name), dtype).parameters()}
         assert found == {dtype, torch.float32}
-    tied: Any = load_hollow(bases("gpt2"), torch.float32)
+    tied: Any = load_on_meta(bases("gpt2"), torch.float32)
     assert tied.lm_head.weight is tied.transformer.wte.weight
-    buffers = dict(load_hollow(bases("deepseek_v3"), torch.bfloat16).named_buffers())
+    buffers = dict(load_on_meta(bases("deepseek_v3"), torch.bfloat16).named_buffers())
     assert buffers["model.layers.1.mlp.gate.e_score_correction_bias"].any()
 
 
-def kinds_of(model: nn.Module) -> set[type[Origin]]:
+def kinds_of(model: nn.Module) -> set[type[WeightSource]]:
     return {type(vars(parameter)[ORIGIN]) for parameter in model.parameters()}
 
 
@@ -184,10 +184,10 @@ def test_pieces_join_without_seams(
 
 def test_names_and_values_stay_when_adapters_are_attached(bases: Callable[[str], Path]) -> None:
     folder = bases("llama")
-    whole, hollow = load_base(folder, torch.float32, CPU), load_hollow(folder, torch.float32)
+    whole, hollow = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
     adapted = inject(hollow, rank=2)
 
-    tensors = BaseTensors(folder, adapted)
+    tensors = LazyTensors(folder, adapted)
 
     for name, parameter in whole.named_parameters():
         assert torch.equal(tensors.read(name, 3, 30), parameter.detach().flatten()[3:30])
@@ -198,8 +198,8 @@ def test_names_and_values_stay_when_adapters_are_attached(bases: Callable[[str],
 
 def test_reading_into_a_tensor_fills_that_tensor_and_no_more(bases: Callable[[str], Path]) -> None:
     folder = bases("mixtral")
-    whole, hollow = load_base(folder, torch.bfloat16, CPU), load_hollow(folder, torch.bfloat16)
-    tensors = BaseTensors(folder, hollow)
+    whole, hollow = load_base(folder, torch.bfloat16, CPU), load_on_meta(folder, torch.bfloat16)
+    tensors = LazyTensors(folder, hollow)
     for name, parameter in whole.named_parameters():
         flat = parameter.detach().flatten()
         room = torch.full((4, 5), 7.0, dtype=torch.bfloat16)
@@ -213,7 +213,7 @@ def test_reading_into_a_tensor_fills_that_tensor_and_no_more(bases: Callable[[st
 
 
 def test_files_are_closed_when_they_are_let_go(bases: Callable[[str], Path]) -> None:
-    tensors = BaseTensors(bases("llama"), load_hollow(bases("llama"), torch.float32))
+    tensors = LazyTensors(bases("llama"), load_on_meta(bases("llama"), torch.float32))
     before = len(os.listdir("/dev/fd"))
     tensors.read("model.norm.weight", 0, 32)
     tensors.read("model.norm.weight", 0, 32)
@@ -223,7 +223,7 @@ def test_files_are_closed_when_they_are_let_go(bases: Callable[[str], Path]) -> 
 
 
 def test_a_range_outside_of_a_parameter_is_refused(bases: Callable[[str], Path]) -> None:
-    tensors = BaseTensors(bases("llama"), load_hollow(bases("llama"), torch.float32))
+    tensors = LazyTensors(bases("llama"), load_on_meta(bases("llama"), torch.float32))
     for start, stop in ((-1, 4), (30, 33), (33, 33)):
         with pytest.raises(ValueError, match=f"model.norm.weight has 32 elements; asked for {start} to {stop}"):
             tensors.read("model.norm.weight", start, stop)
@@ -235,7 +235,7 @@ def test_a_range_outside_of_a_parameter_is_refused(bases: Callable[[str], Path])
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
     """The base with other stored tensors, in one file."""
     files = open_base_files(folder)
-    tensors = change({name: files.holder[name].read(name) for name in files.holder})
+    tensors = change({name: files.shard_of[name].read(name) for name in files.shard_of})
     for shard in files.shards:
         shard.path.unlink()
     with open(folder / "model.safetensors", "wb") as file:
@@ -261,7 +261,7 @@ def test_names_of_old_files(copy: Callable[[str], Path]) -> None:
         }
 
     folder = rewritten(copy("bert"), old)
-    assert any(name.endswith("LayerNorm.gamma") for name in open_base_files(folder).holder)
+    assert any(name.endswith("LayerNorm.gamma") for name in open_base_files(folder).shard_of)
     assert_same_base(folder, torch.float32)
 
 
@@ -297,7 +297,7 @@ def test_an_engine_that_partitions_inside_transformers_is_kept_out(bases: Callab
     alive = Alive()
     try:
         assert deepspeed.is_deepspeed_zero3_enabled()
-        hollow = load_hollow(bases("llama"), torch.float32)
+        hollow = load_on_meta(bases("llama"), torch.float32)
         assert all(parameter.is_meta for parameter in hollow.parameters())
         assert deepspeed.is_deepspeed_zero3_enabled()
     finally:
@@ -333,14 +333,14 @@ def test_an_origin_gives_what_the_operation_gives(case: str, max_blocks: int, mo
     real = [torch.randn(4, 6, generator=numbers) for _ in range(3)]
     expected = operations()[case](real).flatten()
 
-    origin = origin_of(operations()[case]([traced(Stored((4, 6), torch.float32, str(i))) for i in range(3)]))
+    origin = origin_of(operations()[case]([traced(StoredTensor((4, 6), torch.float32, str(i))) for i in range(3)]))
 
-    def read(stored: Stored, out: torch.Tensor, start: int) -> None:
+    def read(stored: StoredTensor, out: torch.Tensor, start: int) -> None:
         out.copy_(real[int(stored.name)].flatten()[start : start + len(out)])
 
     assert origin is not None
     if case[-1].isdigit():
-        assert isinstance(origin, Woven if max_blocks else Computed)
+        assert isinstance(origin, Interleaved if max_blocks else Recomputed)
     for start, stop in ranges(len(expected)):
         out = torch.empty(stop - start)
         origin.fill(out, start, read)
@@ -348,7 +348,7 @@ def test_an_origin_gives_what_the_operation_gives(case: str, max_blocks: int, mo
 
 
 def test_rules_read_no_more_than_a_range_needs() -> None:
-    experts = [traced(Stored((8, 16), torch.float32, f"{kind}{i}")) for kind in ("gate", "up") for i in range(4)]
+    experts = [traced(StoredTensor((8, 16), torch.float32, f"{kind}{i}")) for kind in ("gate", "up") for i in range(4)]
     origin = origin_of(torch.cat([torch.stack(experts[:4]), torch.stack(experts[4:])], dim=1))
     asked: list[tuple[str, int, int]] = []
     assert origin is not None
@@ -359,7 +359,7 @@ def test_rules_read_no_more_than_a_range_needs() -> None:
 
 
 def test_what_was_written_in_place_has_no_origin() -> None:
-    tensor = traced(Stored((4, 6), torch.float32, "0"))
+    tensor = traced(StoredTensor((4, 6), torch.float32, "0"))
     copied = tensor.clone()
     assert origin_of(copied) is not None
     copied[0] = 1
@@ -377,12 +377,12 @@ def test_a_cut_file_is_an_error(copy: Callable[[str], Path]) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(BaseModelError, match=r"llama/model\.safetensors: .* the file is cut or padded"):
-        load_hollow(folder, torch.float32)
+        load_on_meta(folder, torch.float32)
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error_that_names_the_tensor(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    tensors = BaseTensors(folder, load_hollow(folder, torch.float32))
+    tensors = LazyTensors(folder, load_on_meta(folder, torch.float32))
     file = folder / "model.safetensors"
     name = max((entry.start, name) for name, entry in open_base_files(folder).shards[0].entries.items())[1]
     with open(file, "r+b") as handle:
@@ -396,20 +396,20 @@ def test_a_file_that_ends_while_it_is_read_is_an_error_that_names_the_tensor(cop
 
 def test_files_that_were_replaced_are_an_error(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    hollow = load_hollow(folder, torch.float32)
+    hollow = load_on_meta(folder, torch.float32)
     rewritten(folder, lambda held: {**held, "model.norm.weight": torch.ones(33)})
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight is not what it was when the model was built"):
-        BaseTensors(folder, hollow)
+        LazyTensors(folder, hollow)
     rewritten(folder, lambda held: {name: held[name] for name in held if name != "model.norm.weight"})
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight is not what it was"):
-        BaseTensors(folder, hollow)
+        LazyTensors(folder, hollow)
 
 
 def both_refuse(folder: Path, message: str) -> None:
     with pytest.raises(BaseModelError):
         load_base(folder, torch.float32, CPU)
     with pytest.raises(BaseModelError, match=message):
-        load_hollow(folder, torch.float32)
+        load_on_meta(folder, torch.float32)
 
 
 def test_a_missing_tensor_is_an_error_that_names_it(copy: Callable[[str], Path]) -> None:
@@ -425,7 +425,7 @@ def test_a_base_without_any_known_name_is_an_error_and_takes_no_memory(copy: Cal
     size = {"hidden_size": 1 << 22, "intermediate_size": 1 << 24, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps({**config, **size}))
     with pytest.raises(BaseModelError, match=r"12 tensors of LlamaForCausalLM are missing"):
-        load_hollow(folder, torch.float32)
+        load_on_meta(folder, torch.float32)
 
 
 def test_a_tensor_of_another_shape_is_an_error_that_names_it(copy: Callable[[str], Path]) -> None:
@@ -455,7 +455,7 @@ def test_what_is_not_only_rearranged_is_refused_with_a_way_out(copy: Callable[[s
     settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
     with pytest.raises(BaseModelError, match=r"quantization_config.*use backend single, ddp or zero2"):
-        load_hollow(folder, torch.float32)
+        load_on_meta(folder, torch.float32)
 
 
 def test_a_tensor_that_transformers_writes_into_is_refused(tmp_path: Path) -> None:
@@ -463,7 +463,7 @@ def test_a_tensor_that_transformers_writes_into_is_refused(tmp_path: Path) -> No
     config = AutoConfig.for_model("zaya", **EXPERTS | {"num_experts_per_tok": 1})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(BaseModelError, match=r"mlp\.gate\.balancing_biases is not .*use backend single, ddp or zero2"):
-        load_hollow(tmp_path, torch.float32)
+        load_on_meta(tmp_path, torch.float32)
 
 
 def test_a_parameter_that_transformers_would_draw_at_random_unasked_is_refused(
@@ -475,7 +475,7 @@ def test_a_parameter_that_transformers_would_draw_at_random_unasked_is_refused(
     folder = rewritten(copy("llama"), lambda held: {name: held[name] for name in held if name != lost})
     assert load_base(folder, torch.float32, CPU) is not None
     with pytest.raises(BaseModelError, match=rf"{lost} is not put together from stored tensors .*use backend single"):
-        load_hollow(folder, torch.float32)
+        load_on_meta(folder, torch.float32)
 
 
 # memory

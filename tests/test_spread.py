@@ -14,7 +14,7 @@ import pytest
 
 from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
-from lorakit.planning.process_overhead import measured
+from lorakit.planning.process_overhead import measure_process_bytes
 from lorakit.run.metrics import read_metrics
 from tests.conftest import make_base
 
@@ -216,4 +216,4 @@ def test_no_process_ever_holds_the_base(
     assert base > 500_000_000
     for rank in (record["engine"], *record["ranks"]):
         assert rank["base_bytes"] == pytest.approx(base / 2, rel=0.01)
-        assert rank["peak_memory_bytes"] - measured(folder, "float32", None) < base
+        assert rank["peak_memory_bytes"] - measure_process_bytes(folder, "float32", None) < base

@@ -16,7 +16,7 @@ from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.parallel import StepSettings, open_engine
-from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, streamed_layers
+from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_layers
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
@@ -46,7 +46,7 @@ def engine_on(
     """An engine that has taken a base with an adapter whose B is not zero."""
     engine = open_engine(parallel)
     section = BaseSection(model=str(folder), quantize=quantize)
-    loaded = load_for_training(section, folder, torch.float32, engine.device, in_parts=engine.shards_base)
+    loaded = load_for_training(section, folder, torch.float32, engine.device, sharded=engine.shards_base)
     adapter = AdapterSpec(rank=3, **spec)
     attach(loaded.model, find_targets(loaded.model, adapter), adapter, 0, loaded.stored)
     for number, tensor in enumerate(adapter_tensors(loaded.model).values()):
@@ -131,16 +131,16 @@ def test_every_layer_is_on_its_way_before_it_is_passed_once_forward_and_once_bac
     saved: Any, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     engine = engine_on(saved("llama"), STREAM, checkpointing=checkpointing)
-    begin, begun, layers = FromFiles.begin, [], engine._stream._layers
+    begin, begun, layers = FileSource.begin, [], engine._stream._layers
 
-    def counted(source: FromFiles, layer: Any, slot: torch.Tensor) -> Any:
+    def counted(source: FileSource, layer: Any, slot: torch.Tensor) -> Any:
         begun.append((layers.index(layer), [layers.index(one) for one in layers if one.module in passing]))
         return begin(source, layer, slot)
 
     passing: list[Any] = []
     for layer in layers:
         layer.module.register_forward_pre_hook(lambda module, inputs: passing.append(module))
-    monkeypatch.setattr(FromFiles, "begin", counted)
+    monkeypatch.setattr(FileSource, "begin", counted)
     engine.step(0, batches(0)[:1])
 
     assert [index for index, _ in begun] == [0, 1, 2, 3, 4, 2, 1, 0]
@@ -157,17 +157,17 @@ def test_weights_that_autograd_kept_are_not_taken_for_those_of_another_layer(sav
     with torch.no_grad():
         engine.called(input_ids=ids)  # layers 3 and 4 are there
     weight = engine.called.model.model.layers[3].self_attn.q_proj.weight
-    kept = stream.keep(weight.T)
-    found = stream.find(kept)
+    kept = stream.pack(weight.T)
+    found = stream.unpack(kept)
 
     assert torch.equal(found, weight.T)
     assert found.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     with torch.no_grad():
         engine.called(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
-    assert torch.equal(stream.find(kept), found)
-    stream._arrive(1)
+    assert torch.equal(stream.unpack(kept), found)
+    stream._load(1)
     with pytest.raises(RuntimeError, match="layer 3 are asked for while layers"):
-        stream.find(kept)
+        stream.unpack(kept)
 
 
 def test_what_cannot_be_read_ends_the_step_and_a_later_one_reads_again(
@@ -281,7 +281,7 @@ def test_a_plan_knows_that_two_layers_are_there(recipe: Any, tmp_path: Path, tok
         rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).advice.rows
         found[offload] = next(row.way.memory for row in rows if row.way.backend == "single")
     engine = open_engine(STREAM)
-    loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, CPU, in_parts=True)
+    loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, CPU, sharded=True)
     layer = sum(p.nbytes for p in loaded.model.model.layers[0].parameters())
     assert engine.shards_base
     assert found["none"].base - found["stream"].base == (LAYERS - 2) * layer
@@ -292,14 +292,14 @@ def test_layers_from_host_memory_are_those_from_files(saved: Any) -> None:
     folder, device = saved("llama"), torch.device("cuda")
     found = []
     for _ in range(2):
-        loaded = load_for_training(BaseSection(model=str(folder)), folder, torch.float32, device, in_parts=True)
+        loaded = load_for_training(BaseSection(model=str(folder)), folder, torch.float32, device, sharded=True)
         layers = streamed_layers(loaded.model)
         assert loaded.read
-        source = FromHost(loaded.read, layers) if found else FromFiles(loaded.read)
+        source = HostSource(loaded.read, layers) if found else FileSource(loaded.read)
         stream = LayerStream(layers, source, device)
         seen = []
         for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):
-            stream._arrive(index)
+            stream._load(index)
             seen.append(layers[index].module.self_attn.q_proj.weight.clone())
         found.append(seen)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

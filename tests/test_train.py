@@ -22,7 +22,7 @@ import lorakit
 from lorakit import train as train_function
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.lock import locked
@@ -124,15 +124,15 @@ def test_a_signal_during_evaluation_loses_nothing(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluation: int, step: int
 ) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
-    evaluate, calls = WholeEngine.evaluate, []
+    evaluate, calls = SingleEngine.evaluate, []
 
-    def interrupted(self: WholeEngine, batches: Any, stop: Any) -> Any:
+    def interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
         if len(calls) == evaluation:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, batches, stop)
 
-    monkeypatch.setattr(WholeEngine, "evaluate", interrupted)
+    monkeypatch.setattr(SingleEngine, "evaluate", interrupted)
     path = recipe(output=str(tmp_path / "parts"))
     with pytest.raises(TemporaryFailure, match=f"SIGINT: saved after step {step};"):
         train(path)
@@ -296,13 +296,13 @@ def test_what_a_killed_process_staged_is_swept_and_blocks_nothing(recipe: Recipe
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, calls = WholeEngine.evaluate, []
+    evaluate, calls = SingleEngine.evaluate, []
 
-    def broken(self: WholeEngine, batches: Any, stop: Any) -> Any:
+    def broken(self: SingleEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
         return float("nan") if len(calls) == 2 else evaluate(self, batches, stop)
 
-    monkeypatch.setattr(WholeEngine, "evaluate", broken)
+    monkeypatch.setattr(SingleEngine, "evaluate", broken)
     with pytest.raises(RunError, match="step 5: the held-out loss is nan"):
         train(recipe(train={"select": "best"}))
 
@@ -384,8 +384,8 @@ def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_
     patch = read_patch(out)
     assert max(evals) < 200
     assert max(evals) == best + 6
-    assert patch.facts["step"] == best
-    assert patch.facts["results"]["eval_loss"] == evals[best]
+    assert patch.metadata["step"] == best
+    assert patch.metadata["results"]["eval_loss"] == evals[best]
     assert f"(step {best} of 200)" in said
 
 
@@ -416,7 +416,7 @@ def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Reci
 def test_the_python_door_takes_overrides(recipe: Recipe, tmp_path: Path) -> None:
     out = train_function(recipe(), **{"train.steps": 3, "output": tmp_path / "python"})
 
-    assert read_patch(out).facts["recipe"]["train"]["steps"] == 3
+    assert read_patch(out).metadata["recipe"]["train"]["steps"] == 3
     assert digest(out / "adapter_model.safetensors")
 
 

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit import isolation
 from lorakit.base.load import load_base
-from lorakit.data import RowSettings, prepare_rows
-from lorakit.data.sampler import Batches, collate
+from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
-from lorakit.ops.packed_attention import Masks, Rows, attend_row_by_row
-from lorakit.ops.varlen import CAUSAL, Kernel, Trial, kernel_for, row_bounds
-from lorakit.training.model_checks import isolate_rows
-from lorakit.training.summary import _slow_ways
+from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
+from lorakit.ops.varlen import CAUSAL, VarlenKernel, KernelProbe, varlen_kernel, row_bounds
+from lorakit.training.model_checks import enable_packing
+from lorakit.training.summary import _fallbacks
 from tests.models import SMALL
 from tests.test_attention import LENGTHS, a_model, packed
 
@@ -71,8 +71,8 @@ class Calls:
         self.bounds.append(cu)
         return varlen_attn(query, key, value, cu, *rest, window_size=window_size, enable_gqa=enable_gqa, **more)
 
-    def kernel(self) -> Kernel:
-        return Kernel(self, (torch.float32,))
+    def kernel(self) -> VarlenKernel:
+        return VarlenKernel(self, (torch.float32,))
 
 
 def qwen2() -> Any:
@@ -82,8 +82,8 @@ def qwen2() -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL, **layers)).eval()
 
 
-def a_kernel(function: Any = varlen_attn) -> Kernel:
-    return Kernel(function, (torch.float32,))
+def a_kernel(function: Any = varlen_attn) -> VarlenKernel:
+    return VarlenKernel(function, (torch.float32,))
 
 
 def heads(query: int = 4, key: int = 2, size: int = 8, **more: Any) -> list[torch.Tensor]:
@@ -91,9 +91,9 @@ def heads(query: int = 4, key: int = 2, size: int = 8, **more: Any) -> list[torc
     return [torch.randn(1, n, sum(LENGTHS), size, generator=generator, **more) for n in (query, key, key)]
 
 
-def with_gradients(model: Any, rows: Rows) -> list[torch.Tensor]:
+def with_gradients(model: Any, rows: RowLengths) -> list[torch.Tensor]:
     logits = model(**packed(), use_cache=False, row_lengths=rows).logits
-    assert rows.reached
+    assert rows.was_used
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [logits.detach(), *torch.autograd.grad(logits.square().sum(), parameters)]
 
@@ -108,11 +108,11 @@ def with_gradients(model: Any, rows: Rows) -> list[torch.Tensor]:
 )  # fmt: skip
 def test_one_call_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str, windows: Any) -> None:
     model = qwen2() if architecture == "qwen2" else a_model(architecture)
-    assert attend_row_by_row(model)
+    assert enable_packed_attention(model)
     calls = Calls()
 
-    one_by_one = with_gradients(model, Rows(LENGTHS))
-    at_once = with_gradients(model, Rows(LENGTHS, calls.kernel()))
+    one_by_one = with_gradients(model, RowLengths(LENGTHS))
+    at_once = with_gradients(model, RowLengths(LENGTHS, calls.kernel()))
 
     assert calls.windows == windows
     assert len({id(bounds) for bounds in calls.bounds}) == 1
@@ -122,11 +122,11 @@ def test_one_call_gives_the_outputs_and_gradients_of_rows_one_by_one(architectur
 
 def test_rows_within_a_window_are_plainly_causal() -> None:
     model = a_model("mistral")
-    attend_row_by_row(model)
+    enable_packed_attention(model)
     calls = Calls()
     ids = torch.randint(3, 64, (1, 8))
 
-    model(input_ids=ids, position_ids=torch.arange(4).repeat(2)[None], use_cache=False, row_lengths=Rows((4, 4), calls.kernel()))  # fmt: skip
+    model(input_ids=ids, position_ids=torch.arange(4).repeat(2)[None], use_cache=False, row_lengths=RowLengths((4, 4), calls.kernel()))  # fmt: skip
 
     assert calls.windows == [CAUSAL, CAUSAL]
 
@@ -134,11 +134,11 @@ def test_rows_within_a_window_are_plainly_causal() -> None:
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "llama4_text"])
 def test_caps_sinks_and_chunks_are_left_to_rows_one_by_one(architecture: str) -> None:
     model = a_model(architecture)
-    attend_row_by_row(model)
+    enable_packed_attention(model)
     calls = Calls()
-    expected = model(**packed(), use_cache=False, row_lengths=Rows(LENGTHS)).logits
+    expected = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
 
-    found = model(**packed(), use_cache=False, row_lengths=Rows(LENGTHS, calls.kernel())).logits
+    found = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
 
     chunked = [CAUSAL] if architecture == "llama4_text" else []  # of its layers, those that see a whole row
     assert set(calls.windows) <= set(chunked)
@@ -155,22 +155,22 @@ def test_caps_sinks_and_chunks_are_left_to_rows_one_by_one(architecture: str) ->
 def test_what_the_kernel_does_not_do_is_not_asked_of_it(asked: dict[str, Any]) -> None:
     module, kernel = SimpleNamespace(), a_kernel()
 
-    assert kernel.does(module, *heads(), {"dropout": 0.0, "scaling": 0.3, "softcap": None, "sliding_window": 9})  # type: ignore[arg-type]
-    assert not kernel.does(module, *heads(), asked)  # type: ignore[arg-type]
-    assert not kernel.does(SimpleNamespace(is_causal=False), *heads(), {})  # type: ignore[arg-type]
+    assert kernel.supports(module, *heads(), {"dropout": 0.0, "scaling": 0.3, "softcap": None, "sliding_window": 9})  # type: ignore[arg-type]
+    assert not kernel.supports(module, *heads(), asked)  # type: ignore[arg-type]
+    assert not kernel.supports(SimpleNamespace(is_causal=False), *heads(), {})  # type: ignore[arg-type]
 
 
 def test_heads_that_the_kernel_does_not_take_are_not_given_to_it() -> None:
     module: Any = torch.nn.Linear(1, 1)
     query, key, value = heads()
 
-    assert not a_kernel().does(module, *heads(size=12), {})
-    assert not a_kernel().does(module, *heads(size=264), {})
-    assert a_kernel().does(module, *heads(size=256), {})
-    assert not a_kernel().does(module, query, key, heads(size=16)[2], {})
-    assert not Kernel(varlen_attn).does(module, query, key, value, {})
-    assert Kernel(varlen_attn).does(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), {})
-    assert not Kernel(varlen_attn).does(module, query.bfloat16(), key.bfloat16(), value, {})
+    assert not a_kernel().supports(module, *heads(size=12), {})
+    assert not a_kernel().supports(module, *heads(size=264), {})
+    assert a_kernel().supports(module, *heads(size=256), {})
+    assert not a_kernel().supports(module, query, key, heads(size=16)[2], {})
+    assert not VarlenKernel(varlen_attn).supports(module, query, key, value, {})
+    assert VarlenKernel(varlen_attn).supports(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), {})
+    assert not VarlenKernel(varlen_attn).supports(module, query.bfloat16(), key.bfloat16(), value, {})
 
 
 @pytest.mark.parametrize("window", [CAUSAL, (2, 0)])
@@ -192,7 +192,7 @@ def test_heads_share_keys_in_either_form_of_the_kernel(function: Any, scale: flo
 
 
 def test_torchs_own_function_takes_what_it_is_given_and_has_a_gradient() -> None:
-    kernel = kernel_for(CUDA)
+    kernel = varlen_kernel(CUDA)
     assert kernel is not None
     query, key, value = (part.to(META, torch.bfloat16).requires_grad_() for part in heads())
 
@@ -202,7 +202,7 @@ def test_torchs_own_function_takes_what_it_is_given_and_has_a_gradient() -> None
     assert made.shape == (1, sum(LENGTHS), 4, 8)
     assert key.grad is not None
     assert key.grad.shape == key.shape
-    assert kernel_for(CPU) is None
+    assert varlen_kernel(CPU) is None
 
 
 class Reads(TorchDispatchMode):
@@ -249,10 +249,10 @@ def test_a_rule_that_cannot_be_asked_in_blocks_is_left_alone() -> None:
 def test_a_models_own_attention_is_left_alone() -> None:
     model = a_model("llama")
     model.set_attn_implementation("eager")
-    attend_row_by_row(model)
+    enable_packed_attention(model)
     calls = Calls()
 
-    model(**packed(), use_cache=False, row_lengths=Rows(LENGTHS, calls.kernel()))
+    model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel()))
 
     assert calls.windows == []
 
@@ -261,7 +261,7 @@ def test_a_kernel_that_fails_on_some_heads_has_failed() -> None:
     def picky(query: Any, *rest: Any, enable_gqa: bool = False, **more: Any) -> Any:
         return varlen_attn(query, *rest, enable_gqa=enable_gqa, **more) * (1.5 if query.shape[2] == 16 else 1.0)
 
-    trial = Trial(a_kernel(picky))
+    trial = KernelProbe(a_kernel(picky))
     problems = []
     for size in (8, 16, 8):
         trial(*heads(size=size), row_bounds(LENGTHS, CPU), max(LENGTHS), CAUSAL, None)
@@ -274,17 +274,17 @@ def test_a_kernel_that_fails_on_some_heads_has_failed() -> None:
 
 
 @pytest.fixture
-def batches(rows: Path, tokenizer: Any) -> Batches:
-    return Batches(
-        prepare_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer")), 8, 4, True, 0
+def batches(rows: Path, tokenizer: Any) -> BatchSampler:
+    return BatchSampler(
+        tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer")), 8, 4, True, 0
     )
 
 
-def isolated(base: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, kernel: Kernel | None) -> LossModel:
+def isolated(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch, kernel: VarlenKernel | None) -> LossModel:
     """After a run has asked the model, on a machine whose kernel is this one."""
     monkeypatch.setattr(isolation, "kernel_for", lambda device: kernel)
     called = LossModel(load_base(base, torch.float32, CPU))
-    isolate_rows(called, batches, CPU)
+    enable_packing(called, batches, CPU)
     return called
 
 
@@ -292,10 +292,10 @@ def told(called: LossModel) -> list[tuple[str, str]]:
     job: Any = SimpleNamespace(
         engine=SimpleNamespace(called=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
     )
-    return [line for line in _slow_ways(job) if line[0] == "packing"]
+    return [line for line in _fallbacks(job) if line[0] == "packing"]
 
 
-def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     called = isolated(base, batches, monkeypatch, calls.kernel())
     plain = isolated(base, batches, monkeypatch, None)
@@ -352,7 +352,7 @@ def refuses_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> A
     ],
 )  # fmt: skip
 def test_a_kernel_that_is_wrong_is_not_used_and_a_run_says_so(
-    function: Any, why: str, base: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+    function: Any, why: str, base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = isolated(base, batches, monkeypatch, a_kernel(function))
     plain = isolated(base, batches, monkeypatch, None)
@@ -366,14 +366,14 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_run_says_so(
 
 
 def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
-    base: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "kernel_for", lambda device: a_kernel())
     called = LossModel(load_base(base, torch.float32, CPU))
     forward = called.model.forward
     called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
 
-    isolate_rows(called, batches, CPU)
+    enable_packing(called, batches, CPU)
 
     assert not called.by_row
     assert called.kernel is None
@@ -381,9 +381,9 @@ def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
 
 
 def test_a_run_says_where_a_kernel_is_for_another_dtype(
-    base: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = isolated(base, batches, monkeypatch, Kernel(varlen_attn))
+    called = isolated(base, batches, monkeypatch, VarlenKernel(varlen_attn))
 
     assert called.by_row
     assert called.kernel is None
@@ -398,9 +398,9 @@ def test_a_run_says_where_a_kernel_is_for_another_dtype(
 @pytest.mark.parametrize("size", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("shared", [1, 4])
 def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size: int, shared: int) -> None:
-    kernel = kernel_for(CUDA)
+    kernel = varlen_kernel(CUDA)
     assert kernel is not None
-    trial = Trial(kernel)
+    trial = KernelProbe(kernel)
     query, key, value = (part.to(dtype) for part in heads(8, 8 // shared, size, device=CUDA))
 
     trial(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, 0.11)
@@ -412,11 +412,11 @@ def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2"])
 def test_a_model_on_a_gpu_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str) -> None:
     model = (qwen2() if architecture == "qwen2" else a_model(architecture)).to(CUDA, torch.bfloat16)
-    attend_row_by_row(model)
+    enable_packed_attention(model)
     inputs = {name: tensor.to(CUDA) for name, tensor in packed().items()}
     made = []
-    for kernel in (None, kernel_for(CUDA)):
-        logits = model(**inputs, use_cache=False, row_lengths=Rows(LENGTHS, kernel)).logits
+    for kernel in (None, varlen_kernel(CUDA)):
+        logits = model(**inputs, use_cache=False, row_lengths=RowLengths(LENGTHS, kernel)).logits
         gradients = torch.autograd.grad(logits.float().square().sum(), list(model.parameters()))
         made.append([logits.detach().float(), torch.cat([part.float().flatten() for part in gradients])])
 
@@ -426,7 +426,7 @@ def test_a_model_on_a_gpu_gives_the_outputs_and_gradients_of_rows_one_by_one(arc
 
 @on_a_gpu
 def test_nothing_waits_for_the_gpu_in_a_call() -> None:
-    kernel = kernel_for(CUDA)
+    kernel = varlen_kernel(CUDA)
     assert kernel is not None
     query, key, value = (part.bfloat16() for part in heads(device=CUDA))
     kernel(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, None)

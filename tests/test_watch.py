@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []
 
 from lorakit.launch.heartbeat import is_collective_error  # noqa: E402
-from lorakit.launch.watchdog import Watch  # noqa: E402
+from lorakit.launch.watchdog import Watchdog  # noqa: E402
 
 pytestmark = pytest.mark.spread
 
@@ -48,15 +48,15 @@ class UserError(Exception):
 # -- the scenes: what each rank does, and what becomes of the ranks from outside -------------------------------------
 
 
-def reduce_for_ever(watch: Watch) -> None:
+def reduce_for_ever(watch: Watchdog) -> None:
     for step in range(10**9):
-        watch.at(f"step {step}: all-reduce")
+        watch.set_phase(f"step {step}: all-reduce")
         dist.all_reduce(torch.ones(1000))
         time.sleep(0.01)
 
 
-def wait_elsewhere(watch: Watch, phase: str = "step 3: reading rows") -> None:
-    watch.at(phase)
+def wait_elsewhere(watch: Watchdog, phase: str = "step 3: reading rows") -> None:
+    watch.set_phase(phase)
     time.sleep(HANG_SECONDS)
 
 
@@ -64,28 +64,28 @@ def later(seconds: float, number: signal.Signals) -> None:
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
 
-def one_is_killed(watch: Watch) -> None:
+def one_is_killed(watch: Watchdog) -> None:
     if watch.rank == 1:
         later(3, signal.SIGKILL)
     reduce_for_ever(watch)
 
 
-def one_is_killed_while_nobody_talks_to_it(watch: Watch) -> None:
+def one_is_killed_while_nobody_talks_to_it(watch: Watchdog) -> None:
     if watch.rank == 1:
         later(3, signal.SIGKILL)
     if watch.rank == 0:
-        watch.at("step 3: receiving")
+        watch.set_phase("step 3: receiving")
         dist.recv(torch.ones(1), src=2)  # blocked inside torch, waiting for a rank that is well
     wait_elsewhere(watch)
 
 
-def the_store_is_killed(watch: Watch) -> None:
+def the_store_is_killed(watch: Watchdog) -> None:
     if watch.rank == 0:
         later(3, signal.SIGKILL)
     wait_elsewhere(watch)
 
 
-def the_store_is_killed_but_its_port_stays_open(watch: Watch) -> None:
+def the_store_is_killed_but_its_port_stays_open(watch: Watchdog) -> None:
     """As when a process that loads rows outlives the rank that forked it."""
     if watch.rank == 0 and os.fork() == 0:
         time.sleep(4 * SILENT)
@@ -93,55 +93,55 @@ def the_store_is_killed_but_its_port_stays_open(watch: Watch) -> None:
     the_store_is_killed(watch)
 
 
-def one_is_stopped(watch: Watch) -> None:
+def one_is_stopped(watch: Watchdog) -> None:
     if watch.rank == 1:
         later(3, signal.SIGSTOP)
     reduce_for_ever(watch)
 
 
-def two_are_stopped(watch: Watch) -> None:
+def two_are_stopped(watch: Watchdog) -> None:
     if watch.rank > 0:
         later(2.7 + 0.3 * watch.rank, signal.SIGSTOP)
     reduce_for_ever(watch)
 
 
-def the_store_is_stopped(watch: Watch) -> None:
+def the_store_is_stopped(watch: Watchdog) -> None:
     if watch.rank == 0:
         later(3, signal.SIGSTOP)
     reduce_for_ever(watch)
 
 
-def one_finds_an_error(watch: Watch) -> None:
+def one_finds_an_error(watch: Watchdog) -> None:
     if watch.rank == 1:
         for step in range(3):
-            watch.at(f"step {step}: all-reduce")
+            watch.set_phase(f"step {step}: all-reduce")
             dist.all_reduce(torch.ones(1000))
-        watch.at("step 3: reading rows")
+        watch.set_phase("step 3: reading rows")
         raise UserError("rows.jsonl:7: no text\nGive it one.")
     reduce_for_ever(watch)
 
 
-def the_host_of_the_store_finds_an_error(watch: Watch) -> None:
+def the_host_of_the_store_finds_an_error(watch: Watchdog) -> None:
     if watch.rank == 0:
-        watch.at("step 3: reading rows")
+        watch.set_phase("step 3: reading rows")
         raise UserError("rows.jsonl:7: no text")
     wait_elsewhere(watch)
 
 
-def each_finds_an_error_at_once(watch: Watch) -> None:
-    watch.at("reading the recipe")
+def each_finds_an_error_at_once(watch: Watchdog) -> None:
+    watch.set_phase("reading the recipe")
     time.sleep(2 - time.time() % 1 + watch.rank / 30)  # before it is heard of the others
     raise UserError(f"error {watch.rank} of the user")
 
 
-def they_wait_for_each_other(watch: Watch) -> None:
+def they_wait_for_each_other(watch: Watchdog) -> None:
     for step in range(3):
-        watch.at(f"step {step}: all-reduce")
+        watch.set_phase(f"step {step}: all-reduce")
         dist.all_reduce(torch.ones(1000))
-    watch.at("step 3: reading rows")
+    watch.set_phase("step 3: reading rows")
     if watch.rank == 1:
         wait_for_a_row()
-    watch.at("step 3: all-reduce")
+    watch.set_phase("step 3: all-reduce")
     dist.all_reduce(torch.ones(1000))
 
 
@@ -149,27 +149,27 @@ def wait_for_a_row() -> None:
     threading.Event().wait(HANG_SECONDS)
 
 
-def a_collective_breaks_although_all_live(watch: Watch) -> None:
+def a_collective_breaks_although_all_live(watch: Watchdog) -> None:
     if watch.rank == 1:
         wait_elsewhere(watch)
     reduce_for_ever(watch)
 
 
-def the_first_ends_well_long_before(watch: Watch) -> None:
+def the_first_ends_well_long_before(watch: Watchdog) -> None:
     if watch.rank > 0:
         time.sleep(2 * SILENT)
 
 
-def another_ends_well_long_before(watch: Watch) -> None:
+def another_ends_well_long_before(watch: Watchdog) -> None:
     if watch.rank != 1:
         time.sleep(2 * SILENT)
 
 
-def all_work_hard(watch: Watch) -> None:
+def all_work_hard(watch: Watchdog) -> None:
     """More busy ranks than cores; each now and then keeps the interpreter's lock in a C call."""
     until = time.monotonic() + 2 * SILENT
     while time.monotonic() < until:
-        watch.at("step 1: forward")
+        watch.set_phase("step 1: forward")
         sum(number * number for number in range(200_000))
         ctypes.PyDLL(None).usleep(int(SILENT / 4 * 1e6))
 
@@ -181,7 +181,7 @@ def host_stops(rank: int) -> None:
 
 
 class Scene(NamedTuple):
-    act: Callable[[Watch], None]
+    act: Callable[[Watchdog], None]
     size: int = 3
     settings: dict[str, float] = {}  # noqa: RUF012
     group: bool = True
@@ -267,7 +267,7 @@ SCENES = {
 # -- the stage --------------------------------------------------------------------------------------------------------
 
 
-def act(scene: Scene, watch: Watch, join: Callable[[], None]) -> int:
+def act(scene: Scene, watch: Watchdog, join: Callable[[], None]) -> int:
     """A rank as the train command would run it; its exit code."""
     watch.start()
     try:
@@ -313,7 +313,7 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
 
     scene.first(rank)
     settings: Any = {"silent_seconds": SILENT, "grace_seconds": 1.0, **scene.settings}
-    return act(scene, Watch(PrefixStore("watch", store), rank, scene.size, **settings), join)
+    return act(scene, Watchdog(PrefixStore("watch", store), rank, scene.size, **settings), join)
 
 
 def come_together(store: TCPStore, size: int) -> None:
@@ -392,7 +392,7 @@ def launched(name: str, folder: Path) -> int:
     told = os.open(folder / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(told, 2)
     store = dist.distributed_c10d._get_default_store()
-    watch = Watch(store, dist.get_rank(), dist.get_world_size(), silent_seconds=SILENT)
+    watch = Watchdog(store, dist.get_rank(), dist.get_world_size(), silent_seconds=SILENT)
     return act(SCENES[name], watch, lambda: None)
 
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lorakit.base.meta import ELSEWHERE, load_promised, tied_names
-from lorakit.base.provenance import ORIGIN, Origin, Stored, Traced, origin_of, traced
+from lorakit.base.meta import ELSEWHERE, build_from_placeholders, tied_names
+from lorakit.base.provenance import ORIGIN, WeightSource, StoredTensor, TracedTensor, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
-from lorakit.files.safetensors import Entry
+from lorakit.files.safetensors import TensorEntry
 
 PIECE_BYTES: Final = 1 << 24
 
 
-def load_hollow(folder: Path, dtype: torch.dtype, promised: Mapping[str, Entry] | None = None) -> nn.Module:
+def load_on_meta(folder: Path, dtype: torch.dtype, promised: Mapping[str, TensorEntry] | None = None) -> nn.Module:
     """``load_base`` without the weights: every parameter on the meta device, every buffer real and on the CPU.
 
     ``promised``: what the files would hold if nothing in them were packed.
@@ -37,9 +37,9 @@ def load_hollow(folder: Path, dtype: torch.dtype, promised: Mapping[str, Entry] 
     """
     files = open_base_files(folder)
     with _MissingStaysEmpty():
-        entries = promised or {name: files.entry(name) for name in files.holder}
-        stand_ins = {name: _Promised(name, entry) for name, entry in entries.items()}
-        model, report = load_promised(folder, dtype, stand_ins, packed=promised is not None)
+        entries = promised or {name: files.entry(name) for name in files.shard_of}
+        stand_ins = {name: _PlaceholderTensor(name, entry) for name, entry in entries.items()}
+        model, report = build_from_placeholders(folder, dtype, stand_ins, packed=promised is not None)
     _check_complete(files, model, report)
     shards = _Shards(files)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def load_hollow(folder: Path, dtype: torch.dtype, promised: Mapping[str, Entry] 
 
 
 @final
-class BaseTensors:
+class LazyTensors:
     """The tensors of a base by the names of a model from ``load_hollow``, before or after adapters were attached.
 
     Values are those of ``load_base``, bit for bit. Make this before an engine replaces the model's parameters; it
@@ -61,7 +61,7 @@ class BaseTensors:
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._origins: dict[str, Origin] = {
+        self._origins: dict[str, WeightSource] = {
             name: vars(parameter)[ORIGIN]
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if ORIGIN in vars(parameter)
@@ -91,7 +91,7 @@ class BaseTensors:
         with torch.no_grad():
             origin.fill(tensor.detach().view(-1), start, self._shards.fill)
 
-    def _origin(self, name: str) -> Origin:
+    def _origin(self, name: str) -> WeightSource:
         if name not in self._origins:
             raise BaseModelError(f"{self._shards.files.folder}: {name!r} is no parameter that was loaded from here")
         return self._origins[name]
@@ -106,12 +106,12 @@ class _Shards:
         self._handles: dict[Path, int] = {}
         self._closing = weakref.finalize(self, _close, self._handles)
 
-    def check(self, leaves: Iterable[Stored]) -> None:
+    def check(self, leaves: Iterable[StoredTensor]) -> None:
         for leaf in leaves:
-            if leaf.name not in self.files.holder or self.files.entry(leaf.name).shape != leaf.shape:
+            if leaf.name not in self.files.shard_of or self.files.entry(leaf.name).shape != leaf.shape:
                 raise BaseModelError(f"{self.files.folder}: {leaf.name} is not what it was when the model was built")
 
-    def fill(self, stored: Stored, out: Tensor, start: int) -> None:
+    def fill(self, stored: StoredTensor, out: Tensor, start: int) -> None:
         """Fill a flat tensor with elements of a stored one, converted to the dtype it is loaded in, then to out's."""
         entry = self.files.entry(stored.name)
         here = out.device.type == "cpu" and out.dtype == stored.dtype
@@ -125,8 +125,8 @@ class _Shards:
             self._read(stored.name, entry, start + first, piece[: len(part)])
             part.copy_(piece[: len(part)] if here else piece[: len(part)].to(stored.dtype))
 
-    def _read(self, name: str, entry: Entry, start: int, out: Tensor) -> None:
-        path, done = self.files.holder[name].path, 0
+    def _read(self, name: str, entry: TensorEntry, start: int, out: Tensor) -> None:
+        path, done = self.files.shard_of[name].path, 0
         view: memoryview = out.view(torch.uint8).numpy().data if len(out) else memoryview(b"")
         try:
             if path not in self._handles:
@@ -142,18 +142,18 @@ class _Shards:
 
 
 @final
-class _Promised:
+class _PlaceholderTensor:
     """A stored tensor as transformers meets it: it takes all of it and says in which dtype; nothing is read."""
 
-    def __init__(self, name: str, entry: Entry) -> None:
+    def __init__(self, name: str, entry: TensorEntry) -> None:
         self._name, self._entry = name, entry
 
-    def __getitem__(self, which: Any) -> "_Promised":
+    def __getitem__(self, which: Any) -> "_PlaceholderTensor":
         assert which is Ellipsis, which
         return self
 
-    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Traced:
-        return traced(Stored(self._entry.shape, dtype or self._entry.dtype, self._name))
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> TracedTensor:
+        return traced(StoredTensor(self._entry.shape, dtype or self._entry.dtype, self._name))
 
 
 class _MissingStaysEmpty(TorchFunctionMode):
@@ -174,7 +174,7 @@ def _close(handles: Mapping[Path, int]) -> None:
 def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any]) -> None:
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     for name, found, expected in sorted(report["mismatched_keys"]):
-        holder = files.holder.get(name)
+        holder = files.shard_of.get(name)
         place = f" in {holder.path.name}" if holder else ""
         problems.append(f"{name}{place} is {tuple(found)} instead of {tuple(expected)}")
     if problems:
@@ -209,7 +209,7 @@ def _tie_equals(model: nn.Module, shards: _Shards) -> None:
             names.pop(target)
 
 
-def _equal(one: Origin | None, other: Origin | None, shards: _Shards) -> bool:
+def _equal(one: WeightSource | None, other: WeightSource | None, shards: _Shards) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     step, size = PIECE_BYTES // 8, math.prod(one.shape)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base
-from lorakit.base.quantized import Quantization, fill, load_packed
+from lorakit.base.quantized import QuantConfig, materialize, load_quantized
 from lorakit.lora.inject import StoredWeight
-from lorakit.parallel.process_group import give_memory_back
-from lorakit.quant.bnb import Packing
-from lorakit.quant.files import is_packed
+from lorakit.parallel.process_group import return_freed_memory
+from lorakit.quant.bnb import QuantScheme
+from lorakit.quant.files import is_quantized
 from lorakit.recipe import BaseSection
 
 
@@ -30,39 +30,39 @@ class LoadedBase:
 
 
 def load_for_training(
-    section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, in_parts: bool
+    section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, sharded: bool
 ) -> LoadedBase:
     """The base of a recipe's section; ``in_parts``: without its weights.
 
     Raises:
         BaseModelError: it cannot be loaded, or not packed as asked.
     """
-    packed = section.quantize != "none" or is_packed(folder)
-    if not packed and not in_parts:
+    packed = section.quantize != "none" or is_quantized(folder)
+    if not packed and not sharded:
         return LoadedBase(load_base(folder, dtype, device))
     if packed:
-        give_memory_back(device)  # whole weights come and go, now and with every product
-        model, tensors = load_packed(folder, dtype, quantization(section), device)
-        if not in_parts:
-            return LoadedBase(fill(model, tensors, device))
+        return_freed_memory(device)  # whole weights come and go, now and with every product
+        model, tensors = load_quantized(folder, dtype, quantization(section), device)
+        if not sharded:
+            return LoadedBase(materialize(model, tensors, device))
         shapes = _shapes(model)
         return LoadedBase(model, tensors.read_into, lambda name: tensors.floats(name, shapes[name]))
-    model = load_hollow(folder, dtype)
-    plain, shapes = BaseTensors(folder, model), _shapes(model)
+    model = load_on_meta(folder, dtype)
+    plain, shapes = LazyTensors(folder, model), _shapes(model)
     return LoadedBase(
         model, plain.read_into, lambda name: plain.read(name, 0, torch.Size(shapes[name]).numel()).view(shapes[name])
     )
 
 
-def quantization(section: BaseSection) -> Quantization | None:
+def quantization(section: BaseSection) -> QuantConfig | None:
     """How a recipe packs its base; None when it does not."""
     if section.quantize == "none":
         return None
     double = section.double_quantize and section.quantize != "int8"
-    return Quantization(Packing(section.quantize, double), section.skip_modules)
+    return QuantConfig(QuantScheme(section.quantize, double), section.skip_modules)
 
 
-def packing_facts(model: nn.Module) -> dict[str, Any] | None:
+def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
     """What a patch tells of a packed base: how, and which layers are not; None for a base in floats."""
     found = {name: module.packed for name, module in model.named_modules() if hasattr(module, "packed")}
     if not found:

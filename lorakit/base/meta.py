@@ -15,7 +15,7 @@ ELSEWHERE: Final = "use backend single, ddp or zero2 and a base in floats, which
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
 
 
-def load_promised(
+def build_from_placeholders(
     folder: Path, dtype: torch.dtype, stored: Mapping[str, Any], *, packed: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The causal language model of a folder as transformers builds it from stand-ins for the stored tensors.

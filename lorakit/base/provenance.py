@@ -20,7 +20,7 @@ MAX_BLOCKS: Final = 1 << 16  # more, and reading them one by one takes longer th
 
 
 @dataclass(frozen=True, eq=False)
-class Origin(ABC):
+class WeightSource(ABC):
     """How a tensor is made of stored ones. Its elements are counted in row-major order."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Origin(ABC):
         """Fill a flat tensor with the elements from ``start`` on."""
 
     @abstractmethod
-    def leaves(self) -> "Iterator[Stored]":
+    def leaves(self) -> "Iterator[StoredTensor]":
         """The stored tensors it is made of."""
 
     def whole(self, read: "Read") -> Tensor:
@@ -43,7 +43,7 @@ class Origin(ABC):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Stored(Origin):
+class StoredTensor(WeightSource):
     """A stored tensor, in the dtype it is loaded in."""
 
     name: str
@@ -51,19 +51,19 @@ class Stored(Origin):
     def fill(self, out: Tensor, start: int, read: "Read") -> None:
         read(self, out, start)
 
-    def leaves(self) -> "Iterator[Stored]":
+    def leaves(self) -> "Iterator[StoredTensor]":
         yield self
 
 
-Read = Callable[[Stored, Tensor, int], None]
+Read = Callable[[StoredTensor, Tensor, int], None]
 """Fills a flat tensor with the elements of a stored one from an index on."""
 
 
 @dataclass(frozen=True)
-class Strand:
+class StridedRun:
     """Runs of ``run`` elements of an origin: the first at ``offset``, then one every ``step`` elements."""
 
-    origin: Origin
+    origin: WeightSource
     step: int
     offset: int
     run: int
@@ -71,10 +71,10 @@ class Strand:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Woven(Origin):
+class Interleaved(WeightSource):
     """Blocks of one run from each strand: what concatenating, stacking and cutting along any dimension give."""
 
-    strands: tuple[Strand, ...]
+    strands: tuple[StridedRun, ...]
 
     def fill(self, out: Tensor, start: int, read: Read) -> None:
         block_size, done = sum(strand.run for strand in self.strands), 0
@@ -88,14 +88,14 @@ class Woven(Origin):
                     done += count
                 inside = max(0, inside - strand.run)
 
-    def leaves(self) -> Iterator[Stored]:
+    def leaves(self) -> Iterator[StoredTensor]:
         for strand in self.strands:
             yield from strand.origin.leaves()
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Computed(Origin):
+class Recomputed(WeightSource):
     """A result of any other operation, which is done again on whole tensors when a part of it is read."""
 
     operation: Callable[..., Any]
@@ -106,17 +106,17 @@ class Computed(Origin):
 
     def fill(self, out: Tensor, start: int, read: Read) -> None:
         def real(leaf: Any) -> Any:
-            return leaf.whole(read) if isinstance(leaf, Origin) else leaf
+            return leaf.whole(read) if isinstance(leaf, WeightSource) else leaf
 
         results = self.operation(*_mapped(self.args, real), **_mapped(self.kwargs, real))
         result = results if self.index is None else results[self.index]
         out.copy_(result.reshape(-1)[start : start + len(out)])
 
-    def leaves(self) -> Iterator[Stored]:
-        found: list[Origin] = []
+    def leaves(self) -> Iterator[StoredTensor]:
+        found: list[WeightSource] = []
 
         def note(leaf: Any) -> Any:
-            if isinstance(leaf, Origin):
+            if isinstance(leaf, WeightSource):
                 found.append(leaf)
             return leaf
 
@@ -125,7 +125,7 @@ class Computed(Origin):
             yield from origin.leaves()
 
 
-class Traced(Tensor):
+class TracedTensor(Tensor):
     """A tensor without data that knows its origin; use ``traced`` and ``origin_of``."""
 
     @classmethod
@@ -133,25 +133,25 @@ class Traced(Tensor):
         results = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         several = isinstance(results, (tuple, list))
         for index, made in enumerate(results if several else [results]):
-            if isinstance(made, Traced) and ORIGIN not in vars(made):
+            if isinstance(made, TracedTensor) and ORIGIN not in vars(made):
                 shapes = [tuple(each.shape) for each in results] if several else [tuple(made.shape)]
                 which = index if several else None
                 vars(made)[ORIGIN] = _derive(func, args, kwargs or {}, shapes, which, made.dtype)
         return results
 
 
-def traced(origin: Origin) -> Traced:
+def traced(origin: WeightSource) -> TracedTensor:
     """A stand-in for a tensor of this origin."""
-    tensor = torch.empty(origin.shape, dtype=origin.dtype, device="meta").as_subclass(Traced)
+    tensor = torch.empty(origin.shape, dtype=origin.dtype, device="meta").as_subclass(TracedTensor)
     vars(tensor)[ORIGIN] = origin
     return tensor
 
 
-def origin_of(tensor: Tensor) -> Origin | None:
+def origin_of(tensor: Tensor) -> WeightSource | None:
     """Where a tensor's elements come from, or None when that is not known."""
-    if not isinstance(tensor, Traced) or tensor._version > 0:  # something was written into it
+    if not isinstance(tensor, TracedTensor) or tensor._version > 0:  # something was written into it
         return None
-    origin: Origin | None = vars(tensor)[ORIGIN]
+    origin: WeightSource | None = vars(tensor)[ORIGIN]
     return origin
 
 
@@ -161,20 +161,20 @@ class _Unknown(Exception):
 
 def _derive(
     func: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], index: int | None, dtype: torch.dtype
-) -> Origin | None:
+) -> WeightSource | None:
     try:
         args, kwargs = _mapped(args, _known), _mapped(kwargs, _known)
     except _Unknown:
         return None
     shape = shapes[index or 0]
     if func in UNCHANGED:
-        origin: Origin = args[0]
+        origin: WeightSource = args[0]
         return origin
     if func in RULES and kwargs.keys() <= {"dim"}:
         strands = RULES[func](shapes, index or 0, *args, **kwargs)
         if strands is not None and all(strand.origin.dtype == dtype for strand in strands):
-            return Woven(shape, dtype, tuple(strands))
-    return Computed(shape, dtype, func, args, kwargs, index)
+            return Interleaved(shape, dtype, tuple(strands))
+    return Recomputed(shape, dtype, func, args, kwargs, index)
 
 
 def _known(leaf: Any) -> Any:
@@ -196,36 +196,36 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _concatenated(
-    shapes: list[tuple[int, ...]], index: int, tensors: list[Origin], dim: int = 0
-) -> list[Strand] | None:
+    shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
+) -> list[StridedRun] | None:
     """From (..., d1, ...) and (..., d2, ...): each block takes d1 rows of the first, then d2 of the second."""
     dim %= len(shapes[index])
     if any(len(each.shape) != len(shapes[index]) for each in tensors):
         return None  # torch.cat skips empty tensors of one dimension
     runs = [math.prod(each.shape[dim:]) for each in tensors]
-    return _few(shapes[index][:dim], [Strand(each, run, 0, run) for each, run in zip(tensors, runs, strict=True)])
+    return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each, run in zip(tensors, runs, strict=True)])
 
 
-def _stacked(shapes: list[tuple[int, ...]], index: int, tensors: list[Origin], dim: int = 0) -> list[Strand] | None:
+def _stacked(shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0) -> list[StridedRun] | None:
     dim %= len(shapes[index])
     run = math.prod(shapes[index][dim + 1 :])
-    return _few(shapes[index][:dim], [Strand(each, run, 0, run) for each in tensors])
+    return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each in tensors])
 
 
-def _cut(shapes: list[tuple[int, ...]], index: int, tensor: Origin, sizes: Any, dim: int = 0) -> list[Strand] | None:
+def _cut(shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0) -> list[StridedRun] | None:
     """One of the pieces that a tensor is cut into along a dimension; their sizes are those of the results."""
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])
-    strand = Strand(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))
+    strand = StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))
     return _few(tensor.shape[:dim], [strand])
 
 
-def _few(outer: tuple[int, ...], strands: list[Strand]) -> list[Strand] | None:
+def _few(outer: tuple[int, ...], strands: list[StridedRun]) -> list[StridedRun] | None:
     return strands if math.prod(outer) <= MAX_BLOCKS else None
 
 
 UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}
-RULES: Final[dict[Any, Callable[..., list[Strand] | None]]] = {
+RULES: Final[dict[Any, Callable[..., list[StridedRun] | None]]] = {
     torch.cat: _concatenated,
     torch.stack: _stacked,
     torch.chunk: _cut,

@@ -11,24 +11,24 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base
-from lorakit.base.provenance import ORIGIN, Stored
+from lorakit.base.provenance import ORIGIN, StoredTensor
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.bnb import PACKINGS, Packed, Packing, QuantLinear, floats, pack
-from lorakit.quant.files import StoredPacked, is_packed, promised, stored_packed, stored_tensors
+from lorakit.quant.bnb import SCHEMES, QuantizedWeight, QuantScheme, QuantLinear, floats, quantize
+from lorakit.quant.files import QuantizedEntry, is_quantized, dequantized_entries, quantized_entries, stored_tensors
 
 PACKED_ALREADY: Final = "its weights are packed in its files"
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantConfig:
     """How a base is to be packed."""
 
-    packing: Packing
+    packing: QuantScheme
     skip: tuple[str, ...] = ()
     """modules that stay as they are, besides the output head, by name or suffix"""
     only: tuple[str, ...] | None = None
@@ -36,15 +36,15 @@ class Quantization:
 
 
 @final
-class PackedTensors:
+class QuantizedTensors:
     """The tensors of a packed base by the names of its model; what is packed is packed when it is asked for."""
 
     def __init__(
-        self, folder: Path, model: nn.Module, packed: Mapping[str, Packed], stored: Mapping[str, StoredPacked],
+        self, folder: Path, model: nn.Module, packed: Mapping[str, QuantizedWeight], stored: Mapping[str, QuantizedEntry],
         device: torch.device,
     ) -> None:  # fmt: skip
         self._files, self._packed, self._stored, self._device = open_base_files(folder), packed, stored, device
-        self._plain = BaseTensors(folder, model)
+        self._plain = LazyTensors(folder, model)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def read_into(self, name: str, start: int, tensor: Tensor) -> None:
@@ -75,12 +75,12 @@ class PackedTensors:
         if module in self._stored:
             return stored_tensors(self._files, self._stored[module])
         W = self._plain.read(f"{module}.weight", 0, facts.shape[0] * facts.shape[1]).view(facts.shape)
-        return pack(W.to(self._device), facts.packing)
+        return quantize(W.to(self._device), facts.packing)
 
 
-def load_packed(
-    folder: Path, dtype: torch.dtype, quantization: Quantization | None, device: torch.device
-) -> tuple[nn.Module, PackedTensors]:
+def load_quantized(
+    folder: Path, dtype: torch.dtype, quantization: QuantConfig | None, device: torch.device
+) -> tuple[nn.Module, QuantizedTensors]:
     """The base without its weights, its linear layers packed, and the tensors to fill it with.
 
     ``device``: where weights are packed. ``quantization``: None for a base whose files are packed.
@@ -90,14 +90,14 @@ def load_packed(
         bitsandbytes packs.
     """
     files = open_base_files(folder)
-    stored = stored_packed(files, device)
+    stored = quantized_entries(files, device)
     if stored and quantization is not None and {one.packing for one in stored.values()} != {quantization.packing}:
         found = ", ".join(sorted({_told(one.packing) for one in stored.values()}))
         raise BaseModelError(
             f"{folder}: {PACKED_ALREADY} ({found}), and base.quantize asks for {_told(quantization.packing)}; leave"
             " base.quantize out"
         )
-    model = load_hollow(folder, dtype, promised(files, stored) if stored else None)
+    model = load_on_meta(folder, dtype, dequantized_entries(files, stored) if stored else None)
     if stored:
         packed = _bind_stored(folder, model, stored, dtype)
         held = {module: stored[_origin_name(model, module)] for module in packed}
@@ -105,14 +105,14 @@ def load_packed(
             vars(model.get_parameter(f"{module}.weight")).pop(ORIGIN)
     else:
         assert quantization is not None
-        packed, held = choose_layers(folder, model, quantization, dtype), {}
-    tensors = PackedTensors(folder, model, packed, held, device)
+        packed, held = layers_to_quantize(folder, model, quantization, dtype), {}
+    tensors = QuantizedTensors(folder, model, packed, held, device)
     for module, facts in packed.items():
-        put_packed(model, module, facts)
+        replace_with_quantized(model, module, facts)
     return model, tensors
 
 
-def fill(model: nn.Module, tensors: PackedTensors, device: torch.device) -> nn.Module:
+def materialize(model: nn.Module, tensors: QuantizedTensors, device: torch.device) -> nn.Module:
     """The model with all its tensors, on a device."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):
@@ -129,17 +129,17 @@ def fill(model: nn.Module, tensors: PackedTensors, device: torch.device) -> nn.M
 
 def _origin_name(model: nn.Module, module: str) -> str:
     origin = vars(model.get_parameter(f"{module}.weight")).get(ORIGIN)
-    return origin.name if isinstance(origin, Stored) else ""
+    return origin.name if isinstance(origin, StoredTensor) else ""
 
 
 def _bind_stored(
-    folder: Path, model: nn.Module, stored: Mapping[str, StoredPacked], dtype: torch.dtype
-) -> dict[str, Packed]:
+    folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry], dtype: torch.dtype
+) -> dict[str, QuantizedWeight]:
     """The layers whose weights are packed in the files."""
     packed = {}
     for module in linear_layers(model):
         if (name := _origin_name(model, module)) in stored:
-            packed[module] = Packed(stored[name].packing, stored[name].shape, dtype)
+            packed[module] = QuantizedWeight(stored[name].packing, stored[name].shape, dtype)
     if len(packed) < len(stored):
         raise BaseModelError(
             f"{folder}: {len(stored) - len(packed)} of {len(stored)} packed weights belong to no linear layer of"
@@ -148,7 +148,7 @@ def _bind_stored(
     return packed
 
 
-def choose_layers(folder: Path, model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> dict[str, Packed]:
+def layers_to_quantize(folder: Path, model: nn.Module, quantization: QuantConfig, dtype: torch.dtype) -> dict[str, QuantizedWeight]:
     """Every linear layer but the output head and what is to be skipped."""
     layers, modules = linear_layers(model), dict(model.named_modules())
     for pattern in quantization.skip:
@@ -166,7 +166,7 @@ def choose_layers(folder: Path, model: nn.Module, quantization: Quantization, dt
         return name != head and not any(name == one or name.startswith(f"{one}.") for one in skipped)
 
     packed = {
-        name: Packed(quantization.packing, (layer.out_features, layer.in_features), dtype)
+        name: QuantizedWeight(quantization.packing, (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
         if chosen(name)
     }
@@ -178,18 +178,18 @@ def choose_layers(folder: Path, model: nn.Module, quantization: Quantization, dt
     return packed
 
 
-def load_maybe_packed(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
+def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
     """A whole base: in floats, packed as asked, or as its files are.
 
     Raises:
         BaseModelError: it cannot be loaded so.
     """
-    if quantize not in ("none", *PACKINGS):
-        raise BaseModelError(f"quantize: one of none, {', '.join(PACKINGS)}, got {quantize!r}")
-    how = None if quantize == "none" else Quantization(Packing(quantize, quantize != "int8"))
-    if how is None and not is_packed(folder):
+    if quantize not in ("none", *SCHEMES):
+        raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {quantize!r}")
+    how = None if quantize == "none" else QuantConfig(QuantScheme(quantize, quantize != "int8"))
+    if how is None and not is_quantized(folder):
         return load_base(folder, dtype, device)
-    return fill(*load_packed(folder, dtype, how, device), device)
+    return materialize(*load_quantized(folder, dtype, how, device), device)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -201,7 +201,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def put_packed(model: nn.Module, name: str, facts: Packed) -> None:
+def replace_with_quantized(model: nn.Module, name: str, facts: QuantizedWeight) -> None:
     old = model.get_submodule(name)
     tensors = {
         key: torch.empty(shape, dtype=dtype, device="meta")
@@ -212,5 +212,5 @@ def put_packed(model: nn.Module, name: str, facts: Packed) -> None:
     model.get_submodule(parent).register_module(key, new.train(old.training))
 
 
-def _told(packing: Packing) -> str:
-    return packing.name + (" with packed scales" if packing.double else "")
+def _told(packing: QuantScheme) -> str:
+    return packing.name + (" with packed scales" if packing.double_quant else "")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lorakit.base.loading import quantization
-from lorakit.base.quantized import Quantization, choose_layers, linear_layers, put_packed
+from lorakit.base.quantized import QuantConfig, layers_to_quantize, linear_layers, replace_with_quantized
 from lorakit.lora.targets import embedding_and_head
-from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, Packed, Packing, code_tables
-from lorakit.quant.files import packing_config
+from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizedWeight, QuantScheme, code_tables
+from lorakit.quant.files import quantization_config
 from lorakit.recipe import BaseSection
 
 META: Final = torch.device("meta")
@@ -32,18 +32,18 @@ def pack_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtype: t
     if how is not None:
         if how.packing.name in FOUR_BITS:
             code_tables(how.packing.name, META)  # kept; they cannot be made where nothing has values
-        for name, facts in choose_layers(folder, model, how, dtype).items():
-            put_packed(model, name, facts)
+        for name, facts in layers_to_quantize(folder, model, how, dtype).items():
+            replace_with_quantized(model, name, facts)
     return model
 
 
-def facts_of(layer: nn.Module) -> Packed | None:
+def facts_of(layer: nn.Module) -> QuantizedWeight | None:
     """What the tensors of a layer stand for; None for a layer in floats."""
     facts = getattr(layer, "packed", None)
-    return facts if isinstance(facts, Packed) else None
+    return facts if isinstance(facts, QuantizedWeight) else None
 
 
-def bytes_to_pack(facts: Packed) -> int:
+def bytes_to_pack(facts: QuantizedWeight) -> int:
     """Taken while one weight is packed: the weight in floats, what packing it needs, and its parts before they meet."""
     size = facts.shape[0] * facts.shape[1]
     four = facts.packing.name in FOUR_BITS
@@ -51,21 +51,21 @@ def bytes_to_pack(facts: Packed) -> int:
     return size * facts.dtype.itemsize + needs + facts.packing.num_bytes(*facts.shape)
 
 
-def _stored(folder: Path, model: nn.Module) -> Quantization | None:
+def _stored(folder: Path, model: nn.Module) -> QuantConfig | None:
     """How config.json says that the files are packed; None when they are not.
 
     It is what transformers goes by: all linear layers but the output head, or but those that the config names.
     """
-    told = packing_config(folder)
+    told = quantization_config(folder)
     if told is None:
         return None
-    packing = Packing("int8")
+    packing = QuantScheme("int8")
     if not told.get("load_in_8bit", told.get("_load_in_8bit")):
-        packing = Packing(told.get("bnb_4bit_quant_type", "fp4"), bool(told.get("bnb_4bit_use_double_quant")))
+        packing = QuantScheme(told.get("bnb_4bit_quant_type", "fp4"), bool(told.get("bnb_4bit_use_double_quant")))
     kept = told.get("llm_int8_skip_modules")
     _, head = embedding_and_head(model)
     names = [name for name in linear_layers(model) if (name != head if kept is None else not _is_kept(name, kept))]
-    return Quantization(packing, only=tuple(names))
+    return QuantConfig(packing, only=tuple(names))
 
 
 def _is_kept(name: str, patterns: list[Any]) -> bool:

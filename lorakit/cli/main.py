@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def say_last(text: str, *, of_another: bool) -> None:
     """Print why the command ends. A worker leaves it to lorakit's launcher, which hears the one that failed itself."""
     if "LORAKIT_PARENT" in os.environ:
-        from lorakit.launch.workers import last_words
+        from lorakit.launch.workers import final_message
 
-        if last_words("" if of_another else text):
+        if final_message("" if of_another else text):
             return
     print(text, file=sys.stderr)
 

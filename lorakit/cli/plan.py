@@ -30,7 +30,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise LorakitError(f"{', '.join(alone)}: describes a machine; name its GPU with --gpu")
     recipe = load_recipe(options.recipe, tuple(options.overrides))
     from lorakit.files.atomic import write_file
-    from lorakit.planning import described as machine_of
+    from lorakit.planning import machine_with_gpu as machine_of
     from lorakit.planning import run
 
     machine = None

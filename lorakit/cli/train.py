@@ -24,10 +24,10 @@ def _train(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
     recipe = load_recipe(options.recipe, tuple(options.overrides))
     from lorakit.launch.workers import die_with_parent
-    from lorakit.training.start import start
+    from lorakit.training.start import run_or_launch
 
     die_with_parent()
-    return start(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why)
+    return run_or_launch(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why)
 
 
 def _check(options: argparse.Namespace) -> int:

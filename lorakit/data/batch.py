@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-IGNORED: Final = -100
+IGNORE_INDEX: Final = -100
 """The label of a position that is not learnt."""
 
 
@@ -27,12 +27,12 @@ class Batch:
     num_tokens: int
     num_label_tokens: int
     row_lengths: tuple[int, ...] = ()
-    label_places: Tensor | None = None
+    label_positions: Tensor | None = None
     """Where there is a label, all lines end to end; made by ``to`` on the host, so that no device is waited for."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on a device."""
-        places = torch.nonzero(self.labels.flatten() != IGNORED)[:, 0]
+        places = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
         tensors = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in (

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lorakit.data.row_formats import Chat, Plain, read_shape
+from lorakit.data.row_formats import Chat, Plain, parse_row_format
 from lorakit.data.rows import BadRow
 from lorakit.errors import DataError
 
@@ -21,7 +21,7 @@ class Encoded:
     """Token ids of one row; ``learnt[i]`` says whether token i is a label."""
 
     ids: list[int]
-    learnt: list[bool]
+    label_mask: list[bool]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Encoder:
         Raises:
             BadRow: unknown shape, a template that refuses or hides part of it, or nothing to learn.
         """
-        shape = read_shape(row)
+        shape = parse_row_format(row)
         encoded = self._chat(shape) if isinstance(shape, Chat) else self._plain(shape)
-        if not any(encoded.learnt[1:]):
+        if not any(encoded.label_mask[1:]):
             raise BadRow("has nothing to learn: no assistant or completion token")
         return encoded
 
@@ -173,23 +173,23 @@ class Encoder:
         plain = [place for place, token in zip(places, coded["input_ids"], strict=True) if token not in markers]
         if any(first < start < last for start, _ in spans for first, last in plain):
             return self._in_pieces(text, spans, special=special)
-        learnt = [
+        label_mask = [
             not added and (_inside(first, last, spans) or any(first <= end < last for end in ends))
             for (first, last), added in zip(places, coded["special_tokens_mask"], strict=True)
         ]
-        return Encoded(list(coded["input_ids"]), learnt)
+        return Encoded(list(coded["input_ids"]), label_mask)
 
     def _in_pieces(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
         edges = sorted({0, len(text)} | {edge for span in spans for edge in span})
         ids: list[int] = []
-        learnt: list[bool] = []
+        label_mask: list[bool] = []
         for first, last in itertools.pairwise(edges):
             tokens = self._later_piece(text[first:last]) if first else self._first_piece(text[:last], special)
             ids += tokens
-            learnt += [_inside(first, last, spans)] * len(tokens)
+            label_mask += [_inside(first, last, spans)] * len(tokens)
         if self._tokenizer.decode(ids, skip_special_tokens=special).strip() != text.strip():
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
-        return Encoded(ids, learnt)
+        return Encoded(ids, label_mask)
 
     def _first_piece(self, text: str, special: bool) -> list[int]:
         ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -206,8 +206,8 @@ class Encoder:
     def _with_end(self, encoded: Encoded) -> Encoded:
         end = self._tokenizer.eos_token_id
         if encoded.ids and encoded.ids[-1] == end:
-            return Encoded(encoded.ids, [*encoded.learnt[:-1], True])
-        return Encoded([*encoded.ids, end], [*encoded.learnt, True])
+            return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
+        return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
 def added_tokens(tokenizer: Any) -> set[str]:

@@ -4,14 +4,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
 from lorakit.data.batch import Batch
-from lorakit.data.sampler import Batches
+from lorakit.data.sampler import BatchSampler
 
 
 @final
-class Ahead:
+class Prefetcher:
     """The steps of ``batches``, one ahead of the last that was asked for. What a step holds does not depend on it."""
 
-    def __init__(self, batches: Batches, total_steps: int) -> None:
+    def __init__(self, batches: BatchSampler, total_steps: int) -> None:
         self._batches, self._total = batches, total_steps
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[int, Future[list[Batch]]] | None = None

@@ -35,7 +35,7 @@ class Plain:
     completion: str
 
 
-def read_shape(row: Any) -> Chat | Plain:
+def parse_row_format(row: Any) -> Chat | Plain:
     """The conversation or text in a row.
 
     Raises:

@@ -24,7 +24,7 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """One file, or one split of a hub data set."""
 
     name: str
@@ -44,7 +44,7 @@ class Source:
         return state.hexdigest()
 
 
-def find_sources(names: str | tuple[str, ...], split: str) -> list[Source]:
+def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
     """The files behind a recipe's ``data.train`` or ``data.eval``, in a fixed order.
 
     Raises:
@@ -58,7 +58,7 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[Source]:
     return found
 
 
-def read_rows(source: Source) -> Iterator[tuple[int, Any | BadRow]]:
+def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
     """(line, row) of every row; a row that cannot be read is a BadRow."""
     if source.path is None:
         yield from ((line, without_none(row)) for line, row in enumerate(_open_hub(source), 1))
@@ -69,20 +69,20 @@ def read_rows(source: Source) -> Iterator[tuple[int, Any | BadRow]]:
             yield from _read_lines(source.path, file)
 
 
-def _find(name: str, split: str) -> list[Source]:
+def _find(name: str, split: str) -> list[RowSource]:
     path = Path(name)
     if _is(path, Path.is_dir):
         return _find_in_folder(path)
     if _is(path, Path.is_file):
         if not name.endswith(SUFFIXES):
             raise DataError(f"data: {name}: lorakit reads files ending in {', '.join(SUFFIXES)}; rename or convert it")
-        return [Source(name, path)]
+        return [RowSource(name, path)]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((*SUFFIXES, ".json", ".csv", ".txt")):
-        return [Source(name, None, split)]
+        return [RowSource(name, None, split)]
     raise DataError(f"data: {name}: no such file or folder; looked for {path.absolute()}")
 
 
-def _find_in_folder(folder: Path) -> list[Source]:
+def _find_in_folder(folder: Path) -> list[RowSource]:
     files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")) and path.suffix != ".md")
     other = [path.name for path in files if not (path.is_file() and path.name.endswith(SUFFIXES))]
     if other:
@@ -92,7 +92,7 @@ def _find_in_folder(folder: Path) -> list[Source]:
         )
     if not files:
         raise DataError(f"data: {folder.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
-    return [Source(str(path), path) for path in files]
+    return [RowSource(str(path), path) for path in files]
 
 
 def _is(path: Path, test: Callable[[Path], bool]) -> bool:
@@ -185,7 +185,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: cut or damaged after row {line}: {problem}") from None
 
 
-def _open_hub(source: Source) -> Any:
+def _open_hub(source: RowSource) -> Any:
     import datasets
 
     try:

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.data.batch import IGNORED, Batch
-from lorakit.data.token_cache import TokenRows
+from lorakit.data.batch import IGNORE_INDEX, Batch
+from lorakit.data.token_cache import TokenDataset
 
 BUCKET_STEPS: Final = 16
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSampler:
     """The micro-batches of every step of a run."""
 
-    rows: TokenRows
+    rows: TokenDataset
     batch_size: int
     micro_batch_size: int
     packing: bool
@@ -42,14 +42,14 @@ class Batches:
             self._order.clear()
             self._order[epoch] = epoch_order(self, epoch)
         chosen = self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]
-        return self.cut(chosen.tolist())
+        return self.micro_batches(chosen.tolist())
 
-    def every_row_once(self) -> list[list[int]]:
+    def eval_batches(self) -> list[list[int]]:
         """All rows in micro-batches of similar length, for evaluation."""
         order = np.argsort(self.rows.lengths, kind="stable")
         return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
 
-    def cut(self, rows: list[int]) -> list[Batch]:
+    def micro_batches(self, rows: list[int]) -> list[Batch]:
         """Rows -> this rank's micro-batches of at most ``micro_batch_size`` rows, as many on every rank.
 
         Where rows are fewer than places, a rank gets a row of which nothing is learnt and nothing counted.
@@ -59,11 +59,11 @@ class Batches:
         mine = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
         if len(mine) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(rows, key=lambda row: int(self.rows.lengths[row]))
-            mine.append(unlearnt(collate(self.rows, [shortest], packing=self.packing)))
+            mine.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
         return mine
 
 
-def epoch_order(batches: Batches, epoch: int) -> np.ndarray:
+def epoch_order(batches: BatchSampler, epoch: int) -> np.ndarray:
     """The order of rows in an epoch: a permutation, a function of seed and epoch alone.
 
     Without packing, rows of similar length are put into the same steps: windows of the permutation are sorted by
@@ -84,7 +84,7 @@ def epoch_order(batches: Batches, epoch: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
+def collate(rows: TokenDataset, chosen: list[int], *, packing: bool) -> Batch:
     """The tensors of one micro-batch."""
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in chosen]
     labels = [
@@ -95,22 +95,22 @@ def collate(rows: TokenRows, chosen: list[int], *, packing: bool) -> Batch:
         input_ids, shifted, position_ids = (torch.cat(parts)[None] for parts in (ids, labels, positions))
         mask = None
     else:
-        input_ids, shifted, position_ids = _pad(ids, 0), _pad(labels, IGNORED), _pad(positions, 0)
+        input_ids, shifted, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
         mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
-    num_label_tokens = sum(int((label != IGNORED).sum()) for label in labels)
+    num_label_tokens = sum(int((label != IGNORE_INDEX).sum()) for label in labels)
     lengths = tuple(map(len, ids))
     told = lengths if packing else ()
     return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(lengths), num_label_tokens, told)
 
 
-def unlearnt(batch: Batch) -> Batch:
+def without_labels(batch: Batch) -> Batch:
     """The same tensors, of which nothing is learnt and nothing counted: work for a rank that has none."""
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORED), rows=(), num_tokens=0, num_label_tokens=0)
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), rows=(), num_tokens=0, num_label_tokens=0)
 
 
 def _shifted(ids: Tensor, learnt: Tensor) -> Tensor:
-    labels = torch.full_like(ids, IGNORED)
-    labels[:-1] = torch.where(learnt[1:], ids[1:], IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels[:-1] = torch.where(learnt[1:], ids[1:], IGNORE_INDEX)
     return labels
 
 

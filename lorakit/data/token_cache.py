@@ -15,9 +15,9 @@ import numpy as np
 import tokenizers
 
 from lorakit.data.encode import Encoded, Encoder
-from lorakit.data.rows import BadRow, Source, find_sources, read_rows
+from lorakit.data.rows import BadRow, RowSource, find_sources, read_rows
 from lorakit.errors import DataError
-from lorakit.files.atomic import MANIFEST, committed_folder, verifies, write_json, write_manifest
+from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
 
 FORMAT: Final = 1  # change it whenever the same row would give other tokens
 SHOWN_BAD_ROWS: Final = 10
@@ -49,7 +49,7 @@ class RowCounts:
     longest: int = 0
 
 
-class TokenRows:
+class TokenDataset:
     """Tokenised rows, memory-mapped. Row i is ``ids(i)``, ``learnt(i)`` and came from ``where(i)``."""
 
     def __init__(self, folder: Path, sources: list[str]) -> None:
@@ -80,7 +80,7 @@ class TokenRows:
         values = self._cell(row, column).values
         return values.buffers()[1], values.offset, values.offset + len(values)
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
 
     def _cell(self, row: int, column: str) -> Any:
@@ -89,7 +89,7 @@ class TokenRows:
         return self._blocks[row // ROWS_PER_BLOCK].column(column)[row % ROWS_PER_BLOCK]
 
 
-def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, settings: RowSettings) -> TokenRows:
+def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, settings: RowSettings) -> TokenDataset:
     """The rows of a recipe's ``data.train`` or ``data.eval``, tokenised.
 
     Raises:
@@ -99,21 +99,21 @@ def prepare_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, setti
     digests = [source.digest() for source in sources]
     key = _key(digests, tokenizer, settings)
     folder = _cache() / key
-    if not verifies(folder):
+    if not manifest_matches(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         try:
-            with committed_folder(folder) as staging:
+            with atomic_folder(folder) as staging:
                 _build(staging, sources, Encoder(tokenizer, settings.loss_on), settings)
                 if digests != [source.digest() for source in sources]:
                     raise DataError(f"data: {names} changed while it was read; run again when it is complete")
         except OSError:
-            if not verifies(folder):  # unless another process built the same rows meanwhile
+            if not manifest_matches(folder):  # unless another process built the same rows meanwhile
                 raise
-    return TokenRows(folder, [source.name for source in sources])
+    return TokenDataset(folder, [source.name for source in sources])
 
 
-def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: RowSettings) -> None:
+def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: RowSettings) -> None:
     import pyarrow as pa
 
     schema = pa.schema(
@@ -132,11 +132,11 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
             kept = _fit(encoded, settings, counts)
             if kept is None:
                 continue
-            block.append({"input_ids": kept.ids, "learnt": kept.learnt, "source": index, "line": line})
+            block.append({"input_ids": kept.ids, "learnt": kept.label_mask, "source": index, "line": line})
             lengths.append(len(kept.ids))
             counts.rows += 1
             counts.tokens += len(kept.ids)
-            counts.label_tokens += sum(kept.learnt[1:])
+            counts.label_tokens += sum(kept.label_mask[1:])
             counts.largest_id = max(counts.largest_id, *kept.ids)
             if len(block) == ROWS_PER_BLOCK:
                 writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
@@ -149,7 +149,7 @@ def _build(staging: Path, sources: list[Source], encoder: Encoder, settings: Row
     write_manifest(staging)
 
 
-def _encode(sources: list[Source], encoder: Encoder) -> Iterator[tuple[int, int, Encoded | BadRow]]:
+def _encode(sources: list[RowSource], encoder: Encoder) -> Iterator[tuple[int, int, Encoded | BadRow]]:
     for index, source in enumerate(sources):
         for line, row in read_rows(source):
             try:
@@ -165,14 +165,14 @@ def _fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> Encoded | No
     if len(row.ids) <= limit:
         return row
     counts.long += 1
-    if settings.on_long_rows == "drop" or not any(row.learnt[1:limit]):
+    if settings.on_long_rows == "drop" or not any(row.label_mask[1:limit]):
         counts.dropped_long += 1
         return None
     counts.truncated += 1
-    return Encoded(row.ids[:limit], row.learnt[:limit])
+    return Encoded(row.ids[:limit], row.label_mask[:limit])
 
 
-def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: list[Source]) -> None:
+def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: list[RowSource]) -> None:
     listed = "\n  ".join(bad)
     if bad and settings.on_bad_rows == "stop":
         more = "" if counts.bad == len(bad) else f"\n  ... and {counts.bad - len(bad)} more"

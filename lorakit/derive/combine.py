@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 from lorakit.base.load import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
-from lorakit.lora.low_rank import Found, summed, thinned
+from lorakit.lora.low_rank import LowRankFit, sum_low_rank, sparsified
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
-from lorakit.patch.bases import base_differences, known_together, rounding, weights_compare
+from lorakit.patch.bases import base_differences, joint_fingerprint, rounding, comparable
 from lorakit.patch.fingerprint import SCHEME
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.version import VERSION
@@ -32,7 +32,7 @@ Parts = list[tuple[PatchLayer, float]]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightedPatch:
     """One of the patches and its weight."""
 
     folder: Path
@@ -98,7 +98,7 @@ def _check_settings(how: str, rank: int | None, density: float | None, kept: flo
         raise MergeError(f"rank: a whole number from 1, got {rank}")
 
 
-def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[Source]:
+def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[WeightedPatch]:
     """The patches, opened; each can be combined with all others."""
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in adapters]
     for folder, weight in pairs:
@@ -108,7 +108,7 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
         raise MergeError(f"{len(pairs)} patches: name two or more, or one with the rank it is to be brought down to")
     if not any(weight for _, weight in pairs):
         raise MergeError("nothing would change: every weight is 0")
-    sources = [Source(Path(folder), open_patch(folder), float(weight)) for folder, weight in pairs]
+    sources = [WeightedPatch(Path(folder), open_patch(folder), float(weight)) for folder, weight in pairs]
     for one in sources:
         check_plain(one.patch, "combining")
     _check_alike(sources)
@@ -122,7 +122,7 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
     return sources
 
 
-def _check_alike(sources: Sequence[Source]) -> None:
+def _check_alike(sources: Sequence[WeightedPatch]) -> None:
     """No patch is there twice, and what two of them change is of one shape."""
     for one, two in combinations(sources, 2):
         if one.patch.digest == two.patch.digest:
@@ -134,26 +134,26 @@ def _check_alike(sources: Sequence[Source]) -> None:
                 raise PatchError(f"made for different bases: {name} is {a} in {one.folder}, {b} in {two.folder}")
 
 
-def _compare_bases(sources: Sequence[Source]) -> tuple[list[str], list[str]]:
+def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[str]]:
     """(how the bases of two patches differ, what could not be compared), in sentences."""
     differing, unknown = [], []
     for one in sources:
-        scheme = (one.patch.facts.get("base") or {}).get("scheme")
+        scheme = (one.patch.metadata.get("base") or {}).get("scheme")
         if scheme is None:
             unknown.append(f"{one.folder}: does not say which base it is for; compared by its shapes alone")
         elif scheme != SCHEME:
             raise PatchError(f"{one.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
-    for one, two in combinations([one for one in sources if one.patch.facts.get("base")], 2):
+    for one, two in combinations([one for one in sources if one.patch.metadata.get("base")], 2):
         parts, pair = base_differences(one.patch, two.patch), f"{one.folder} and {two.folder}"
         if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
-        elif not weights_compare(one.patch, two.patch):
+        elif not comparable(one.patch, two.patch):
             dtypes = " and ".join(sorted((rounding(one.patch), rounding(two.patch))))
             unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
 
 
-def _parts(sources: Sequence[Source]) -> dict[str, Parts]:
+def _parts(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
     """module -> what goes into it; a source of weight 0 adds nothing."""
     parts: dict[str, Parts] = {}
     for one in sources:
@@ -178,13 +178,13 @@ def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, 
 
 def _combine(
     parts: Mapping[str, Parts], ranks: Mapping[str, int], how: str, density: float | None, seed: int, say: Say
-) -> dict[str, Found]:
+) -> dict[str, LowRankFit]:
     combined, width = {}, max(map(len, ["all layers", *parts]))
     lines = [f"{'layer':<{width}} {'rank':>5}  relative error"]
     for name, own in parts.items():
         summands = [(dict(layer.tensors), factor) for layer, factor in own]
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-        one = summed(summands, ranks[name]) if density is None else thinned(summands, how, ranks[name], density, key)
+        one = sum_low_rank(summands, ranks[name]) if density is None else sparsified(summands, how, ranks[name], density, key)
         combined[name] = one
         lines.append(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
@@ -197,18 +197,18 @@ def _combine(
     return combined
 
 
-def _error(*found: Found) -> float:
+def _error(*found: LowRankFit) -> float:
     """||delta asked for - delta written|| / ||delta asked for||, over all of the layers; 0 where both are 0."""
     size = math.hypot(*(one.size for one in found))
-    return math.hypot(*(one.left for one in found)) / size if size else 0.0
+    return math.hypot(*(one.residual_norm for one in found)) / size if size else 0.0
 
 
-def _layer(found: Found, like: PatchLayer) -> PatchLayer:
+def _layer(found: LowRankFit, like: PatchLayer) -> PatchLayer:
     rank, tensors = found.factors.rank, {"lora_A": found.factors.A, "lora_B": found.factors.B}
     return PatchLayer("lora", rank, found.s * rank, like.sizes, tensors, like.embedding)
 
 
-def _patch(sources: Sequence[Source], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say) -> Patch:
+def _patch(sources: Sequence[WeightedPatch], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say) -> Patch:
     configs = [one.patch.config for one in sources]
     named = next((config for config in configs if config.base_model), configs[0])
     base = _fingerprint(sources, list(layers), apart=bool(made["bases_differ"]))
@@ -223,7 +223,7 @@ def _patch(sources: Sequence[Source], layers: Mapping[str, PatchLayer], made: Ma
     holder = next((one.patch for one in sources if one.patch.whole_shapes), None)
     patch = new_patch(
         layers, facts={"lorakit": VERSION, "adapter": adapter, "combined": made} | ({"base": base} if base else {}),
-        base_model=named.base_model, revision=named.revision, whole=holder.whole if holder else None,
+        base_model=named.base_model, revision=named.revision, whole=holder.full_tensors if holder else None,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
     )  # fmt: skip
@@ -232,10 +232,10 @@ def _patch(sources: Sequence[Source], layers: Mapping[str, PatchLayer], made: Ma
     return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **kept}))
 
 
-def _fingerprint(sources: Sequence[Source], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
+def _fingerprint(sources: Sequence[WeightedPatch], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
     """What the sources together say about the base; when they are of different bases, one of them must say it all."""
     groups: dict[str, list[Patch]] = {}
     for number, one in enumerate(sources):
-        if one.patch.facts.get("base"):
+        if one.patch.metadata.get("base"):
             groups.setdefault(str(number) if apart else rounding(one.patch), []).append(one.patch)
-    return next((told for group in groups.values() if (told := known_together(group, names))), None)
+    return next((told for group in groups.values() if (told := joint_fingerprint(group, names))), None)

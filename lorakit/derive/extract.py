@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
-from lorakit.lora.low_rank import Found, found_near
-from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, Shapes, new_patch, open_base_files, write_new_patch
+from lorakit.lora.low_rank import LowRankFit, nearest_low_rank
+from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, BaseShapes, new_patch, open_base_files, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS
@@ -36,7 +36,7 @@ class Models:
     base: BaseFiles
     tuned: BaseFiles
     skeleton: nn.Module
-    shapes: Shapes
+    shapes: BaseShapes
     stored: Mapping[str, tuple[str, str]]
     """parameter, or a stored tensor that is none -> its stored names in base and tuned"""
 
@@ -47,7 +47,7 @@ class Models:
             BaseModelError: it holds values that are not finite.
         """
         one, two = self.stored[name]
-        before, after = self.base.holder[one].read(one), self.tuned.holder[two].read(two)
+        before, after = self.base.shard_of[one].read(one), self.tuned.shard_of[two].read(two)
         for files, tensor in ((self.base, before), (self.tuned, after)):
             if not torch.isfinite(tensor).all():
                 raise BaseModelError(f"{files.folder}: {name} holds values that are not finite")
@@ -123,7 +123,7 @@ def _open(base: Path, tuned: Path, say: Say) -> Models:
     files = (open_base_files(base), open_base_files(tuned))
     if BaseIdentity(files[0]).tokenizer != BaseIdentity(files[1]).tokenizer:
         say(f"the tokenizers of {base} and {tuned} differ; a patch does not hold one")
-    shapes = Shapes.of(skeleton)
+    shapes = BaseShapes.of(skeleton)
     return Models(*files, skeleton, shapes, _pair(*files, shapes))
 
 
@@ -135,7 +135,7 @@ def _settings(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
             yield f"{within}{key}", value
 
 
-def _pair(base: BaseFiles, tuned: BaseFiles, shapes: Shapes) -> dict[str, tuple[str, str]]:
+def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tuple[str, str]]:
     """Which stored tensor of one is which of the other; else all problems at once: missing, other shape, quantised."""
     ours, theirs = _names(base, shapes), _names(tuned, shapes)
     problems = [f"{name} is missing in {tuned.folder}" for name in ours if name not in theirs]
@@ -152,18 +152,18 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: Shapes) -> dict[str, tuple[
     return stored
 
 
-def _names(files: BaseFiles, shapes: Shapes) -> dict[str, str]:
+def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
     """Parameter -> stored name, without a tied head; a stored tensor that is no parameter keeps its name."""
     names = {}
     for parameter in shapes.parameters:
         with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
             names[parameter] = files.tensor_name(*parameter.rpartition(".")[::2])
     claimed = set(names.values())
-    names |= {name: name for name in files.holder if name not in claimed}
+    names |= {name: name for name in files.shard_of if name not in claimed}
     head = names.pop(f"{shapes.tied[0]}.weight", None) if shapes.tied else None
     if shapes.tied and head:
         own = names.setdefault(f"{shapes.tied[1]}.weight", head)
-        if not torch.equal(files.holder[head].read(head), files.holder[own].read(own)):
+        if not torch.equal(files.shard_of[head].read(head), files.shard_of[own].read(own)):
             raise BaseModelError(f"{files.folder}: {head} and {own} are one tensor by its config, and differ")
     return names
 
@@ -208,7 +208,7 @@ def _whole(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], di
     }  # fmt: skip
 
 
-def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, Found]]:
+def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, LowRankFit]]:
     """module -> what was found for it, one tensor at a time; unchanged ones are left out."""
     width = max(map(len, ["all layers", *updated]))
     say(f"{'layer':<{width}} {'rank':>5}  energy kept")
@@ -218,21 +218,21 @@ def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Ite
         if _same(before, after):
             continue
         D = after.double() - before.double()
-        one = found_near(D.T if models.shapes.layers[name][0].transposed else D, rank)
+        one = nearest_low_rank(D.T if models.shapes.layers[name][0].transposed else D, rank)
         found.append(one)
         say(f"{name:<{width}} {one.factors.rank:>5}  {_energy(one):.6f}")
         yield name, one
     say(f"{'all layers':<{width}} {rank:>5}  {_energy(*found):.6f}")
 
 
-def _energy(*found: Found) -> float:
+def _energy(*found: LowRankFit) -> float:
     """1 - ||D - B A||^2 / ||D||^2, over all of them."""
     size = math.hypot(*(one.size for one in found))
-    return 1 - (math.hypot(*(one.left for one in found)) / size) ** 2 if size else 1.0
+    return 1 - (math.hypot(*(one.residual_norm for one in found)) / size) ** 2 if size else 1.0
 
 
 def _patch(
-    models: Models, found: Mapping[str, Found], facts: Mapping[str, Any], base: str, revision: str | None,
+    models: Models, found: Mapping[str, LowRankFit], facts: Mapping[str, Any], base: str, revision: str | None,
     whole: Mapping[str, Tensor],
 ) -> Patch:  # fmt: skip
     kinds = {name: models.shapes.layers[name][0] for name in found}

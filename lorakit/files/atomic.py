@@ -26,7 +26,7 @@ def write_file(path: Path, content: bytes | str) -> None:
         TryAgainLater: the disk is full; the old content is kept.
     """
     staged = path.with_name(_staged_name(path))
-    with disk_full_is_temporary(path), _removed_on_error(staged):
+    with disk_full_as_retryable(path), _removed_on_error(staged):
         _write_new(staged, content)
         os.replace(staged, path)
         sync_folder(path.parent)
@@ -47,7 +47,7 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     """
     staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
     try:
-        with disk_full_is_temporary(folder):
+        with disk_full_as_retryable(folder):
             for name, path in staged.items():
                 _write_new(path, files[name])
         (folder / last).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def json_text(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def committed_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A staging folder that becomes ``target`` at the end of the block, or vanishes if the block raises.
 
     Raises:
@@ -81,9 +81,9 @@ def committed_folder(target: Path) -> Iterator[Path]:
     if target.exists():
         raise FileExistsError(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target)
+    remove_stale_staging(target)
     staging = target.with_name(_staged_name(target))
-    with disk_full_is_temporary(target), _removed_on_error(staging):
+    with disk_full_as_retryable(target), _removed_on_error(staging):
         staging.mkdir()
         yield staging
         commit_folder(staging, target)
@@ -109,7 +109,7 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files})
 
 
-def verifies(folder: Path) -> bool:
+def manifest_matches(folder: Path) -> bool:
     """Whether the folder has a manifest and every file in it is as the manifest says."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -132,7 +132,7 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def sweep(target: Path) -> None:
+def remove_stale_staging(target: Path) -> None:
     """Remove what dead processes of this machine left staged for ``target``."""
     _sweep(target.parent, f".{target.name}.tmp-*")
 
@@ -156,7 +156,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def stamp(path: Path) -> list[int] | None:
+def file_signature(path: Path) -> list[int] | None:
     """What changes when a file does: size, time of its last change, inode, time of its last renaming. None: no file."""
     try:
         facts = path.stat()
@@ -175,7 +175,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_full_is_temporary(path: Path) -> Iterator[None]:
+def disk_full_as_retryable(path: Path) -> Iterator[None]:
     """Turns a full disk into TryAgainLater, so that scripts can free space and go on."""
     try:
         yield

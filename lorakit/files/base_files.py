@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import BaseModelError, PatchError, did_you_mean
-from lorakit.files.safetensors import Entry, TensorFile, open_tensors
+from lorakit.files.safetensors import TensorEntry, SafetensorsFile, open_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,11 +18,11 @@ class BaseFiles:
     """The safetensors files of a model folder, in a fixed order."""
 
     folder: Path
-    shards: tuple[TensorFile, ...]
-    holder: Mapping[str, TensorFile]
+    shards: tuple[SafetensorsFile, ...]
+    shard_of: Mapping[str, SafetensorsFile]
 
-    def entry(self, name: str) -> Entry:
-        return self.holder[name].entries[name]
+    def entry(self, name: str) -> TensorEntry:
+        return self.shard_of[name].entries[name]
 
     def weight_name(self, module: str) -> str:
         """The stored name of a module's weight; errors as ``tensor_name``."""
@@ -35,14 +35,14 @@ class BaseFiles:
             BaseModelError: no such tensor, or several.
         """
         name = f"{module}.{key}"
-        if name in self.holder:
+        if name in self.shard_of:
             return name
-        found = [held for held in self.holder if self._prefixed(name, held)]
+        found = [held for held in self.shard_of if self._prefixed(name, held)]
         if len(found) != 1:
             what = "several" if found else "no"
             raise BaseModelError(
                 f"{self.folder}: {what} tensors for {name!r}."
-                + (f" Candidates: {', '.join(found[:3])}." if found else did_you_mean(name, self.holder))
+                + (f" Candidates: {', '.join(found[:3])}." if found else did_you_mean(name, self.shard_of))
             )
         return found[0]
 
@@ -50,9 +50,9 @@ class BaseFiles:
         """Whether two names are one but for the prefix that the whole model has, or has not, in the file."""
         if held.endswith(f".{name}"):
             prefix = held.removesuffix(name)
-            return sum(other.startswith(prefix) for other in self.holder) > len(self.holder) / 2
+            return sum(other.startswith(prefix) for other in self.shard_of) > len(self.shard_of) / 2
         prefix = name.removesuffix(held)
-        return name.endswith(f".{held}") and not any(other.startswith(prefix) for other in self.holder)
+        return name.endswith(f".{held}") and not any(other.startswith(prefix) for other in self.shard_of)
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -113,9 +113,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _holders(
-    folder: Path, shards: tuple[TensorFile, ...], weight_map: Mapping[str, str] | None
-) -> dict[str, TensorFile]:
-    holder: dict[str, TensorFile] = {}
+    folder: Path, shards: tuple[SafetensorsFile, ...], weight_map: Mapping[str, str] | None
+) -> dict[str, SafetensorsFile]:
+    holder: dict[str, SafetensorsFile] = {}
     for shard in shards:
         for name in shard.entries:
             if name in holder:

@@ -34,7 +34,7 @@ NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies: byte range from the start of the file."""
 
     dtype: torch.dtype
@@ -44,11 +44,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class TensorFile:
+class SafetensorsFile:
     """The checked header of a safetensors file."""
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     header: bytes
     """the JSON text as it stands in the file"""
@@ -60,7 +60,7 @@ class TensorFile:
         entry = self.entries[name]
         return self.read_elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
 
-    def loaded(self) -> "TensorFile":
+    def into_memory(self) -> "SafetensorsFile":
         """The same with the whole file in memory: tensors are views of it, and nothing is read again.
 
         Raises:
@@ -95,7 +95,7 @@ class TensorFile:
 class RangeReader:
     """Reads parts of a file's tensors through one handle, each into the memory of the one before."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
         self._handle = os.open(file.path, os.O_RDONLY)
         self._buffer = np.empty(0, np.uint8)
@@ -120,7 +120,7 @@ class RangeReader:
         return torch.frombuffer(view, dtype=entry.dtype)
 
 
-def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None) -> TensorFile:
+def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None) -> SafetensorsFile:
     """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
 
     Tensors are read from the file when they are asked for.
@@ -160,7 +160,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
 
 
-def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> TensorFile:
+def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> SafetensorsFile:
     text = _header_text(path, file, size, max_header_bytes)
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
@@ -180,7 +180,7 @@ def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> Tens
         position = entry.end
     if position != size:
         raise PatchError(f"{path}: {size} bytes, but its header describes {position}; the file is cut or padded")
-    return TensorFile(path, entries, metadata, text)
+    return SafetensorsFile(path, entries, metadata, text)
 
 
 class Writable(Protocol):
@@ -206,10 +206,10 @@ def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return framed(text + b" " * (-len(text) % 8))
+    return with_length_prefix(text + b" " * (-len(text) % 8))
 
 
-def framed(header: bytes) -> bytes:
+def with_length_prefix(header: bytes) -> bytes:
     """A JSON header with its length before it, as a file begins."""
     return len(header).to_bytes(8, "little") + header
 
@@ -229,7 +229,7 @@ def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -
     return file.read(length)
 
 
-def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
+def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
@@ -238,7 +238,7 @@ def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
         right = False
     if not right:
         raise PatchError(f"{path}: {name}: its dtype, shape and byte range do not fit: {str(facts)[:200]}")
-    return Entry(dtype, shape, data_start + start, data_start + end)
+    return TensorEntry(dtype, shape, data_start + start, data_start + end)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,20 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.factors import Pair
-from lorakit.formats.metadata import Kept, Origin, read_kept
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.factors import FactorPair
+from lorakit.formats.metadata import OriginalMetadata, ConversionSource, read_kept
 from lorakit.formats.options import Base, Options
 from lorakit.lora.layer_kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch
 
 
 @dataclass(frozen=True)
-class Found:
+class ForeignAdapter:
     """The layers of a foreign file by their names in the base, with the alphas that its own rule gives them."""
 
-    file: TensorFile
-    pairs: Mapping[str, Pair]
+    file: SafetensorsFile
+    pairs: Mapping[str, FactorPair]
     alphas: Mapping[str, float]
     method: str = "lora"
     dropout: float = 0.0
@@ -30,7 +30,7 @@ class Found:
     """by parameter name"""
 
     @cached_property
-    def kept(self) -> Kept | None:
+    def kept(self) -> OriginalMetadata | None:
         tensors = {f"{name}.{part}": t for name, pair in self.pairs.items() for part, t in pair.tensors.items()}
         return read_kept(self.file, {**tensors, **self.biases})
 
@@ -40,7 +40,7 @@ class Found:
         return hashlib.sha256(self.file.content).hexdigest()
 
 
-def as_patch(found: Found, options: Options, origin: Origin) -> Patch:
+def as_patch(found: ForeignAdapter, options: Options, origin: ConversionSource) -> Patch:
     """The patch with these layers; with its old settings and facts where it was one before."""
     base = options.base
     layers = {

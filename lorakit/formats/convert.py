@@ -8,13 +8,13 @@ from typing import Final
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import digest
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.adapter import Found, as_patch
-from lorakit.formats.detect import recognise
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.adapter import ForeignAdapter, as_patch
+from lorakit.formats.detect import detect_format
 from lorakit.formats.diffusers import read_diffusers, write_diffusers
 from lorakit.formats.kohya import read_kohya, write_kohya
 from lorakit.formats.loralib import read_loralib, write_loralib
-from lorakit.formats.metadata import Origin
+from lorakit.formats.metadata import ConversionSource
 from lorakit.formats.mlx import read_mlx, write_mlx
 from lorakit.formats.options import Options, open_base
 from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
@@ -25,16 +25,16 @@ from lorakit.patch.patch import TENSOR_FILE, check_plain
 class Format:
     """One program's way to store an adapter; everything goes through a Patch."""
 
-    read: Callable[[TensorFile, Options], Found] | None
+    read: Callable[[SafetensorsFile, Options], ForeignAdapter] | None
     """None: lorakit's own"""
-    write: Callable[[Path, Patch, Options, Origin], str]
+    write: Callable[[Path, Patch, Options, ConversionSource], str]
     """returns what has to be known to use the result, or nothing"""
     folder: bool
     prefixed: bool = False
     """whether something may stand before the names of modules"""
 
 
-def write_peft(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+def write_peft(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
     """A patch folder, as PEFT and lorakit read it.
 
     Raises:
@@ -84,7 +84,7 @@ def convert(
     if to not in FORMATS:
         raise PatchError(f"to: {to!r} is none of {', '.join(FORMATS)}.{did_you_mean(to, FORMATS)}")
     _check_out(out, to)
-    name, file = recognise(source)
+    name, file = detect_format(source)
     _check_options(name, to, alpha, prefix)
     options = Options(open_base(None if base is None else str(base), revision), alpha, prefix)
     patch, origin, rest = _read(source, name, file, options)
@@ -99,14 +99,14 @@ def convert(
     return out
 
 
-def _read(source: Path, name: str, file: TensorFile | None, options: Options) -> tuple[Patch, Origin, Options]:
+def _read(source: Path, name: str, file: SafetensorsFile | None, options: Options) -> tuple[Patch, ConversionSource, Options]:
     """The patch, where it is from, and what is left to be said to the writer."""
     read = FORMATS[name].read
     if read is None or file is None:
-        return read_patch(source), Origin(name, digest(source / TENSOR_FILE)), options
+        return read_patch(source), ConversionSource(name, digest(source / TENSOR_FILE)), options
     found = read(file, options)
     used = options.prefix if FORMATS[name].prefixed else None
-    origin = Origin(name, found.sha256, used)
+    origin = ConversionSource(name, found.sha256, used)
     rest = Options(options.base, None, options.prefix if used is None else None)
     return as_patch(found, options, origin), origin, rest
 

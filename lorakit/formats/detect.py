@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile, open_tensors
+from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.formats import diffusers, kohya, loralib, mlx
-from lorakit.formats.factors import HALVES, Suffixes, foreign, variant
+from lorakit.formats.factors import HALVES, Suffixes, unknown_key_error, variant
 from lorakit.patch import Caps
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
@@ -20,7 +20,7 @@ TABLES: Final[dict[str, Suffixes]] = {
 }  # fmt: skip
 
 
-def recognise(source: Path) -> tuple[str, TensorFile | None]:
+def detect_format(source: Path) -> tuple[str, SafetensorsFile | None]:
     """The format at ``source`` and its tensor file in memory; None for a PEFT patch, which has a reader of its own.
 
     Raises:
@@ -31,7 +31,7 @@ def recognise(source: Path) -> tuple[str, TensorFile | None]:
     if path is None:
         return "peft", None
     _refuse_pickle(path)
-    file = open_tensors(path, caps.header_bytes, caps.file_bytes).loaded()
+    file = open_tensors(path, caps.header_bytes, caps.file_bytes).into_memory()
     if source.is_dir() and path.name == mlx.TENSOR_FILE:
         return "mlx", file
     return _by_keys(file), file
@@ -70,7 +70,7 @@ def _refuse_pickle(path: Path) -> None:
         )
 
 
-def _by_keys(file: TensorFile) -> str:
+def _by_keys(file: SafetensorsFile) -> str:
     found: dict[str, str] = {}
     for key in file.entries:
         if (name := _format_of(key)) is not None:
@@ -79,7 +79,7 @@ def _by_keys(file: TensorFile) -> str:
         if not file.entries:
             raise PatchError(f"{file.path}: holds no tensors")
         telling = next((key for key in file.entries if variant(key)), next(iter(file.entries)))
-        raise foreign(file, telling, {suffix: part for table in TABLES.values() for suffix, part in table.items()})
+        raise unknown_key_error(file, telling, {suffix: part for table in TABLES.values() for suffix, part in table.items()})
     if len(found) > 1:
         mixture = ", ".join(f"{key} is of {name}" for name, key in found.items())
         raise PatchError(f"{file.path}: a mixture of formats: {mixture}; save each adapter in a file of its own")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.adapter import Found
-from lorakit.formats.factors import Keys, Pair, Suffixes, gather, read_pairs, read_scalar
-from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.adapter import ForeignAdapter
+from lorakit.formats.factors import Keys, FactorPair, Suffixes, group_keys, read_pairs, read_scalar
+from lorakit.formats.metadata import ConversionSource, metadata_of
 from lorakit.formats.options import Options
-from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
 from lorakit.formats.scales import PLAIN
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import PatchConfig, config_json, parse_config
@@ -35,7 +35,7 @@ CONFIG: Final = "lora_adapter_metadata"
 """where the LoraConfig is in the header's metadata, each key behind its component"""
 
 
-def read_diffusers(file: TensorFile, options: Options) -> Found:
+def read_diffusers(file: SafetensorsFile, options: Options) -> ForeignAdapter:
     """The layers of a diffusers file, of one component.
 
     Raises:
@@ -44,7 +44,7 @@ def read_diffusers(file: TensorFile, options: Options) -> Found:
     """
     header = _header(file)
     prefix = _prefix(file, header, options)
-    found = gather(file, SUFFIXES, prefix)
+    found = group_keys(file, SUFFIXES, prefix)
     pairs = read_pairs(file, found)
     settings = {key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)}
     if header and not settings:
@@ -56,17 +56,17 @@ def read_diffusers(file: TensorFile, options: Options) -> Found:
         if config.method not in PLAIN:
             raise PatchError(f"{file.path}: use_dora in the header: magnitudes of DoRA are not converted")
         alphas = {name: config.alpha_of(name) for name in pairs}
-        return Found(file, pairs, alphas, method=config.method, dropout=config.dropout)
-    return Found(file, pairs, _alphas(file, found, pairs))
+        return ForeignAdapter(file, pairs, alphas, method=config.method, dropout=config.dropout)
+    return ForeignAdapter(file, pairs, _alphas(file, found, pairs))
 
 
-def write_diffusers(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+def write_diffusers(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
     """One file with the LoraConfig in its header, which holds every scale exactly.
 
     Raises:
         PatchError: anything but updates of linear layers.
     """
-    refuse_wholes(patch, "diffusers")
+    refuse_full_tensors(patch, "diffusers")
     refuse_embeddings(patch, "diffusers")
     prefix = _ended(options.prefix or "")
     parts = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight"}
@@ -90,7 +90,7 @@ def _lora_config(patch: Patch) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _header(file: TensorFile) -> dict[str, Any]:
+def _header(file: SafetensorsFile) -> dict[str, Any]:
     try:
         header = json.loads(file.metadata.get(CONFIG, "{}"))
     except (ValueError, RecursionError) as problem:
@@ -100,7 +100,7 @@ def _header(file: TensorFile) -> dict[str, Any]:
     return header
 
 
-def _prefix(file: TensorFile, header: Mapping[str, Any], options: Options) -> str:
+def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) -> str:
     """What is before the module names: as asked, as the header says, or as the base's own names show."""
     if options.prefix is not None:
         return _ended(options.prefix)
@@ -122,7 +122,7 @@ def _prefix(file: TensorFile, header: Mapping[str, Any], options: Options) -> st
     )
 
 
-def _config(file: TensorFile, settings: Mapping[str, Any], found: Keys, pairs: Mapping[str, Pair]) -> PatchConfig:
+def _config(file: SafetensorsFile, settings: Mapping[str, Any], found: Keys, pairs: Mapping[str, FactorPair]) -> PatchConfig:
     """The LoraConfig in the header; it has to be that of these tensors."""
     stray = next((keys["alpha"] for keys in found.values() if "alpha" in keys), None)
     if stray is not None:
@@ -140,7 +140,7 @@ def _config(file: TensorFile, settings: Mapping[str, Any], found: Keys, pairs: M
     return config
 
 
-def _alphas(file: TensorFile, found: Keys, pairs: Mapping[str, Pair]) -> dict[str, float]:
+def _alphas(file: SafetensorsFile, found: Keys, pairs: Mapping[str, FactorPair]) -> dict[str, float]:
     """An alpha for every layer, or none at all and one rank: anything between, diffusers reads in ways of its own."""
     alphas = {name: read_scalar(file, keys["alpha"]) for name, keys in found.items() if "alpha" in keys}
     for name in pairs if alphas else ():

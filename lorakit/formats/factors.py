@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile
+from lorakit.files.safetensors import SafetensorsFile
 from lorakit.patch import Caps
 from lorakit.patch.patch import FLOATS
 
@@ -35,7 +35,7 @@ VARIANTS: Final = {
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactorPair:
     """The two factors of one layer, in lorakit's layout: A (r, in), B (out, r)."""
 
     A: Tensor
@@ -55,7 +55,7 @@ class Pair:
         return self.B.shape[0], self.A.shape[1]
 
 
-def gather(file: TensorFile, suffixes: Suffixes, prefix: str = "") -> Keys:
+def group_keys(file: SafetensorsFile, suffixes: Suffixes, prefix: str = "") -> Keys:
     """Every key under ``prefix``, by name and part.
 
     Raises:
@@ -68,7 +68,7 @@ def gather(file: TensorFile, suffixes: Suffixes, prefix: str = "") -> Keys:
         suffix = next((suffix for suffix in suffixes if key.endswith(suffix)), None)
         name = key.removeprefix(prefix).removesuffix(suffix or "")
         if suffix is None or not name:
-            raise foreign(file, key, suffixes)
+            raise unknown_key_error(file, key, suffixes)
         parts = found.setdefault(name, {})
         if suffixes[suffix] in parts:
             raise PatchError(f"{file.path}: {key} and {parts[suffixes[suffix]]} are the same part of one layer")
@@ -80,7 +80,7 @@ def gather(file: TensorFile, suffixes: Suffixes, prefix: str = "") -> Keys:
     return found
 
 
-def foreign(file: TensorFile, key: str, suffixes: Suffixes) -> PatchError:
+def unknown_key_error(file: SafetensorsFile, key: str, suffixes: Suffixes) -> PatchError:
     """The refusal of a key that is no factor of a plain update."""
     kind = variant(key)
     if kind is None:
@@ -96,7 +96,7 @@ def variant(key: str) -> str | None:
     return next((kind for pattern, kind in VARIANTS.items() if re.search(pattern, key)), None)
 
 
-def read_pairs(file: TensorFile, found: Keys, *, transposed: bool = False) -> dict[str, Pair]:
+def read_pairs(file: SafetensorsFile, found: Keys, *, transposed: bool = False) -> dict[str, FactorPair]:
     """The factors of every layer, values and dtypes as stored. ``transposed``: stored as (in, r) and (r, out).
 
     Raises:
@@ -109,7 +109,7 @@ def read_pairs(file: TensorFile, found: Keys, *, transposed: bool = False) -> di
                 known = keys.get(other) or next(iter(keys.values()))
                 raise PatchError(f"{file.path}: {known}: the other half of {name} ({half}) is missing; save it again")
         a, b = (_matrix(file, keys[half], transposed=transposed) for half in HALVES)
-        pair = Pair(a, b)
+        pair = FactorPair(a, b)
         if a.shape[0] != b.shape[1]:
             raise PatchError(
                 f"{file.path}: {keys['lora_A']} has rank {a.shape[0]} and {keys['lora_B']} has rank {b.shape[1]};"
@@ -121,7 +121,7 @@ def read_pairs(file: TensorFile, found: Keys, *, transposed: bool = False) -> di
     return pairs
 
 
-def read_checked(file: TensorFile, key: str) -> Tensor:
+def read_checked(file: SafetensorsFile, key: str) -> Tensor:
     """A tensor of 16, 32 or 64 bit floats, all finite.
 
     Raises:
@@ -135,7 +135,7 @@ def read_checked(file: TensorFile, key: str) -> Tensor:
     return tensor
 
 
-def read_scalar(file: TensorFile, key: str) -> float:
+def read_scalar(file: SafetensorsFile, key: str) -> float:
     """The number in a tensor of one element, such as an alpha.
 
     Raises:
@@ -150,7 +150,7 @@ def read_scalar(file: TensorFile, key: str) -> float:
     return value
 
 
-def _matrix(file: TensorFile, key: str, *, transposed: bool) -> Tensor:
+def _matrix(file: SafetensorsFile, key: str, *, transposed: bool) -> Tensor:
     shape = file.entries[key].shape
     if len(shape) == 4:
         raise PatchError(

@@ -11,12 +11,12 @@ from typing import Final
 import torch
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.adapter import Found
-from lorakit.formats.factors import Pair, Suffixes, gather, read_pairs, read_scalar
-from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.adapter import ForeignAdapter
+from lorakit.formats.factors import FactorPair, Suffixes, group_keys, read_pairs, read_scalar
+from lorakit.formats.metadata import ConversionSource, metadata_of
 from lorakit.formats.options import Base, Options
-from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
 from lorakit.formats.scales import divided_alpha
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
@@ -29,7 +29,7 @@ FLAT: Final = ("lora_", "lycoris_")
 """how every flattened name begins"""
 
 
-def read_kohya(file: TensorFile, options: Options) -> Found:
+def read_kohya(file: SafetensorsFile, options: Options) -> ForeignAdapter:
     """The layers of a kohya file, by the base's names.
 
     Raises:
@@ -41,24 +41,24 @@ def read_kohya(file: TensorFile, options: Options) -> Found:
             " what they were; name it (base=)"
         )
     prefix = _prefix(file, options.prefix)
-    found = gather(file, SUFFIXES, prefix)
+    found = group_keys(file, SUFFIXES, prefix)
     pairs = read_pairs(file, found)
     modules = _modules(file, prefix, pairs, options.base)
     alphas = {name: read_scalar(file, keys["alpha"]) for name, keys in found.items() if "alpha" in keys}
-    return Found(
+    return ForeignAdapter(
         file,
         {modules[name]: pair for name, pair in pairs.items()},
         {modules[name]: alphas.get(name) or float(pair.rank) for name, pair in pairs.items()},
     )
 
 
-def write_kohya(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+def write_kohya(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
     """One file with a float32 alpha for every layer.
 
     Raises:
         PatchError: two names that flatten to one, a scale that float32 would round, or anything but linear layers.
     """
-    refuse_wholes(patch, "kohya")
+    refuse_full_tensors(patch, "kohya")
     refuse_embeddings(patch, "kohya")
     prefix = DEFAULT_PREFIX if options.prefix is None else _ended(options.prefix)
     names = _flattened(_linear(options.base) if options.base else patch.layers)
@@ -85,7 +85,7 @@ def is_kohya_name(name: str) -> bool:
     return name.startswith(FLAT) and "." not in name
 
 
-def _prefix(file: TensorFile, asked: str | None) -> str:
+def _prefix(file: SafetensorsFile, asked: str | None) -> str:
     if asked is not None:
         return _ended(asked)
     found = {key: next((prefix for prefix in PREFIXES if key.startswith(prefix)), None) for key in file.entries}
@@ -102,7 +102,7 @@ def _prefix(file: TensorFile, asked: str | None) -> str:
     return several[0]
 
 
-def _modules(file: TensorFile, prefix: str, names: Mapping[str, Pair], base: Base) -> dict[str, str]:
+def _modules(file: SafetensorsFile, prefix: str, names: Mapping[str, FactorPair], base: Base) -> dict[str, str]:
     """Flattened name -> the one module that flattens to it."""
     known = _flattened(_linear(base))
     modules = {}

@@ -12,12 +12,12 @@ from typing import Final
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.adapter import Found
-from lorakit.formats.factors import Suffixes, gather, read_checked, read_pairs
-from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.adapter import ForeignAdapter
+from lorakit.formats.factors import Suffixes, group_keys, read_checked, read_pairs
+from lorakit.formats.metadata import ConversionSource, metadata_of
 from lorakit.formats.options import Options
-from lorakit.formats.places import refuse_wholes, write_single
+from lorakit.formats.places import refuse_full_tensors, write_single
 from lorakit.formats.scales import divided_alpha
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
@@ -26,28 +26,28 @@ SUFFIXES: Final[Suffixes] = {".lora_A": "lora_A", ".lora_B": "lora_B", ".bias": 
 LIKE_AN_EMBEDDING: Final = re.compile(r"emb|wte|wpe")
 
 
-def read_loralib(file: TensorFile, options: Options) -> Found:
+def read_loralib(file: SafetensorsFile, options: Options) -> ForeignAdapter:
     """The layers of a loralib file, and its biases.
 
     Raises:
         PatchError: no alpha, or another one than lorakit kept; a name that may be an embedding's, and no base; a
         damaged pair.
     """
-    found = gather(file, SUFFIXES)
+    found = group_keys(file, SUFFIXES)
     biases = {f"{name}.bias": read_checked(file, keys.pop("bias")) for name, keys in found.items() if "bias" in keys}
     pairs = read_pairs(file, {name: keys for name, keys in found.items() if keys})
-    plain = Found(file, pairs, {}, biases=biases)
+    plain = ForeignAdapter(file, pairs, {}, biases=biases)
     marked = {name: replace(pair, embedding=_is_embedding(plain, name, options)) for name, pair in pairs.items()}
-    return Found(file, marked, dict.fromkeys(pairs, _alpha(plain, options)), biases=biases)
+    return ForeignAdapter(file, marked, dict.fromkeys(pairs, _alpha(plain, options)), biases=biases)
 
 
-def write_loralib(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+def write_loralib(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
     """One file; what is returned says the alpha that its layers have to be made with.
 
     Raises:
         PatchError: layers of different alphas, a scale that no alpha / r is, or whole tensors other than biases.
     """
-    refuse_wholes(patch, "loralib", but=".bias")
+    refuse_full_tensors(patch, "loralib", but=".bias")
     alphas = {name: divided_alpha(layer) for name, layer in patch.layers.items()}
     first, alpha = next(iter(alphas.items()))
     for name, other in alphas.items():
@@ -61,13 +61,13 @@ def write_loralib(out: Path, patch: Patch, options: Options, origin: Origin) -> 
                 f"{patch.folder}: {first} has alpha {alpha} and {name} has {other}; a loralib file holds none, and"
                 " one is given for all. diffusers' format can hold them"
             )
-    tensors: dict[str, Tensor] = dict(patch.whole)
+    tensors: dict[str, Tensor] = dict(patch.full_tensors)
     tensors |= {f"{name}.{part}": t for name, layer in patch.layers.items() for part, t in layer.tensors.items()}
     write_single(out, tensors, metadata_of(patch, origin, lora_alpha=alpha))
     return f"make the layers with lora_alpha={alpha}: the file itself has no place for it"
 
 
-def _alpha(found: Found, options: Options) -> float:
+def _alpha(found: ForeignAdapter, options: Options) -> float:
     kept = found.kept.lora_alpha if found.kept else None
     if options.alpha is not None and kept is not None and kept != options.alpha:
         raise PatchError(f"{found.file.path}: alpha {options.alpha} is given, and the file says {kept}; leave it out")
@@ -80,7 +80,7 @@ def _alpha(found: Found, options: Options) -> float:
     return alpha
 
 
-def _is_embedding(found: Found, name: str, options: Options) -> bool:
+def _is_embedding(found: ForeignAdapter, name: str, options: Options) -> bool:
     if options.base is not None:
         return name in options.base.shapes.layers and options.base.shapes.layers[name][0] is EMBEDDING
     if found.kept is not None:

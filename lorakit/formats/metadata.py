@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile, tensor_bytes
+from lorakit.files.safetensors import SafetensorsFile, tensor_bytes
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import parse_config
 from lorakit.version import VERSION
@@ -23,7 +23,7 @@ FACTS: Final = "lorakit"
 
 
 @dataclass(frozen=True)
-class Origin:
+class ConversionSource:
     """Where a patch was converted from."""
 
     format: str
@@ -39,7 +39,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Kept:
+class OriginalMetadata:
     """The settings and facts of the patch that a foreign file was written from."""
 
     path: Path
@@ -60,22 +60,22 @@ class Kept:
             config.rank_of(name) == layer.rank and layers[name].scale == layer.scale
             for name, layer in patch.layers.items()
         )
-        return replace(patch, config=config, layers=layers, facts={**self.facts, **patch.facts}) if same else patch
+        return replace(patch, config=config, layers=layers, facts={**self.facts, **patch.metadata}) if same else patch
 
 
-def metadata_of(patch: Patch, origin: Origin, *, lora_alpha: float | None = None) -> dict[str, str]:
+def metadata_of(patch: Patch, origin: ConversionSource, *, lora_alpha: float | None = None) -> dict[str, str]:
     """The metadata of a foreign file's header, the same for the same patch."""
     tensors = {f"{name}.{part}": t for name, layer in patch.layers.items() for part, t in layer.tensors.items()}
     content = {
         **origin.facts(),
-        "config": dict(patch.config.raw), "facts": dict(patch.facts), "lora_alpha": lora_alpha,
+        "config": dict(patch.config.raw), "facts": dict(patch.metadata), "lora_alpha": lora_alpha,
         "embeddings": sorted(name for name, layer in patch.layers.items() if layer.embedding),
-        "tensors_sha256": _tensors_digest({**tensors, **patch.whole}),
+        "tensors_sha256": _tensors_digest({**tensors, **patch.full_tensors}),
     }  # fmt: skip
     return {"format": "pt", FACTS: json.dumps(content, sort_keys=True)}
 
 
-def read_kept(file: TensorFile, tensors: Mapping[str, Tensor]) -> Kept | None:
+def read_kept(file: SafetensorsFile, tensors: Mapping[str, Tensor]) -> OriginalMetadata | None:
     """What the file remembers, or None: nothing, or it is about other tensors.
 
     ``tensors``: ``<module>.lora_A``, ``<module>.lora_B`` and whole parameters, in lorakit's layout.
@@ -89,7 +89,7 @@ def read_kept(file: TensorFile, tensors: Mapping[str, Tensor]) -> Kept | None:
             return None
         config, facts, embeddings = dict(content["config"]), dict(content["facts"]), tuple(content["embeddings"])
         alpha = content["lora_alpha"]
-        return Kept(file.path, config, facts, embeddings, None if alpha is None else float(alpha))
+        return OriginalMetadata(file.path, config, facts, embeddings, None if alpha is None else float(alpha))
     except (ValueError, RecursionError, TypeError, KeyError) as problem:
         raise PatchError(f"{file.path}: lorakit's own facts in the metadata are damaged: {problem!r}") from None
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.atomic import committed_folder, write_json
-from lorakit.files.safetensors import TensorFile
-from lorakit.formats.adapter import Found
-from lorakit.formats.factors import Suffixes, gather, read_pairs
-from lorakit.formats.metadata import Origin, metadata_of
+from lorakit.files.atomic import atomic_folder, write_json
+from lorakit.files.safetensors import SafetensorsFile
+from lorakit.formats.adapter import ForeignAdapter
+from lorakit.formats.factors import Suffixes, group_keys, read_pairs
+from lorakit.formats.metadata import ConversionSource, metadata_of
 from lorakit.formats.options import Options
-from lorakit.formats.places import refuse_embeddings, refuse_wholes, write_single
+from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
 from lorakit.formats.scales import exact_alpha
 from lorakit.patch import Caps, Patch
 
@@ -28,7 +28,7 @@ LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.(.+)")
 ALL_LAYERS: Final = -1  # mlx-lm's own sign
 
 
-def read_mlx(file: TensorFile, options: Options) -> Found:
+def read_mlx(file: SafetensorsFile, options: Options) -> ForeignAdapter:
     """The layers of an mlx-lm folder; ``file`` is its tensor file.
 
     Raises:
@@ -37,7 +37,7 @@ def read_mlx(file: TensorFile, options: Options) -> Found:
     path = file.path.parent / CONFIG_FILE
     config = _read_config(path)
     rank, scale, dropout, keys = _parameters(path, config)
-    pairs = read_pairs(file, gather(file, SUFFIXES), transposed=True)
+    pairs = read_pairs(file, group_keys(file, SUFFIXES), transposed=True)
     for name, pair in pairs.items():
         if pair.rank != rank:
             raise PatchError(f"{file.path}: {name}: rank {pair.rank}, and {path} says {rank} for all layers")
@@ -49,16 +49,16 @@ def read_mlx(file: TensorFile, options: Options) -> Found:
             f" {scale * rank / rank!r}"
         )
     method, alpha = found
-    return Found(file, pairs, dict.fromkeys(pairs, alpha), method=method, dropout=dropout)
+    return ForeignAdapter(file, pairs, dict.fromkeys(pairs, alpha), method=method, dropout=dropout)
 
 
-def write_mlx(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
+def write_mlx(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
     """A folder that mlx-lm loads with ``--adapter-path``.
 
     Raises:
         PatchError: layers of different scales or ranks, a layer outside ``layers.N.``, or anything but linear layers.
     """
-    refuse_wholes(patch, "mlx")
+    refuse_full_tensors(patch, "mlx")
     refuse_embeddings(patch, "mlx")
     first, model = next(iter(patch.layers.items()))
     places = _places(patch.folder, patch.layers)
@@ -81,7 +81,7 @@ def write_mlx(out: Path, patch: Patch, options: Options, origin: Origin) -> str:
         for name, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
-    with committed_folder(out) as staging:
+    with atomic_folder(out) as staging:
         write_single(staging / TENSOR_FILE, tensors, metadata_of(patch, origin))
         write_json(staging / CONFIG_FILE, config)
     return "names are the base's own; mlx-lm uses the same for models like Llama, Qwen, Mistral and Gemma"
@@ -145,7 +145,7 @@ def _places(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 
 def _check_applied(
-    file: TensorFile, path: Path, num_layers: int, keys: list[str] | None, names: Iterable[str], options: Options
+    file: SafetensorsFile, path: Path, num_layers: int, keys: list[str] | None, names: Iterable[str], options: Options
 ) -> None:
     """Every tensor of the file is one that mlx-lm would apply: it drops the others without a word."""
     places = _places(file.path, names)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import PatchError
-from lorakit.patch import Shapes
+from lorakit.patch import BaseShapes
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Base:
 
     name: str
     revision: str | None
-    shapes: Shapes
+    shapes: BaseShapes
     modules: tuple[str, ...]
     """every module's name, adaptable or not"""
 
@@ -41,4 +41,4 @@ def open_base(name: str | None, revision: str | None) -> Base | None:
         return None
     skeleton = load_skeleton(find_base(name, revision))
     modules = tuple(module for module, _ in skeleton.named_modules())
-    return Base(name, revision, Shapes.of(skeleton), modules)
+    return Base(name, revision, BaseShapes.of(skeleton), modules)

@@ -11,7 +11,7 @@ from lorakit.files.safetensors import write_tensors
 from lorakit.patch import Patch
 
 
-def refuse_wholes(patch: Patch, to: str, *, but: str | None = None) -> None:
+def refuse_full_tensors(patch: Patch, to: str, *, but: str | None = None) -> None:
     """Passes when the patch holds no whole tensors, or only such whose names end in ``but``.
 
     Raises:

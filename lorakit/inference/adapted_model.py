@@ -12,26 +12,26 @@ from torch import nn
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base, generation_settings, load_tokenizer
-from lorakit.base.quantized import load_maybe_packed
+from lorakit.base.quantized import load_any_base
 from lorakit.errors import LorakitError, PatchError, did_you_mean
-from lorakit.inference.bind import Source, bind, check_called, merged_copy, other_form
-from lorakit.inference.prompts import Prompt, Prompts
+from lorakit.inference.bind import PatchSource, bind, check_called, merged_copy, quantization_note
+from lorakit.inference.prompts import Prompt, PromptCodec
 from lorakit.lora.routing import Adapter, Route, SlotHook
 from lorakit.patch import (
     BaseIdentity,
     Caps,
     Patch,
-    Shapes,
+    BaseShapes,
     check_base,
     check_fits,
     open_base_files,
     read_patch,
-    unchecked,
+    unverified_note,
 )  # fmt: skip
 from lorakit.patch.patch import DEFAULT_CAPS
 
 Adapters = str | None | Sequence[str | None]
-KEPT_ROUTES: Final = 2
+MAX_CACHED_ROUTES: Final = 2
 """routes of several adapters whose tensors stay laid side by side between calls"""
 
 
@@ -59,7 +59,7 @@ def load(
         )
     folder = find_base(str(base), revision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_maybe_packed(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device, quantize)
+    model = load_any_base(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device, quantize)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
@@ -74,16 +74,16 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None, prompts: Prompts | None = None
+        self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None, prompts: PromptCodec | None = None
     ) -> None:
         self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
-        self._prompts = prompts or Prompts(model, tokenizer)
+        self._prompts = prompts or PromptCodec(model, tokenizer)
         # transformers fills what generate is not told from here, such as penalties or several answers per prompt
         self.model.generation_config = generation_settings()
-        self._shapes = Shapes.of(model)
+        self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._adapters: dict[str, Adapter] = {}
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, PatchSource] = {}
         self._hooked: set[str] = set()
         self._mixed: tuple[Route, ...] = ()
         self._loading, self._sampling = threading.Lock(), threading.Lock()
@@ -127,7 +127,7 @@ class AdaptedModel:
             self._mixed = ()
             self._adapters[name], self._sources[name] = (
                 Adapter(name, slots),
-                Source(Path(path), patch.digest, unchecked(patch, "the base") or other_form(patch, self.model)),
+                PatchSource(Path(path), patch.digest, unverified_note(patch, "the base") or quantization_note(patch, self.model)),
             )
 
     def unload_adapter(self, name: str) -> None:
@@ -201,7 +201,7 @@ class AdaptedModel:
             return []
         device = next(self.model.parameters()).device
         ids, mask = (part.to(device) for part in self._prompts.encode(prompts, raw, max_new_tokens))
-        with self._routed(route), self._drawing(seed) if temperature else nullcontext():
+        with self._routed(route), self._seeded_sampling(seed) if temperature else nullcontext():
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
@@ -213,7 +213,7 @@ class AdaptedModel:
             check_base(patch, self._identity)
 
     @contextmanager
-    def _drawing(self, seed: int) -> Iterator[None]:
+    def _seeded_sampling(self, seed: int) -> Iterator[None]:
         with self._sampling, torch.random.fork_rng():  # sampling draws from the one global generator
             torch.manual_seed(seed)
             yield
@@ -232,11 +232,11 @@ class AdaptedModel:
                 loaded = ", ".join(map(repr, known)) or "none"
                 raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}")
         route = Route(tuple(None if name is None else known[name] for name in names))
-        if route.one:
+        if route.is_uniform:
             return route
         # the same rows again use what was laid side by side for them
         route = next((kept for kept in self._mixed if kept.rows == route.rows), route)
-        self._mixed = (route, *(kept for kept in self._mixed if kept is not route))[:KEPT_ROUTES]
+        self._mixed = (route, *(kept for kept in self._mixed if kept is not route))[:MAX_CACHED_ROUTES]
         return route
 
     def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:

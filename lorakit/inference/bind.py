@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import expert_factors, transposed_experts
-from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, PackedLinear, kind_of, weight_of
+from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear, kind_of, weight_of
 from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
-from lorakit.lora.routing import Slot, SlotHook, standing_in
+from lorakit.lora.routing import Slot, SlotHook, copy_with
 from lorakit.lora.targets import tied_head
-from lorakit.patch import Patch, PatchLayer, Shapes
+from lorakit.patch import Patch, PatchLayer, BaseShapes
 from lorakit.patch.patch import is_finite
 
 
 @dataclass(frozen=True)
-class Source:
+class PatchSource:
     """Where a loaded adapter came from, and which bytes it was."""
 
     folder: Path
@@ -43,9 +43,9 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
     slots = {}
     for name in [*patch.layers, *(name for name in own if name not in patch.layers)]:
         layer = model.get_submodule(name)
-        stand_in = standing_in(layer, own[name]) if name in own else None
+        stand_in = copy_with(layer, own[name]) if name in own else None
         slots[name] = _slot(patch.layers.get(name), layer, stand_in)
-    for name, held in patch.rows.items():
+    for name, held in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
         tokens = torch.tensor(held.tokens, device=weight.device)
         slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(held.tensor, weight, name)))
@@ -59,7 +59,7 @@ def check_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> N
     Raises:
         PatchError: it does not: what the patch brings would have no effect.
     """
-    layers = [name for name, slot in slots.items() if slot.stand_in is not None]
+    layers = [name for name, slot in slots.items() if slot.replacement is not None]
     if not layers:
         return
     called: set[str] = set()
@@ -78,7 +78,7 @@ def check_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> N
         )
 
 
-def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
+def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     """A model with the patch merged in. It shares every tensor the patch does not change; ``model`` is not touched."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     merged = copy.deepcopy(model, shared)
@@ -91,14 +91,14 @@ def merged_copy(patch: Patch, model: nn.Module, base: Shapes) -> nn.Module:
         if layer.num_experts:
             changed[name] = _merged_experts(layer, model.get_parameter(name), name in transposed_experts(model))
             continue
-        if isinstance(model.get_submodule(name), PackedLinear):
+        if isinstance(model.get_submodule(name), QuantizedLinear):
             raise PatchError(
                 f"{patch.folder}: {name} is packed, so nothing can be merged into it; merge files (lorakit merge)"
             )
         old = model.get_parameter(f"{name}.weight")
-        W = patch.whole[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.whole else old
+        W = patch.full_tensors[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.full_tensors else old
         changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [update_of(layer)], old.dtype)
-    for name, held in patch.rows.items():
+    for name, held in patch.token_rows.items():
         old = model.get_parameter(f"{name}.weight")
         merged_rows = merged_weight(old, EMBEDDING, [rows_update(held.tensor, held.tokens)], old.dtype)
         changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
@@ -121,13 +121,13 @@ def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
 
 
-def other_form(patch: Patch, model: nn.Module) -> str | None:
+def quantization_note(patch: Patch, model: nn.Module) -> str | None:
     """What to tell of a patch that was trained on the base packed, or in floats, and meets it in another form."""
-    if patch.facts.get("base") is None:
+    if patch.metadata.get("base") is None:
         return None
-    told = patch.facts["base"].get("packed")
+    told = patch.metadata["base"].get("packed")
     trained = None if told is None else str(told.get("name"))
-    here = next((module.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+    here = next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
     if trained == here:
         return None
     forms = [f"packed as {name}" if name else "in floats" for name in (trained, here)]
@@ -141,7 +141,7 @@ def update_of(layer: PatchLayer) -> Update:
 
 def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | None) -> Slot:
     if layer is None:
-        return Slot(stand_in=stand_in)
+        return Slot(replacement=stand_in)
     like = _computes_in(module)
     A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
     gain = None
@@ -156,7 +156,7 @@ def _computes_in(module: nn.Module) -> Tensor:
     """A tensor on the layer's device, of the dtype it computes in."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    if isinstance(module, PackedLinear):
+    if isinstance(module, QuantizedLinear):
         return torch.empty(0, dtype=module.dtype, device=weight.device)
     return weight
 
@@ -164,7 +164,7 @@ def _computes_in(module: nn.Module) -> Tensor:
 def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
     """m / |W + s B A| (out,) in float32."""
     kind = kind_of(module) or EMBEDDING
-    stored = kind.floats(module).detach().double()
+    stored = kind.dequantized(module).detach().double()
     W = stored.T if kind.transposed else stored
     tensors = {name: tensor.to(W.device) for name, tensor in layer.tensors.items()}
     V = merge_low_rank(W.clone(), {part: tensors[part] for part in ("lora_A", "lora_B")}, layer.scale)
@@ -186,7 +186,7 @@ def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
 def _own_tensors(patch: Patch, model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """module -> parameter -> tensor, of the whole tensors that differ from the base's."""
     own: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in patch.whole.items():
+    for name, tensor in patch.full_tensors.items():
         module, _, key = name.rpartition(".")
         old = model.get_parameter(name)
         new = _cast(tensor, old, name)

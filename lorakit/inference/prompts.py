@@ -14,7 +14,7 @@ from lorakit.errors import LorakitError
 Prompt = str | list[dict[str, Any]]
 
 
-class Prompts:
+class PromptCodec:
     """What a base needs to be asked and understood: chat template, padding, limits and end tokens."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:

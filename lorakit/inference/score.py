@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lorakit.data.row_formats import Chat, read_shape
+from lorakit.data.row_formats import Chat, parse_row_format
 from lorakit.data.rows import BadRow, find_sources, read_rows
 from lorakit.errors import DataError, LorakitError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
@@ -49,7 +49,7 @@ def read_questions(path: str) -> list[Question]:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                shape = read_shape(row)
+                shape = parse_row_format(row)
             except BadRow as problem:
                 raise DataError(f"{source.name}:{line}: {problem}") from None
             if not isinstance(shape, Chat) or shape.messages[-1]["role"] != "assistant":

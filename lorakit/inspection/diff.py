@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakit.base.load import find_base
 from lorakit.errors import LorakitError
-from lorakit.lora.low_rank import inner, low_rank, norm, subtracted
+from lorakit.lora.low_rank import inner, low_rank, norm, subtract_low_rank
 from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.bases import base_differences
@@ -75,7 +75,7 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates)
     names = dict.fromkeys([*one.whole_shapes, *two.whole_shapes])
     wholes = [
-        _whole(name, *(patch.whole[name] if name in patch.whole_shapes else None for patch in (one, two)))
+        _whole(name, *(patch.full_tensors[name] if name in patch.whole_shapes else None for patch in (one, two)))
         for name in names
     ]
     other_wholes = [line for line in wholes if line.difference]
@@ -95,7 +95,7 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
 
 def _settings(patch: Patch) -> dict[str, Any]:
     """What says how strong a patch is and where it belongs."""
-    layers, base = patch.layers.values(), patch.facts.get("base") or {}
+    layers, base = patch.layers.values(), patch.metadata.get("base") or {}
     return {
         "method": patch.config.method, "rank": sorted({layer.rank for layer in layers}),
         "alpha": sorted({layer.alpha for layer in layers}), "scale": sorted({layer.scale for layer in layers}),
@@ -103,12 +103,12 @@ def _settings(patch: Patch) -> dict[str, Any]:
         "parameters": patch.num_parameters, "bias": patch.config.raw.get("bias", "none"),
         "modules_to_save": sorted(patch.config.modules_to_save), "task_type": patch.config.raw.get("task_type"),
         "base model": patch.config.base_model, "revision": patch.config.revision,
-        "lorakit": patch.facts.get("lorakit"), "base config": base.get("config"), "base dtype": base.get("rounded_to"),
+        "lorakit": patch.metadata.get("lorakit"), "base config": base.get("config"), "base dtype": base.get("rounded_to"),
     }  # fmt: skip
 
 
 def _base_differences(one: Patch, two: Patch) -> list[str]:
-    a, b = one.facts.get("base"), two.facts.get("base")
+    a, b = one.metadata.get("base"), two.metadata.get("base")
     return base_differences(one, two) if a and b and a["scheme"] == b["scheme"] else []
 
 
@@ -122,7 +122,7 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
     if d1 and d2 and torch.equal(d1.B, d2.B) and torch.equal(d1.A, d2.A):
         return Line(0.0, [name, *ranks, "0", "1"])
     sizes = [0.0 if d is None else norm(d) for d in (d1, d2)]
-    apart = norm(subtracted(d1, d2)) if d1 and d2 else max(sizes)
+    apart = norm(subtract_low_rank(d1, d2)) if d1 and d2 else max(sizes)
     cosine = f"{inner(d1, d2) / (sizes[0] * sizes[1]):.4f}" if d1 and d2 and all(sizes) else "-"
     difference = _relative(apart, sizes[0])
     return Line(difference, [name, *ranks, f"{difference:.3g}", cosine])
@@ -144,14 +144,14 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
         say("tokenizer: differs, or only one has it\n")
     if (files := [_files(one), _files(two)])[0] != files[1]:
         say(f"files: {files[0]} in the first, {files[1]} in the second\n")
-    names = dict.fromkeys([*one.holder, *two.holder])
+    names = dict.fromkeys([*one.shard_of, *two.shard_of])
     lines = [_stored(name, one, two) for name in names]
     unequal = [line for line in lines if line.difference]
     _table(say, ("tensor", "first", "second", "largest", "difference"), unequal)
     dtypes = [
         name
         for name in names
-        if name in one.holder and name in two.holder and one.entry(name).dtype != two.entry(name).dtype
+        if name in one.shard_of and name in two.shard_of and one.entry(name).dtype != two.entry(name).dtype
     ]
     if dtypes:
         kinds = sorted({f"{_kind(one.entry(name).dtype)} and {_kind(two.entry(name).dtype)}" for name in dtypes})
@@ -160,7 +160,7 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
     if not (unequal or counted or len(tokenizers) > 1):
         say(f"the same: {len(lines)} tensors of equal values" + (f", {len(dtypes)} in another dtype" if dtypes else ""))
         return True
-    missing = [sum(name not in files.holder for name in names) for files in (two, one)]
+    missing = [sum(name not in files.shard_of for name in names) for files in (two, one)]
     say(
         f"different: {len(unequal)} of {len(lines)} tensors ({missing[0]} only in the first, {missing[1]} only in the"
         f" second), {counted} settings of config.json" + (", the tokenizer" if len(tokenizers) > 1 else "")
@@ -195,13 +195,13 @@ def _cell(side: Mapping[str, Any], key: str) -> str:
 
 
 def _stored(name: str, one: BaseFiles, two: BaseFiles) -> Line:
-    entries = [files.entry(name) if name in files.holder else None for files in (one, two)]
+    entries = [files.entry(name) if name in files.shard_of else None for files in (one, two)]
     kinds = ["-" if entry is None else _kind(entry.dtype, entry.shape) for entry in entries]
     if None in entries or len({entry.shape for entry in entries if entry}) > 1:
         return Line(math.inf, [name, *kinds, "-", "-"])
     size = math.prod(one.entry(name).shape)
     blocks = ((start, min(start + BLOCK_ELEMENTS, size)) for start in range(0, size, BLOCK_ELEMENTS))
-    largest, difference = _apart(tuple(f.holder[name].read_elements(name, *b) for f in (one, two)) for b in blocks)
+    largest, difference = _apart(tuple(f.shard_of[name].read_elements(name, *b) for f in (one, two)) for b in blocks)
     return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
 
 

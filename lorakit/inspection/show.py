@@ -9,11 +9,11 @@ from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import read_json
 from lorakit.lora.coverage import covering
-from lorakit.patch import Patch, Shapes, check_base, check_fits, open_base_files, read_patch, unchecked
+from lorakit.patch import Patch, BaseShapes, check_base, check_fits, open_base_files, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.compatibility import readers
-from lorakit.patch.fingerprint import told_in_full
-from lorakit.patch.fit import problems
+from lorakit.patch.compatibility import compatible_programs
+from lorakit.patch.fingerprint import full_digests
+from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.run.record import RECORD, flatten
 from lorakit.training.checkpoint import Checkpoints
@@ -52,7 +52,7 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
 
 
 def _show_patch(patch: Patch, say: Say) -> None:
-    folder, config, facts = patch.folder, patch.config, patch.facts
+    folder, config, facts = patch.folder, patch.config, patch.metadata
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patch.layers))
     _table(
@@ -60,15 +60,15 @@ def _show_patch(patch: Patch, say: Say) -> None:
         patch=folder, base=config.base_model, packed=_packed(facts), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
-        whole=f"{len(patch.whole)} ({', '.join(list(patch.whole)[:3])}{', ...' if len(patch.whole) > 3 else ''})"
-        if patch.whole else None,
+        whole=f"{len(patch.full_tensors)} ({', '.join(list(patch.full_tensors)[:3])}{', ...' if len(patch.full_tensors) > 3 else ''})"
+        if patch.full_tensors else None,
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
         trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
         step=facts.get("step"),
         results=", ".join(f"{key} {value:.4f}" for key, value in facts.get("results", {}).items()) or None,
     )  # fmt: skip
-    for number, reader in enumerate(readers(patch)):
+    for number, reader in enumerate(compatible_programs(patch)):
         text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
 
@@ -83,8 +83,8 @@ def _packed(facts: Mapping[str, Any]) -> str | None:
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
-    shapes = Shapes.of(load_skeleton(folder))
-    wrong = dict(problems(patch, shapes))
+    shapes = BaseShapes.of(load_skeleton(folder))
+    wrong = dict(fit_problems(patch, shapes))
     rows: list[tuple[str, ...]] = []
     for name, layer in patch.layers.items():
         place = shapes.layers.get(name)
@@ -96,21 +96,21 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     for name, shape in patch.whole_shapes.items():
         there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
         rows.append((name, there, f"whole {_by(shape)}", "no" if name in wrong else "yes"))
-    for name, held in patch.rows.items():
+    for name, held in patch.token_rows.items():
         there = _by(shapes.parameters[f"{name}.weight"]) if f"{name}.weight" in shapes.parameters else "-"
         what = f"rows of {len(held.tokens)} tokens {_by(tuple(held.tensor.shape))}"
         rows.append((name, there, what, "no" if name in wrong else "yes"))
     rows += [
-        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.whole_shapes, *patch.rows}
+        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.whole_shapes, *patch.token_rows}
     ]
     _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_alike(rows)])
     check_fits(patch, shapes, base)
-    if (note := unchecked(patch, base)) is not None:
+    if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
     check_base(patch, folder, full=full)
     compared = "every value" if full else "samples"
-    more = "" if full or told_in_full(patch) is None else " (--full compares every value)"
+    more = "" if full or full_digests(patch) is None else " (--full compares every value)"
     say(f"\nfits {base}: the base it was trained on, by {compared} of {len(patch.layers)} weights{more}")
 
 

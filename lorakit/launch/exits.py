@@ -14,12 +14,12 @@ ABOVE: Final = "; what it said is above"
 CONSEQUENCES: Final = {-signal.SIGABRT, -signal.SIGTERM, TRY_AGAIN}  # how workers end when another one has gone
 
 
-def cause(failed: Sequence[Worker]) -> Worker:
+def root_cause(failed: Sequence[Worker]) -> Worker:
     """Of workers that failed within a moment, the one the others followed: the most telling, else the first."""
-    return min(failed, key=lambda worker: (how_telling(worker), not worker.words))
+    return min(failed, key=lambda worker: (severity(worker), not worker.words))
 
 
-def how_telling(worker: Worker) -> int:
+def severity(worker: Worker) -> int:
     """0 for a user error, then a death by signal, a failure, and what may only follow from another's end."""
     code = worker.code or 0
     if code == USER_ERROR:
@@ -29,9 +29,9 @@ def how_telling(worker: Worker) -> int:
     return 1 if code < 0 else 2
 
 
-def only_followed(failed: Sequence[Worker]) -> bool:
+def only_consequences(failed: Sequence[Worker]) -> bool:
     """Whether all that failed ended as workers do when another one has gone or has a user error to tell of."""
-    return all(not worker.words and (how_telling(worker) == 3 or worker.code == USER_ERROR) for worker in failed)
+    return all(not worker.words and (severity(worker) == 3 or worker.code == USER_ERROR) for worker in failed)
 
 
 def exit_code(worker: Worker) -> int:
@@ -44,7 +44,7 @@ def may_start_again(worker: Worker) -> bool:
     return worker.code not in (USER_ERROR, TRY_AGAIN)
 
 
-def explained(first: Worker, failed: Sequence[Worker]) -> str:
+def failure_message(first: Worker, failed: Sequence[Worker]) -> str:
     """The last words of the cause; other ranks' user errors besides, equal ones once; else how it ended."""
     if not first.words:
         return f"{COMMAND} {how_it_ended(first)}"
@@ -66,7 +66,7 @@ def how_it_ended(worker: Worker) -> str:
     return f"rank {worker.rank} failed (exit code {code}){ABOVE}"
 
 
-def for_elsewhere(words: str) -> str:
+def for_other_machines(words: str) -> str:
     """The same, to be read on another machine or before another start."""
     return words.removeprefix(COMMAND).removesuffix(ABOVE).removesuffix(GOES_ON).strip()
 
@@ -74,6 +74,6 @@ def for_elsewhere(words: str) -> str:
 def stopped(by: str, failed: Sequence[Worker]) -> str:
     """After a signal to the launcher: what the workers say that saved, and what went wrong in others meanwhile."""
     saved = [worker for worker in failed if worker.code == TRY_AGAIN and worker.words]
-    text = explained(saved[0], saved) if saved else f"{COMMAND} stopped by {by}{GOES_ON}"
-    first = cause(failed)
-    return f"{explained(first, failed)}\n{text}" if how_telling(first) in (0, 2) else text
+    text = failure_message(saved[0], saved) if saved else f"{COMMAND} stopped by {by}{GOES_ON}"
+    first = root_cause(failed)
+    return f"{failure_message(first, failed)}\n{text}" if severity(first) in (0, 2) else text

@@ -28,13 +28,13 @@ from lorakit.errors import RunError
 from lorakit.launch.exits import (
     COMMAND,
     TRY_AGAIN,
-    cause,
+    root_cause,
     exit_code,
-    explained,
-    for_elsewhere,
-    how_telling,
+    failure_message,
+    for_other_machines,
+    severity,
     may_start_again,
-    only_followed,
+    only_consequences,
     stopped,
 )
 from lorakit.launch.node_monitor import Failure, Machines, Over
@@ -79,14 +79,14 @@ def launch(
                     role="lorakit", local_world_size=local_size, rdzv_handler=handler, entrypoint=command[0],
                     max_restarts=max_restarts, monitor_interval=LOOK_SECONDS,
                 )  # fmt: skip
-                _Agent(spec, command, threads or _fair_threads(local_size), place, asked, to).run()
+                _Agent(spec, command, threads or _threads_per_worker(local_size), place, asked, to).run()
         except Over as over:
             say(over.words, to)
             return over.code
     return 0
 
 
-class _Asked:
+class _StopSignals:
     """Signals that the launcher got. ``waiting``: there are no workers, so a signal ends what is waited for."""
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class _Asked:
 
 
 @contextlib.contextmanager
-def _hearing_signals() -> Iterator[_Asked]:
-    asked = _Asked()
+def _hearing_signals() -> Iterator[_StopSignals]:
+    asked = _StopSignals()
     if threading.current_thread() is not threading.main_thread():
         raise RunError("several processes are started from the main thread only")
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -135,7 +135,7 @@ def _quiet_torch() -> Iterator[TextIO]:
             logging.disable(before)
 
 
-def _fair_threads(local_size: int) -> int | None:
+def _threads_per_worker(local_size: int) -> int | None:
     """Cores per worker, or None when OMP_NUM_THREADS is set already."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
@@ -147,7 +147,7 @@ class _Agent(SimpleElasticAgent):
     """Starts, watches and ends the workers of this machine; the rest is torch's."""
 
     def __init__(
-        self, spec: WorkerSpec, command: Sequence[str], threads: int | None, place: Place, asked: _Asked, to: TextIO
+        self, spec: WorkerSpec, command: Sequence[str], threads: int | None, place: Place, asked: _StopSignals, to: TextIO
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=10)
         self._command, self._threads, self._place, self._asked, self._to = command, threads, place, asked, to
@@ -194,7 +194,7 @@ class _Agent(SimpleElasticAgent):
         workers, machines = self._workers, self._machines
         assert workers is not None
         assert machines is not None
-        workers.look()
+        workers.poll()
         if self._asked.by:
             self._end(SAVE_SECONDS)
         if workers.failed:
@@ -207,27 +207,27 @@ class _Agent(SimpleElasticAgent):
             raise
         if workers.living or not machines.all_done():
             return RunResult(WorkerState.HEALTHY)
-        workers.lines.tell(now=True)
+        workers.lines.flush(now=True)
         return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in workers.all})
 
     def _failed(self, workers: Workers, machines: Machines) -> RunResult:
         """End the others; then start all again, or say why not."""
-        workers.settle(0 if self._asked.by else SETTLE_SECONDS)
-        if not self._asked.by and only_followed(workers.failed):  # the cause is telling the others, and ends after them
-            workers.settle(CAUSE_SECONDS, until=lambda: not only_followed(workers.failed))
+        workers.wait(0 if self._asked.by else SETTLE_SECONDS)
+        if not self._asked.by and only_consequences(workers.failed):  # the cause is telling the others, and ends after them
+            workers.wait(CAUSE_SECONDS, until=lambda: not only_consequences(workers.failed))
         failed = list(workers.failed)
-        first = cause(failed)
-        workers.lines.tell(first.rank)
+        first = root_cause(failed)
+        workers.lines.flush(first.rank)
         self._end(YIELD_SECONDS if first.code == TRY_AGAIN else GRACE_SECONDS)
         if self._asked.by:
-            failure = Failure(how_telling(first), TRY_AGAIN, stopped(self._asked.by, workers.failed), again=False)
+            failure = Failure(severity(first), TRY_AGAIN, stopped(self._asked.by, workers.failed), again=False)
         else:
-            why = explained(first, failed)
-            failure = machines.compare(Failure(how_telling(first), exit_code(first), why, may_start_again(first)))
+            why = failure_message(first, failed)
+            failure = machines.compare(Failure(severity(first), exit_code(first), why, may_start_again(first)))
         if failure.again and self._restarts < self._max_restarts:
             self._restarts += 1
             say(
-                f"{COMMAND} {for_elsewhere(failure.why)}; all start again from the last checkpoint"
+                f"{COMMAND} {for_other_machines(failure.why)}; all start again from the last checkpoint"
                 f" ({self._restarts} of {self._max_restarts})",
                 self._to,
             )
@@ -248,7 +248,7 @@ class _Agent(SimpleElasticAgent):
         """SIGTERM, time to save, SIGKILL; at once after a second signal to the launcher."""
         if self._workers is not None:
             self._workers.end(seconds, self._hurried)
-            self._workers.lines.tell(now=True)
+            self._workers.lines.flush(now=True)
 
     def _hurried(self) -> bool:
         if self._machines is not None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar, final
 
 from lorakit.errors import TemporaryFailure
-from lorakit.launch.exits import COMMAND, for_elsewhere
+from lorakit.launch.exits import COMMAND, for_other_machines
 from lorakit.launch.rendezvous import Place, host_is_gone, this_machine
 from lorakit.launch.rendezvous_timeout import answered
 
@@ -122,7 +122,7 @@ class Machines:
     def _tell(self, state: str, failure: Failure | None = None) -> None:
         self._beats, self._beaten, self._state = self._beats + 1, time.monotonic(), state
         if failure is not None:
-            failure = replace(failure, why=for_elsewhere(failure.why))
+            failure = replace(failure, why=for_other_machines(failure.why))
         news = asdict(News(this_machine(), self._beats, state, failure))
         if self._heard:
             self._reached(lambda: self._store.set(f"machine/{self._rank}", json.dumps(news)))

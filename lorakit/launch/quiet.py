@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def calm() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """No notes, progress or warnings of libraries inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import Store
 
 from lorakit.errors import TemporaryFailure
 from lorakit.launch import heartbeat
-from lorakit.launch.heartbeat import Beat, Others, Reason
-from lorakit.launch.heartbeat_store import Board
+from lorakit.launch.heartbeat import Heartbeat, Peers, FailureReason
+from lorakit.launch.heartbeat_store import HeartbeatStore
 
 _NEIGHBOURS: Final = 8  # a rank listens to rank 0 and the next 8: whatever group dies, a survivor is before it
 _SETTLE_SECONDS: Final = 5.0  # for the others to read the reason before a process, and maybe the store with it, goes
@@ -31,7 +31,7 @@ _STEP: Final = re.compile(r"step (\d+)")
 
 
 @final
-class Watch:
+class Watchdog:
     """Every rank says that it lives and where it is; when one fails, is gone or stands still, all end and say why.
 
     store: a TCPStore, or PrefixStore over one, that no other Watch used; only connections made from it are used.
@@ -58,25 +58,25 @@ class Watch:
         self._every_seconds = min(1.0, silent_seconds / 10)
         others = {0, *((rank + i) % size for i in range(1, _NEIGHBOURS + 1))} - {rank}
         self._neighbours = sorted(other for other in others if other < size)
-        self._others = Others(self._neighbours)
-        self._board = Board(store)
-        self._who = (socket.gethostname(), os.getpid(), heartbeat.this_machine(), heartbeat.born(os.getpid()))
+        self._others = Peers(self._neighbours)
+        self._board = HeartbeatStore(store)
+        self._who = (socket.gethostname(), os.getpid(), heartbeat.machine_id(), heartbeat.process_start_time(os.getpid()))
         self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
         self._news = threading.Condition()
         self._now = self._moved = self._answered = 0.0  # in seconds this process was awake since start()
         self._tried, self._failed = -1.0, False  # when the last round that is over began, and how it went
         self._count = self._num_ended = self._num_knowing = 0
-        self._offered: tuple[Reason, float] | None = None  # to be said in the store, which keeps the first
-        self._reason: tuple[Reason, float] | None = None
-        self._told: float | None = None  # when the main thread asked: it prints the words itself
+        self._offered: tuple[FailureReason, float] | None = None  # to be said in the store, which keeps the first
+        self._reason: tuple[FailureReason, float] | None = None
+        self._main_notified: float | None = None  # when the main thread asked: it prints the words itself
         self._reached = self._ended = self._said_ended = self._said_knowing = self._stopped = False
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._judge)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._exchange_loop, self._watch_loop)]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def at(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Where the main thread is: "step 12: backward", "loading the base". Every call counts as progress."""
         step, calls, _ = self._place
         named = _STEP.match(phase)
@@ -100,26 +100,26 @@ class Watch:
         for thread in self._threads:
             thread.join(2 * self._every_seconds)
 
-    def fail(self, message: str, exit_code: int) -> Reason:
+    def fail(self, message: str, exit_code: int) -> FailureReason:
         """The reason all ranks end with, once they know it: this one, or what another rank said before."""
         verb = "stopped" if exit_code == TemporaryFailure.exit_code else "failed"
         me = self._beat()
-        return self._settle(Reason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code))
+        return self._agree_on_reason(FailureReason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code))
 
-    def explain(self, error: BaseException) -> Reason:
+    def explain(self, error: BaseException) -> FailureReason:
         """Why a collective failed here: another rank's failure, waited for; else the error, and where the ranks are."""
         with self._news:
-            self._told = self._now
+            self._main_notified = self._now
             limit = self._silent_seconds + 3 * self._every_seconds
             self._news.wait_for(lambda: self._offered or self._reason or self._is_over(), limit)
             where = heartbeat.places(self._all())
         words = f"{self._beat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
-        return self._settle(Reason(None, f"{words}\n{where}\n{heartbeat.AGAIN}"))
+        return self._agree_on_reason(FailureReason(None, f"{words}\n{where}\n{heartbeat.RETRY_HINT}"))
 
-    def _settle(self, own: Reason) -> Reason:
+    def _agree_on_reason(self, own: FailureReason) -> FailureReason:
         """Offers a reason and waits until the others know which one holds."""
         with self._news:
-            self._told = self._now
+            self._main_notified = self._now
             offered, since = self._offered = self._offered or (own, self._now)
             self._news.notify_all()
             self._news.wait_for(lambda: self._is_known() or self._is_alone(since), _SETTLE_SECONDS)
@@ -127,7 +127,7 @@ class Watch:
                 self._news.wait_for(lambda: False, self._every_seconds / 2)  # for the others to see that all know
             return self._adopt(offered)
 
-    def _adopt(self, reason: Reason) -> Reason:
+    def _adopt(self, reason: FailureReason) -> FailureReason:
         if self._reason is None:
             self._reason = (reason, self._now)
             self._news.notify_all()
@@ -135,7 +135,7 @@ class Watch:
                 threading.Thread(target=faulthandler.dump_traceback, args=(2,), daemon=True).start()
         return self._reason[0]
 
-    def _talk(self) -> None:
+    def _exchange_loop(self) -> None:
         while not self._stopped:
             began, failed = self._now, True
             with contextlib.suppress(RuntimeError, OSError):  # the store's; how long it lasts is for the other thread
@@ -163,7 +163,7 @@ class Watch:
             if news.reason:
                 self._adopt(news.reason)
 
-    def _judge(self) -> None:
+    def _watch_loop(self) -> None:
         before = time.monotonic()
         while not self._stopped:
             time.sleep(self._every_seconds / 4)
@@ -181,32 +181,32 @@ class Watch:
             if self._reason:
                 self._end_when_due(*self._reason)
 
-    def _end_when_due(self, reason: Reason, known: float) -> None:
-        if self._told is None and self._now > known + self._grace_seconds:
+    def _end_when_due(self, reason: FailureReason, known: float) -> None:
+        if self._main_notified is None and self._now > known + self._grace_seconds:
             _end(f"\nlorakit: {reason}\n", reason.exit_code)
-        if self._told is not None and self._now > max(known, self._told) + _LAST_SECONDS:
+        if self._main_notified is not None and self._now > max(known, self._main_notified) + _LAST_SECONDS:
             _end("", reason.exit_code)
 
-    def _verdict(self) -> Reason | None:
+    def _verdict(self) -> FailureReason | None:
         if self._is_over():
             return self._stuck()
-        if gone := self._others.gone(self._who[2], self._now, self._has_looked):
+        if gone := self._others.process_died(self._who[2], self._now, self._has_looked):
             return heartbeat.gone(gone)
         if self._cut_off():
             first = self._others.beats.get(0)
-            return heartbeat.unreachable(self._board.address, self._silent_seconds, first, self.size)
+            return heartbeat.store_unreachable(self._board.address, self._silent_seconds, first, self.size)
         almost = self._silent_seconds - 2 * self._every_seconds
-        if silent := self._others.silent(self._answered, self._silent_seconds, almost):
+        if silent := self._others.heartbeat_lost(self._answered, self._silent_seconds, almost):
             return heartbeat.silent(silent, self._silent_seconds)
-        if self._answered > self._start_seconds and (absent := self._others.absent()):
+        if self._answered > self._start_seconds and (absent := self._others.never_started()):
             return heartbeat.absent(absent, self._board.address, self._start_seconds)
         return self._stuck()
 
-    def _stuck(self) -> Reason | None:
+    def _stuck(self) -> FailureReason | None:
         everyone = [self._beat()] if self._is_over() else self._all()
         still = min(beat.still_seconds for beat in everyone if not beat.ended)
         nobody = still >= self._stuck_seconds and (self._is_over() or len(everyone) == self.size)
-        return heartbeat.stuck(everyone, still) if nobody else None
+        return heartbeat.deadlocked(everyone, still) if nobody else None
 
     def _is_over(self) -> bool:
         """Whether rank 0 ended well: nothing can be told any more, and the store may go with it."""
@@ -214,7 +214,7 @@ class Watch:
 
     def _has_to_talk(self) -> bool:
         """Whether anything is left to say or to learn; torch prints pages when it finds the store gone."""
-        waiting = self._told is not None and not self._is_known()
+        waiting = self._main_notified is not None and not self._is_known()
         return not self._is_over() and (self._reason is None or not self._said_knowing or waiting)
 
     def _cut_off(self) -> bool:
@@ -236,10 +236,10 @@ class Watch:
         lost = self._reason[0].num_lost if self._reason else -self.size
         return self._num_knowing + self._num_ended + lost >= self.size
 
-    def _beat(self) -> Beat:
-        return Beat(self.rank, self._count, *self._who, *self._place, self._now - self._moved, self._ended)
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(self.rank, self._count, *self._who, *self._place, self._now - self._moved, self._ended)
 
-    def _all(self) -> list[Beat]:
+    def _all(self) -> list[Heartbeat]:
         return [beat for _, beat in sorted({**self._others.beats, self.rank: self._beat()}.items())]
 
 

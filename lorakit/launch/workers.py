@@ -46,7 +46,7 @@ class Workers:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], to: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.lines = Lines(to)
+        self.lines = OutputMerger(to)
         try:
             for environment in environments:
                 self.all.append(_start(command, environment, to))
@@ -54,7 +54,7 @@ class Workers:
             self.kill()
             raise
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read what there is to read, see who has ended, and pass on lines."""
         for worker in self.living:
             worker.code = worker.process.poll()
@@ -67,7 +67,7 @@ class Workers:
                     if pipe is not None:
                         os.close(pipe)
                 self.ended.append(worker)
-        self.lines.tell()
+        self.lines.flush()
 
     @property
     def living(self) -> list[Worker]:
@@ -84,14 +84,14 @@ class Workers:
                 os.killpg(worker.process.pid, signal.SIGKILL)
         for worker in self.living:
             worker.process.wait()
-        self.look()
+        self.poll()
 
-    def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Look on for a moment, or until something is so, without ending anybody."""
         end = time.monotonic() + seconds
         while self.living and time.monotonic() < end and not until():
             time.sleep(LOOK_SECONDS)
-            self.look()
+            self.poll()
 
     def end(self, seconds: float, hurried: Callable[[], bool]) -> None:
         """SIGTERM to the living; who still lives after ``seconds``, or once ``hurried()`` says so, is killed."""
@@ -100,17 +100,17 @@ class Workers:
         until = time.monotonic() + seconds
         while self.living and time.monotonic() < until and not hurried():
             time.sleep(LOOK_SECONDS)
-            self.look()
+            self.poll()
         self.kill()
 
     def _hear(self, worker: Worker) -> None:
         if worker.output_pipe is not None:
-            self.lines.hear(worker.rank, _read(worker.output_pipe), over=worker.code is not None)
+            self.lines.read(worker.rank, _read(worker.output_pipe), over=worker.code is not None)
 
 
 @final
 @dataclass
-class Lines:
+class OutputMerger:
     """Output of many ranks as one, line by line; what several say alike within a moment is said once."""
 
     _to: TextIO
@@ -118,7 +118,7 @@ class Lines:
     _held: dict[int, list[str]] = field(default_factory=dict)
     _since: float = 0.0
 
-    def hear(self, rank: int, data: bytes, *, over: bool = False) -> None:
+    def read(self, rank: int, data: bytes, *, over: bool = False) -> None:
         """Take more output of a rank; ``over``: there will be no more, so an unfinished line is a line."""
         *lines, rest = (self._unfinished.pop(rank, b"") + data).split(b"\n")
         if rest and (over or len(rest) > 2**16):
@@ -129,7 +129,7 @@ class Lines:
             shown = (line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in lines)
             self._held.setdefault(rank, []).extend(shown)
 
-    def tell(self, *first: int, now: bool = False) -> None:
+    def flush(self, *first: int, now: bool = False) -> None:
         """Print what has waited long enough, or ``now`` everything; ranks in ``first`` speak first."""
         if not self._held or not (now or first or time.monotonic() - self._since >= HOLD_SECONDS):
             return
@@ -173,7 +173,7 @@ def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
         os._exit(75)
 
 
-def last_words(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+def final_message(text: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Leave it to lorakit's launcher to say why this worker ends; False in any other process: say it yourself."""
     told = environment.get(LAUNCHED_BY, "").split()
     if len(told) != 2:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.lora.methods import METHODS
-from lorakit.lora.modules_to_save import Shelled
+from lorakit.lora.modules_to_save import FunctionalWrapper
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExpertTarget:
 
 
 @final
-class LoraExperts(Shelled):
+class LoraExperts(FunctionalWrapper):
     """W_e + s B_e A_e for every expert e, in PEFT's layout: A (E r, in) is (E, r, in), B (out, r E) is (out, r, E).
 
     W is (E, out, in), or (E, in, out) when transposed. The module's own forward runs on the sum.
@@ -46,11 +46,11 @@ class LoraExperts(Shelled):
         super().__init__(base)
         self.adapted = {target.parameter: target for target in updates}
         for target, tensors in updates.items():
-            self.carry(
+            self.add_tensors(
                 {f"{target.parameter}.{part}": tensor for part, tensor in tensors.items()},
                 fixed=tuple(f"{target.parameter}.{part}" for part in METHODS[target.method].fixed),
             )
-        self.take_tensors()
+        self.release_original()
 
     def current(self, name: str) -> Tensor:
         W = self.get_parameter(name)
@@ -68,7 +68,7 @@ def expert_factors(A: Tensor, B: Tensor, num_experts: int) -> tuple[Tensor, Tens
     return A.view(num_experts, -1, A.shape[1]), B.view(B.shape[0], -1, num_experts).permute(2, 0, 1)
 
 
-def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """(module name, module, parameter name) of every 3-D parameter of experts: matrices, one for each expert."""
     for name, module in model.named_modules():
         for key, tensor in module._parameters.items():
@@ -90,7 +90,7 @@ def stacked_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
 
 def transposed_experts(model: nn.Module) -> set[str]:
     """Names of the 3-D parameters whose matrices are stored as (in, out)."""
-    return {f"{name}.{key}" for name, module, key in stacked_parameters(model) if is_transposed(module)}
+    return {f"{name}.{key}" for name, module, key in expert_parameters(model) if is_transposed(module)}
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, is_transposed, stacked_parameters, stacked_sizes
+from lorakit.lora.experts import ExpertTarget, is_transposed, expert_parameters, stacked_sizes
 from lorakit.lora.init import RANDOM
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
@@ -16,19 +16,19 @@ PLAIN_METHODS = tuple(name for name, method in METHODS.items() if method.additiv
 
 
 @dataclass(frozen=True)
-class Extras:
+class ExtraTargets:
     """Beside the targets."""
 
     experts: tuple[ExpertTarget, ...] = ()
-    learnt: Mapping[str, tuple[str, ...]] | None = None
+    modules_to_save: Mapping[str, tuple[str, ...]] | None = None
     """module -> its own tensors that learn as a whole"""
     token_rows: str | None = None
     """the embedding of which some rows learn"""
-    mirrored: tuple[str, str] | None = None
+    tied: tuple[str, str] | None = None
     """head and embedding that share a weight and change alike"""
 
 
-def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> Extras:
+def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
     """Everything else of ``spec`` in ``model``. Works on the meta device.
 
     Raises:
@@ -36,10 +36,10 @@ def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> E
     """
     names = {target.name for target in targets}
     experts, problems = _experts(model, spec)
-    learnt, more = _learnt(model, spec, names)
+    modules_to_save, more = _learnt(model, spec, names)
     tied = tied_head(model)
-    rows, wrong = _token_rows(model, spec, names | set(learnt))
-    problems += [*more, *wrong, *_tied_problems(tied, spec, names, learnt, rows)]
+    rows, wrong = _token_rows(model, spec, names | set(modules_to_save))
+    problems += [*more, *wrong, *_tied_problems(tied, spec, names, modules_to_save, rows)]
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
@@ -53,16 +53,16 @@ def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> E
         )
     if problems:
         raise TargetError("\n".join(problems))
-    touched = tied is not None and (tied[1] in names or tied[1] in learnt or rows == tied[1])
-    mirrored = tied if touched and (spec.tied_head == "both" or rows is not None) else None
-    return Extras(tuple(experts), learnt, rows, mirrored)
+    touched = tied is not None and (tied[1] in names or tied[1] in modules_to_save or rows == tied[1])
+    tied = tied if touched and (spec.tied_head == "both" or rows is not None) else None
+    return ExtraTargets(tuple(experts), modules_to_save, rows, tied)
 
 
 def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], list[str]]:
     asked = spec.target_parameters
     if not asked:
         return [], []
-    found = {f"{name}.{key}": (name, module, key) for name, module, key in stacked_parameters(model)}
+    found = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
     if asked == ALL_EXPERTS:
         chosen, problems = list(found), []
         if not found:
@@ -99,7 +99,7 @@ def _expert_target(name: str, module: nn.Module, key: str, spec: AdapterSpec) ->
 def _learnt(model: nn.Module, spec: AdapterSpec, targets: set[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Module -> its own tensors that learn, and what is wrong with the choice."""
     modules = dict(model.named_modules())
-    learnt: dict[str, tuple[str, ...]] = {}
+    modules_to_save: dict[str, tuple[str, ...]] = {}
     problems = []
     for pattern in spec.modules_to_save:
         roots = [name for name in modules if name and matches((pattern,), name)]
@@ -120,15 +120,15 @@ def _learnt(model: nn.Module, spec: AdapterSpec, targets: set[str]) -> tuple[dic
             f"adapter.modules_to_save: {name} is quantised, so it cannot learn as a whole; add it to base.skip_modules"
             for name in own if any(not tensor.is_floating_point() for tensor in _tensors(modules[name]).values())
         ]  # fmt: skip
-        learnt |= {name: tuple(_tensors(modules[name])) for name in own}
+        modules_to_save |= {name: tuple(_tensors(modules[name])) for name in own}
     if spec.bias != "none":
         biased = [name for name, module in modules.items() if "bias" in _tensors(module)]
         if spec.bias == "lora_only":
             biased = [name for name in biased if name in targets]
         if not biased:
             problems.append(f"adapter.bias: {spec.bias}: no layer that it means has a bias; leave it out")
-        learnt |= {name: ("bias",) for name in biased if name not in learnt}
-    return learnt, problems
+        modules_to_save |= {name: ("bias",) for name in biased if name not in modules_to_save}
+    return modules_to_save, problems
 
 
 def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[str | None, list[str]]:
@@ -153,7 +153,7 @@ def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[s
 
 
 def _tied_problems(
-    tied: tuple[str, str] | None, spec: AdapterSpec, targets: set[str], learnt: Mapping[str, tuple[str, ...]],
+    tied: tuple[str, str] | None, spec: AdapterSpec, targets: set[str], modules_to_save: Mapping[str, tuple[str, ...]],
     rows: str | None,
 ) -> Iterator[str]:  # fmt: skip
     if tied is None:
@@ -161,9 +161,9 @@ def _tied_problems(
             yield "adapter.tied_head: both: the output head of this base has a weight of its own; name both in targets"
         return
     head, embedding = tied
-    if rows == embedding and (head in targets or head in learnt):
+    if rows == embedding and (head in targets or head in modules_to_save):
         yield f"adapter.trainable_tokens: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
-    touched = [name for name in tied if name in targets or "weight" in learnt.get(name, ())]
+    touched = [name for name in tied if name in targets or "weight" in modules_to_save.get(name, ())]
     if not touched:
         return
     if spec.tied_head == "stop":
@@ -172,18 +172,18 @@ def _tied_problems(
             " happen: `tied_head: both` changes the shared weight, `tied_head: untie` gives the head one of its own"
         )
     elif spec.tied_head == "both":
-        yield from _both_problems(head, embedding, spec, targets, learnt)
+        yield from _both_problems(head, embedding, spec, targets, modules_to_save)
 
 
 def _both_problems(
-    head: str, embedding: str, spec: AdapterSpec, targets: set[str], learnt: Mapping[str, tuple[str, ...]]
+    head: str, embedding: str, spec: AdapterSpec, targets: set[str], modules_to_save: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
     """What keeps head and embedding from changing alike."""
-    if embedding not in targets and "weight" not in learnt.get(embedding, ()):
+    if embedding not in targets and "weight" not in modules_to_save.get(embedding, ()):
         yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
-    if head in learnt and embedding not in learnt:
+    if head in modules_to_save and embedding not in modules_to_save:
         yield f"adapter.tied_head: both: {head} would learn in another way than {embedding}; leave {head} out"
-    elif "bias" in learnt.get(head, ()):
+    elif "bias" in modules_to_save.get(head, ()):
         yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
     if embedding in targets and (spec.method not in PLAIN_METHODS or spec.init not in RANDOM):
         yield (

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lorakit.lora.low_rank import found_near
+from lorakit.lora.low_rank import nearest_low_rank
 
 Factors = tuple[Tensor, Tensor]
 """A (r, in), B (out, r)"""
@@ -33,7 +33,7 @@ def pissa(W: Tensor, rank: int, s: float, seed: int) -> Factors:
 
     By random projections where W is large, which ``seed`` makes reproducible.
     """
-    near = found_near(W.float(), rank, seed).factors
+    near = nearest_low_rank(W.float(), rank, seed).factors
     return near.A / math.sqrt(s), near.B / math.sqrt(s)
 
 
@@ -50,7 +50,7 @@ FROM_WEIGHT: Final[Mapping[str, Callable[[Tensor, int, float, int], Factors]]] =
 INITS: Final = (*RANDOM, *FROM_WEIGHT)
 
 
-def start(
+def init_factors(
     how: str, out_features: int, in_features: int, rank: int, s: float, seed: int, W: Callable[[], Tensor]
 ) -> dict[str, Tensor]:
     """The float32 tensors an adapter starts with, by name; ``W`` is asked only by a start that needs it.

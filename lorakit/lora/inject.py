@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
-from lorakit.lora.extra_targets import Extras, find_extras
-from lorakit.lora.init import INITS, RANDOM, start
-from lorakit.lora.linear import LoraLinear, MirroredHead
+from lorakit.lora.extra_targets import ExtraTargets, find_extras
+from lorakit.lora.init import INITS, RANDOM, init_factors
+from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
-from lorakit.lora.module import Carrier
-from lorakit.lora.modules_to_save import LearntLogits, LearntModule, LearntRows
+from lorakit.lora.module import AdapterModule
+from lorakit.lora.modules_to_save import TiedTokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
-from lorakit.training.fuse import leave_as_written, take_less
+from lorakit.training.fuse import use_plain_lora, fuse_model
 
 StoredWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model whose own are not there yet"""
@@ -53,7 +53,7 @@ def inject(
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
     """
-    if any(isinstance(module, Carrier) for module in model.modules()):
+    if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     for name, value, known in (
         ("method", method, METHODS), ("init", init, INITS), ("bias", bias, BIASES), ("tied_head", tied_head, TIED),
@@ -79,7 +79,7 @@ def inject(
 
 
 def attach(
-    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, stored: StoredWeight | None = None,
+    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, read_weight: StoredWeight | None = None,
     *, compiled: bool = False,
 ) -> nn.Module:  # fmt: skip
     """The model with an untrained adapter on each of ``targets``; everything else is frozen.
@@ -93,48 +93,48 @@ def attach(
     """
     extras = find_extras(model, spec, targets)
     model.requires_grad_(False)
-    head = extras.mirrored[0] if extras.mirrored else None
+    head = extras.tied[0] if extras.tied else None
     for target in targets:
         if target.name != head:
-            _attach_linear(model, target, spec, seed, stored, extras)
+            _attach_linear(model, target, spec, seed, read_weight, extras)
     for module in dict.fromkeys(expert.module for expert in extras.experts):
         _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
-    for name, learnt in (extras.learnt or {}).items():
+    for name, learnt in (extras.modules_to_save or {}).items():
         layer = model.get_submodule(name)
         if not isinstance(layer, LoraLinear) and name != head:
-            replace_module(model, layer, LearntModule(_with_values(layer, name, learnt, stored), learnt))
+            replace_module(model, layer, TrainableModule(_with_values(layer, name, learnt, read_weight), learnt))
     if extras.token_rows is not None:
-        _attach_rows(model, extras.token_rows, spec.trainable_tokens, stored)
-    if extras.mirrored is not None:
-        _mirror(model, *extras.mirrored, spec)
-    (leave_as_written if compiled else take_less)(model)
+        _attach_rows(model, extras.token_rows, spec.trainable_tokens, read_weight)
+    if extras.tied is not None:
+        _mirror(model, *extras.tied, spec)
+    (use_plain_lora if compiled else fuse_model)(model)
     return model
 
 
 def _attach_linear(
-    model: nn.Module, target: Target, spec: AdapterSpec, seed: int, stored: StoredWeight | None, extras: Extras
+    model: nn.Module, target: Target, spec: AdapterSpec, seed: int, read_weight: StoredWeight | None, extras: ExtraTargets
 ) -> None:
     layer, method = model.get_submodule(target.name), METHODS[spec.method]
 
     def W() -> Tensor:
-        weight = stored(f"{target.name}.weight") if stored else target.kind.floats(layer).detach()
+        weight = read_weight(f"{target.name}.weight") if read_weight else target.kind.dequantized(layer).detach()
         return weight.T if target.kind.transposed else weight
 
-    tensors = start(
+    tensors = init_factors(
         spec.init, target.out_features, target.in_features, target.rank, method.scale(target.alpha, target.rank),
-        _stream(seed, target.name), W,
+        _layer_seed(seed, target.name), W,
     )  # fmt: skip
-    if method.measure is not None:
-        tensors |= method.measure(W())
+    if method.extra_tensors is not None:
+        tensors |= method.extra_tensors(W())
     device = next(layer.parameters()).device
     adapted = LoraLinear(
         layer, target.kind, method=spec.method, rank=target.rank, alpha=target.alpha, dropout=spec.dropout,
         tensors={key: tensor if device.type == "meta" else tensor.to(device) for key, tensor in tensors.items()},
     )  # fmt: skip
     replace_module(model, layer, adapted)
-    if "bias" in (extras.learnt or {}).get(target.name, ()):
-        _with_values(adapted, target.name, ("bias",), stored)
-        adapted.learn("bias")
+    if "bias" in (extras.modules_to_save or {}).get(target.name, ()):
+        _with_values(adapted, target.name, ("bias",), read_weight)
+        adapted.make_trainable("bias")
 
 
 def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: AdapterSpec, seed: int) -> None:
@@ -143,7 +143,7 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     for e in experts:
         weight = layer.get_parameter(e.parameter)
         streams = [
-            torch.Generator().manual_seed(_stream(seed, f"{e.name}.{number}")) for number in range(e.num_experts)
+            torch.Generator().manual_seed(_layer_seed(seed, f"{e.name}.{number}")) for number in range(e.num_experts)
         ]
         A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
@@ -151,12 +151,12 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     replace_module(model, layer, LoraExperts(layer, updates))
 
 
-def _attach_rows(model: nn.Module, name: str, tokens: tuple[int, ...], stored: StoredWeight | None) -> None:
+def _attach_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: StoredWeight | None) -> None:
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Embedding)
-    weight = stored(f"{name}.weight") if stored else layer.weight.detach()
-    rows = LearntRows(layer, tokens)
-    rows.carry({"trainable_tokens_delta": weight[list(tokens)].to(torch.float32)})
+    weight = read_weight(f"{name}.weight") if read_weight else layer.weight.detach()
+    rows = TrainableTokens(layer, tokens)
+    rows.add_tensors({"trainable_tokens_delta": weight[list(tokens)].to(torch.float32)})
     replace_module(model, layer, rows)
 
 
@@ -164,20 +164,20 @@ def _mirror(model: nn.Module, head_name: str, embedding_name: str, spec: Adapter
     """The head changes as the embedding does."""
     head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
     if isinstance(embedding, LoraLinear):
-        replace_module(model, head, MirroredHead(head, embedding, spec.dropout))
-    elif isinstance(embedding, LearntRows):
-        replace_module(model, head, LearntLogits(head, embedding))
+        replace_module(model, head, TiedLoraHead(head, embedding, spec.dropout))
+    elif isinstance(embedding, TrainableTokens):
+        replace_module(model, head, TiedTokenHead(head, embedding))
     else:
-        own = LearntModule(head, ())
+        own = TrainableModule(head, ())
         own.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
         replace_module(model, head, own)
 
 
-def _with_values(layer: nn.Module, name: str, learnt: tuple[str, ...], stored: StoredWeight | None) -> nn.Module:
+def _with_values(layer: nn.Module, name: str, learnt: tuple[str, ...], read_weight: StoredWeight | None) -> nn.Module:
     """The layer, with the values of what is to learn in place of tensors that are without."""
-    for key in learnt if stored else ():
-        assert stored is not None
-        layer.register_parameter(key, nn.Parameter(stored(f"{name}.{key}"), requires_grad=False))
+    for key in learnt if read_weight else ():
+        assert read_weight is not None
+        layer.register_parameter(key, nn.Parameter(read_weight(f"{name}.{key}"), requires_grad=False))
     return layer
 
 
@@ -197,26 +197,26 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``. Looked up now."""
     return {
-        f"{name}.{key}": tensor for name, layer in carriers(model) for key, tensor in layer.adapter_tensors().items()
+        f"{name}.{key}": tensor for name, layer in adapter_modules(model) for key, tensor in layer.adapter_tensors().items()
     }
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Tensors that belong to the adapter and do not learn, by name."""
-    return {f"{name}.{key}": tensor for name, layer in carriers(model) for key, tensor in layer.fixed_tensors().items()}
+    return {f"{name}.{key}": tensor for name, layer in adapter_modules(model) for key, tensor in layer.fixed_tensors().items()}
 
 
-def all_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """What of the adapter is kept in a checkpoint: what learns, and what does not."""
     return adapter_tensors(model) | fixed_tensors(model)
 
 
-def carriers(model: nn.Module) -> Iterator[tuple[str, Carrier]]:
+def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
     """(module name, module) of everything that carries a tensor of the adapter."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Carrier))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule))
 
 
-def _stream(seed: int, name: str) -> int:
+def _layer_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
 
 

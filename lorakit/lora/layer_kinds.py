@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """One kind of linear layer."""
 
     name: str
@@ -25,9 +25,9 @@ class Kind:
     """(layer, x, A) -> x A^T: what the first half of a low-rank update is for this kind of layer"""
     run: Callable[[nn.Module, Tensor, Tensor | None], Tensor]
     """(layer, x, bias) -> y: the product with the layer's own weight"""
-    floats: Callable[[nn.Module], Tensor]
+    dequantized: Callable[[nn.Module], Tensor]
     """layer -> its stored weight as floats"""
-    keeps: tuple[str, ...] = ()
+    copied_attributes: tuple[str, ...] = ()
     """attributes of the layer that its product, or other code, reads besides its tensors"""
 
 
@@ -62,10 +62,10 @@ def _shrink_linear(layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
 
 def _shrink_embedding(layer: nn.Module, ids: Tensor, A: Tensor) -> Tensor:
     """Rows of A^T: an embedding is a linear layer on one-hot vectors."""
-    return scaled(layer, F.embedding(ids, A.T))
+    return scale_embedding(layer, F.embedding(ids, A.T))
 
 
-def scaled(layer: nn.Module, rows: Tensor) -> Tensor:
+def scale_embedding(layer: nn.Module, rows: Tensor) -> Tensor:
     """Gemma scales what it looks up."""
     scale = getattr(layer, "embed_scale", None)
     return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
@@ -87,21 +87,21 @@ def _run_conv1d(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run_embedding(layer: nn.Module, ids: Tensor, bias: Tensor | None) -> Tensor:
-    return scaled(layer, F.embedding(ids, weight_of(layer)))
+    return scale_embedding(layer, F.embedding(ids, weight_of(layer)))
 
 
-LINEAR: Final = Kind("Linear", _linear_sizes, F.linear, False, _shrink_linear, _run_linear, weight_of)
-CONV1D: Final = Kind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear, _run_conv1d, weight_of)
-EMBEDDING: Final = Kind(
+LINEAR: Final = LayerKind("Linear", _linear_sizes, F.linear, False, _shrink_linear, _run_linear, weight_of)
+CONV1D: Final = LayerKind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear, _run_conv1d, weight_of)
+EMBEDDING: Final = LayerKind(
     "Embedding", _embedding_sizes, _embedding_product, True, _shrink_embedding, _run_embedding, weight_of,
     ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
 )  # fmt: skip
 
 
-class PackedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A frozen linear layer whose weight is not stored as floats; ``quant`` says how it is. Subclasses are final."""
 
-    kind: Kind
+    kind: LayerKind
     in_features: int
     out_features: int
     dtype: torch.dtype
@@ -112,12 +112,12 @@ class PackedLinear(nn.Module):
 
 def is_linear_like(module: nn.Module) -> bool:
     """True for what PEFT's ``all-linear`` calls linear: nn.Linear with its subclasses, and transformers' Conv1D."""
-    return isinstance(module, nn.Linear | PackedLinear) or _is_conv1d(module)
+    return isinstance(module, nn.Linear | QuantizedLinear) or _is_conv1d(module)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of a layer, or None when its product is not known (a Linear with a forward of its own)."""
-    if isinstance(module, PackedLinear):
+    if isinstance(module, QuantizedLinear):
         return module.kind
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return None  # nn.MultiheadAttention reads its weight and never calls it: an adapter would do nothing
@@ -126,18 +126,18 @@ def kind_of(module: nn.Module) -> Kind | None:
     return CONV1D if _is_conv1d(module) else None
 
 
-def adaptable_layers(model: nn.Module) -> dict[str, tuple[Kind, tuple[int, int]]]:
+def adaptable_layers(model: nn.Module) -> dict[str, tuple[LayerKind, tuple[int, int]]]:
     """Every layer a patch can change: module name -> (kind, (out, in)). Works on the meta device."""
     found = {name: kind_of(module) or embedding_of(module) for name, module in model.named_modules()}
     return {name: (kind, kind.sizes(model.get_submodule(name))) for name, kind in found.items() if kind}
 
 
-def embedding_of(module: nn.Module) -> Kind | None:
+def embedding_of(module: nn.Module) -> LayerKind | None:
     """EMBEDDING for an embedding, None for anything else."""
     return EMBEDDING if isinstance(module, nn.Embedding) else None
 
 
-def trainable_kind(module: nn.Module) -> Kind | None:
+def trainable_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer that an adapter can be trained on: its product must be known to the bit."""
     if not isinstance(module, nn.Embedding):
         return kind_of(module)

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import EMBEDDING, Kind
-from lorakit.lora.methods import METHODS, Sight
-from lorakit.lora.module import Carrier
-from lorakit.ops.lora_linear import adapted_product, fits_product
+from lorakit.lora.layer_kinds import EMBEDDING, LayerKind
+from lorakit.lora.methods import METHODS, LayerInputs
+from lorakit.lora.module import AdapterModule
+from lorakit.ops.lora_linear import lora_linear, can_fuse
 
 
 @final
-class LoraLinear(Carrier):
+class LoraLinear(AdapterModule):
     """y = x W^T + b + s (dropout(x) A^T) B^T, or what else the method makes of them. W belongs to the base."""
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, base: nn.Module, kind: Kind, *, method: str, rank: int, alpha: float, dropout: float,
+        self, base: nn.Module, kind: LayerKind, *, method: str, rank: int, alpha: float, dropout: float,
         tensors: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         super().__init__(base)
@@ -31,13 +31,13 @@ class LoraLinear(Carrier):
         self.dropout = nn.Dropout(dropout)
         bias = base._parameters.get("bias")
         self.bias_dtype = None if bias is None else bias.dtype
-        for name in kind.keeps:
+        for name in kind.copied_attributes:
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
         self._names = tuple(tensors)
-        self.in_one = kind is not EMBEDDING and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
+        self.fused = kind is not EMBEDDING and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
         fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
-        self.carry(tensors, fixed=fixed, derived=METHODS[method].derived)
+        self.add_tensors(tensors, fixed=fixed, derived=METHODS[method].derived)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that the method reads."""
@@ -45,19 +45,19 @@ class LoraLinear(Carrier):
 
     def forward(self, x: Tensor) -> Tensor:
         tensors, weight = self.tensors(), self._parameters.get("weight")
-        if self.in_one and weight is not None and fits_product(x, weight):
-            return adapted_product(
-                x, partial(self.kind.floats, self), _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
+        if self.fused and weight is not None and can_fuse(x, weight):
+            return lora_linear(
+                x, partial(self.kind.dequantized, self), _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
                 transposed=self.kind.transposed, dropout=self.dropout.p if self.training else 0.0,
             )  # fmt: skip
-        return adapted(self, x, tensors)
+        return apply_method(self, x, tensors)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}"
 
 
 @final
-class MirroredHead(Carrier):
+class TiedLoraHead(AdapterModule):
     """An output head that shares its weight with an embedding, adapted by the embedding's own A and B.
 
     The shared weight E (vocabulary, width) becomes E + s A^T B^T in both places.
@@ -76,7 +76,7 @@ class MirroredHead(Carrier):
         return torch.add(y, F.linear(F.linear(self.dropout(x), B.T), A.T), alpha=self.scale)
 
 
-def adapted(layer: LoraLinear, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+def apply_method(layer: LoraLinear, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """The adapted layer's output for x."""
     kind, bias = layer.kind, _bias_of(layer)
     y = kind.run(layer, x, bias)
@@ -89,10 +89,10 @@ def adapted(layer: LoraLinear, x: Tensor, tensors: Mapping[str, Tensor]) -> Tens
         return y if bias is None else y - bias
 
     def times(A: Tensor) -> Tensor:
-        W = kind.floats(layer)
+        W = kind.dequantized(layer)
         return (A.to(W.dtype) @ (W if kind.transposed else W.T)).T
 
-    see = Sight(y, product, lambda A: kind.shrink(layer, dropped, A), lambda A: kind.shrink(layer, x, A), times)
+    see = LayerInputs(y, product, lambda A: kind.shrink(layer, dropped, A), lambda A: kind.shrink(layer, x, A), times)
     return METHODS[layer.method].apply(see, tensors, layer.scale)
 
 

@@ -20,7 +20,7 @@ OVERSAMPLES: Final = 16
 ITERATIONS: Final = 4
 DOUBLE_ELEMENTS: Final = 1 << 24
 """up to this size a dense delta is float64, above it float32"""
-Part = tuple[Tensors, float]
+Summand = tuple[Tensors, float]
 """(A and B, s): the summand s B A"""
 
 
@@ -44,14 +44,14 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Found:
+class LowRankFit:
     """s B A as it is stored, for a matrix that was asked for."""
 
     factors: LowRank
     s: float
     size: float
     """Frobenius norm of what was asked for"""
-    left: float
+    residual_norm: float
     """Frobenius norm of what s B A lacks, measured on float32 factors; 0 for ranks that just stand side by side"""
 
 
@@ -66,14 +66,14 @@ def low_rank(tensors: Tensors, s: float) -> LowRank:
     return LowRank(tensors["lora_B"].double() * s, tensors["lora_A"].double())
 
 
-def added(parts: Sequence[LowRank]) -> LowRank:
+def add_low_rank(parts: Sequence[LowRank]) -> LowRank:
     """The sum of all parts, exactly: their ranks side by side."""
     return LowRank(torch.cat([part.B for part in parts], dim=1), torch.cat([part.A for part in parts]))
 
 
-def subtracted(one: LowRank, two: LowRank) -> LowRank:
+def subtract_low_rank(one: LowRank, two: LowRank) -> LowRank:
     """one - two, exactly."""
-    return added([one, LowRank(-two.B, two.A)])
+    return add_low_rank([one, LowRank(-two.B, two.A)])
 
 
 def inner(one: LowRank, two: LowRank) -> float:
@@ -103,7 +103,7 @@ def truncated(matrix: LowRank, rank: int) -> LowRank:
     return _balanced(Q_B @ U, S, Vh @ Q_A.T, rank)
 
 
-def found_near(D: Tensor, rank: int, seed: int = 0) -> Found:
+def nearest_low_rank(D: Tensor, rank: int, seed: int = 0) -> LowRankFit:
     """A float32 product of at most ``rank`` near the dense D (out, in), split as ``truncated`` does; s is 1.
 
     The nearest there is for small D. For large D and small rank by random projections (Halko et al. 2011, arXiv
@@ -118,20 +118,20 @@ def found_near(D: Tensor, rank: int, seed: int = 0) -> Found:
         Vh = V.T
     near = _balanced(U, S, Vh, rank).to(torch.float32)
     lacking = torch.addmm(D, near.B.to(D.dtype), near.A.to(D.dtype), alpha=-1)
-    return Found(near, 1.0, float(torch.linalg.matrix_norm(D)), float(torch.linalg.matrix_norm(lacking)))
+    return LowRankFit(near, 1.0, float(torch.linalg.matrix_norm(D)), float(torch.linalg.matrix_norm(lacking)))
 
 
-def summed(parts: Sequence[Part], rank: int) -> Found:
+def sum_low_rank(parts: Sequence[Summand], rank: int) -> LowRankFit:
     """sum_i s_i B_i A_i: as it is when its ranks fit into ``rank``, else the nearest of that rank."""
-    asked = added([low_rank(*part) for part in parts])
+    asked = add_low_rank([low_rank(*part) for part in parts])
     size = norm(asked)
     if asked.rank <= rank:
-        return Found(*side_by_side(parts), size, 0.0)
+        return LowRankFit(*concatenated(parts), size, 0.0)
     near = truncated(asked, rank).to(torch.float32)
-    return Found(near, 1.0, size, norm(subtracted(asked, near.to(torch.float64))))
+    return LowRankFit(near, 1.0, size, norm(subtract_low_rank(asked, near.to(torch.float64))))
 
 
-def side_by_side(parts: Sequence[Part]) -> tuple[LowRank, float]:
+def concatenated(parts: Sequence[Summand]) -> tuple[LowRank, float]:
     """(B and A, s) with s B A = sum_i s_i B_i A_i: their ranks side by side, as they are stored.
 
     Where all s_i are one positive number it becomes s, and the tensors keep their bits. Else s is 1: a B_i with s_i = 1
@@ -143,11 +143,11 @@ def side_by_side(parts: Sequence[Part]) -> tuple[LowRank, float]:
     return LowRank(torch.cat(B, dim=1), torch.cat([tensors["lora_A"] for tensors, _ in parts])), s
 
 
-def thinned(parts: Sequence[Part], how: str, rank: int, density: float, seed: int) -> Found:
+def sparsified(parts: Sequence[Summand], how: str, rank: int, density: float, seed: int) -> LowRankFit:
     """``ties`` or ``dare`` of the dense s_i B_i A_i, brought down to ``rank``."""
     num_elements = math.prod((parts[0][0]["lora_B"].shape[0], parts[0][0]["lora_A"].shape[1]))
     dtype = torch.float64 if num_elements <= DOUBLE_ELEMENTS else torch.float32
-    return found_near(THINNINGS[how]([low_rank(*part).to(dtype).dense() for part in parts], density, seed), rank, seed)
+    return nearest_low_rank(SPARSIFIERS[how]([low_rank(*part).to(dtype).dense() for part in parts], density, seed), rank, seed)
 
 
 def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
@@ -179,7 +179,7 @@ def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
     return total
 
 
-THINNINGS: Final[Mapping[str, Callable[[Sequence[Tensor], float, int], Tensor]]] = {"ties": ties, "dare": dare}
+SPARSIFIERS: Final[Mapping[str, Callable[[Sequence[Tensor], float, int], Tensor]]] = {"ties": ties, "dare": dare}
 
 
 def _largest(delta: Tensor, density: float) -> Tensor:

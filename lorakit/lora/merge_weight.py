@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.lora.layer_kinds import Kind
+from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18
-HALF_WAY: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
+HALFWAY_BITS: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
 """the bits of a float32 that are rounded away, and what they are half way between two neighbours"""
 
 
@@ -49,7 +49,7 @@ def row_blocks(shape: tuple[int, int], *, whole: bool = False) -> Iterator[slice
 class RowMerger:
     """Adds updates to stored rows in float64, in their memory. For a transposed kind stored rows are columns of W."""
 
-    def __init__(self, kind: Kind, updates: Sequence[Update]) -> None:
+    def __init__(self, kind: LayerKind, updates: Sequence[Update]) -> None:
         self._kind = kind
         # the factor that every block needs is widened once, the one that is cut into blocks a block at a time
         self._whole, self._cut = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
@@ -92,7 +92,7 @@ class RowMerger:
         return merge(W, part, s)
 
 
-def merged_weight(W: Tensor, kind: Kind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
     """A whole stored weight with its updates, on W's device: the float64 sum rounded once to ``dtype``."""
     merged = torch.empty_like(W, dtype=dtype)
     rounding = Rounding(dtype)
@@ -117,7 +117,7 @@ class Rounding:
         self._narrow, self._bits = torch.empty(0), torch.empty(0, dtype=torch.int32)
 
     def __call__(self, values: Tensor) -> Tensor:
-        if self._dtype not in HALF_WAY:
+        if self._dtype not in HALFWAY_BITS:
             return values.to(self._dtype)
         if self._narrow.numel() < values.numel() or self._narrow.device != values.device:
             self._narrow = torch.empty(values.numel(), device=values.device)
@@ -128,22 +128,22 @@ class Rounding:
             _round_to_odd(flat, values.reshape(-1), places)
         return narrow.to(self._dtype)
 
-    def lost(self, exact: Tensor, rounded: Tensor) -> float:
+    def rounding_error(self, exact: Tensor, rounded: Tensor) -> float:
         """The sum of squares of what the last call's rounding took; ``exact`` may be overwritten.
 
         For 16 bits from the float32 values on the way, which are nearer by far than what they are rounded to; where
         squares leave float32's range, and for other dtypes, in float64.
         """
-        if self._dtype in HALF_WAY:
+        if self._dtype in HALFWAY_BITS:
             wide = self._bits[: rounded.numel()].view(torch.float32).copy_(rounded.reshape(-1))
-            found = square(wide.sub_(self._narrow[: rounded.numel()]))
+            found = squared_norm(wide.sub_(self._narrow[: rounded.numel()]))
             if math.isfinite(found) and found > 0.0:
                 return found
-        return square(exact.sub_(rounded.to(torch.float64)))
+        return squared_norm(exact.sub_(rounded.to(torch.float64)))
 
     def _half_way(self, flat: Tensor) -> np.ndarray:
         """Where float32 values lie half way between two neighbours of the dtype, as indices."""
-        mask, half = HALF_WAY[self._dtype]
+        mask, half = HALFWAY_BITS[self._dtype]
         bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
         on_cpu = bits.device.type == "cpu"  # where numpy compares integers eight times as fast as torch
         found = bits.numpy() == half if on_cpu else (bits == half).numpy(force=True)
@@ -162,7 +162,7 @@ def _round_to_odd(flat: Tensor, exact: Tensor, places: np.ndarray) -> None:
     flat[where] = torch.from_numpy(odd).to(flat.device)
 
 
-def square(values: Tensor) -> float:
+def squared_norm(values: Tensor) -> float:
     """The sum of squares."""
     flat = values.reshape(-1)
     return float(torch.dot(flat, flat))

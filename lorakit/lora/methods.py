@@ -18,7 +18,7 @@ MAGNITUDE: Final = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
-class Sight:
+class LayerInputs:
     """What a method sees of a layer in one forward pass. x' is x after dropout."""
 
     y: Tensor
@@ -27,9 +27,9 @@ class Sight:
     """() -> x' W^T, without b"""
     shrink: Callable[[Tensor], Tensor]
     """A -> x' A^T"""
-    shrink_whole: Callable[[Tensor], Tensor]
+    shrink_without_dropout: Callable[[Tensor], Tensor]
     """A -> x A^T"""
-    times: Callable[[Tensor], Tensor]
+    weight_times: Callable[[Tensor], Tensor]
     """A -> W A^T (out, r), without gradient"""
 
 
@@ -42,11 +42,11 @@ class Method:
 
     scale: Callable[[float, int], float]
     """(alpha, r) -> s"""
-    apply: Callable[[Sight, Tensors, float], Tensor]
+    apply: Callable[[LayerInputs, Tensors, float], Tensor]
     """(what there is to see, tensors, s) -> adapted y"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
     """(W, or some of its rows, in float64; tensors, s) -> the same of the adapted W; may use W's memory"""
-    measure: Callable[[Tensor], dict[str, Tensor]] | None = None
+    extra_tensors: Callable[[Tensor], dict[str, Tensor]] | None = None
     """W in floats -> float32 tensors beside A and B that depend on it; those in ``derived`` never change"""
     fixed: tuple[str, ...] = ()
     """tensors that do not learn"""
@@ -58,16 +58,16 @@ class Method:
     """whether ``apply`` is y + s (x' A^T) B^T and nothing else"""
 
 
-def add_low_rank(see: Sight, tensors: Tensors, s: float) -> Tensor:
+def add_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     """y + s (x' A^T) B^T, computed in y's dtype; less s (x A0^T) B0^T when the adapter began at A0 and B0.
 
     The tensors are cast to x rather than x to the tensors: they are small, and x would be copied at every layer.
     """
-    dtype = see.y.dtype
-    delta = F.linear(see.shrink(tensors["lora_A"].to(dtype)), tensors["lora_B"].to(dtype))
+    dtype = inputs.y.dtype
+    delta = F.linear(inputs.shrink(tensors["lora_A"].to(dtype)), tensors["lora_B"].to(dtype))
     if "lora_A0" in tensors:
-        delta = delta - F.linear(see.shrink_whole(tensors["lora_A0"].to(dtype)), tensors["lora_B0"].to(dtype))
-    return torch.add(see.y, delta, alpha=s)
+        delta = delta - F.linear(inputs.shrink_without_dropout(tensors["lora_A0"].to(dtype)), tensors["lora_B0"].to(dtype))
+    return torch.add(inputs.y, delta, alpha=s)
 
 
 def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
@@ -87,24 +87,24 @@ def measure_rows(W: Tensor) -> dict[str, Tensor]:
     return {MAGNITUDE: norm, "weight_norm": norm.clone()}
 
 
-def apply_dora(see: Sight, tensors: Tensors, s: float) -> Tensor:
+def apply_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     """b + (m / |V|) x V^T with V = W + s B A, m the learnt length of each row, |V| without gradient.
 
     |V|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B) row by row, so V is never formed. With dropout the change alone
     sees x', as in PEFT. Source: Liu et al. 2024 (arXiv 2402.09353), equation 5 and section 4.3.
     """
-    dtype = see.y.dtype
+    dtype = inputs.y.dtype
     A, B = tensors["lora_A"], tensors["lora_B"]
-    gain = dora_gain(tensors, see.times, s)
-    delta = F.linear(see.shrink(A.to(dtype)), B.to(dtype))
-    return see.y + (gain - 1).to(dtype) * see.product() + (gain * s).to(dtype) * delta
+    gain = dora_gain(tensors, inputs.weight_times, s)
+    delta = F.linear(inputs.shrink(A.to(dtype)), B.to(dtype))
+    return inputs.y + (gain - 1).to(dtype) * inputs.product() + (gain * s).to(dtype) * delta
 
 
-def dora_gain(tensors: Tensors, times: Callable[[Tensor], Tensor], s: float) -> Tensor:
+def dora_gain(tensors: Tensors, weight_times: Callable[[Tensor], Tensor], s: float) -> Tensor:
     """m / |V| (out,) in float32; 1 where V's row is zero. ``times``: A -> W A^T."""
     with torch.no_grad():
         A, B = tensors["lora_A"].float(), tensors["lora_B"].float()
-        inner = (times(A).float() * B).sum(1)
+        inner = (weight_times(A).float() * B).sum(1)
         squares = ((B @ (A @ A.T)) * B).sum(1)
         norm = (tensors["weight_norm"].square() + 2 * s * inner + s * s * squares).clamp(min=0).sqrt()
     return row_gain(tensors[MAGNITUDE], norm)

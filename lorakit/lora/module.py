@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Carrier(nn.Module):
+class AdapterModule(nn.Module):
     """Tensors that learn are float32 masters, cast to what the base computes in. Subclasses are final."""
 
     def __init__(self, base: nn.Module) -> None:
@@ -19,7 +19,7 @@ class Carrier(nn.Module):
             self.register_parameter(name, tensor)
         self.train(base.training)
 
-    def carry(
+    def add_tensors(
         self, tensors: Mapping[str, Tensor], *, fixed: tuple[str, ...] = (), derived: tuple[str, ...] = ()
     ) -> None:
         """Hold tensors of the adapter: those that learn, those that do not, and those that no file needs to hold."""
@@ -30,7 +30,7 @@ class Carrier(nn.Module):
             if name not in derived:
                 (self._fixed if still else self._learnt)[name] = attribute
 
-    def learn(self, name: str) -> None:
+    def make_trainable(self, name: str) -> None:
         """Let a tensor of the base learn: a float32 copy of it takes its place here, the base's own is left alone."""
         tensor = self.get_parameter(name)
         self.register_parameter(name, nn.Parameter(tensor.detach().to(torch.float32, copy=True)))

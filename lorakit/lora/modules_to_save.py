@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lorakit.lora.layer_kinds import scaled
-from lorakit.lora.module import Carrier
+from lorakit.lora.layer_kinds import scale_embedding
+from lorakit.lora.module import AdapterModule
 
 
-class Shelled(Carrier):
+class FunctionalWrapper(AdapterModule):
     """Runs a module's own forward on tensors that are held here."""
 
     def __init__(self, base: nn.Module) -> None:
@@ -24,7 +24,7 @@ class Shelled(Carrier):
         self._own = tuple(name for name, tensor in base._parameters.items() if tensor is not None)
         self._shell = (base,)  # in a tuple, so that it is no child of this module
 
-    def take_tensors(self) -> None:
+    def release_original(self) -> None:
         """Leave the shell without memory; once everything is read from it."""
         shell = self._shell[0]
         for name in self._own:
@@ -38,17 +38,17 @@ class Shelled(Carrier):
                 raise
             return getattr(self.__dict__["_shell"][0], name)
 
-    def current(self, name: str) -> Tensor:
+    def effective_tensor(self, name: str) -> Tensor:
         """The tensor that takes a name's place in this pass."""
         raise NotImplementedError
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        tensors = {name: self.current(name) for name in self._own}
+        tensors = {name: self.effective_tensor(name) for name in self._own}
         return functional_call(self._shell[0], tensors | dict(self.named_buffers()), inputs, named)
 
 
 @final
-class LearntModule(Shelled):
+class TrainableModule(FunctionalWrapper):
     """A module of which some tensors, or all, learn as they are (PEFT's ``modules_to_save``, and its ``bias``)."""
 
     def __init__(self, base: nn.Module, learnt: tuple[str, ...]) -> None:
@@ -56,20 +56,20 @@ class LearntModule(Shelled):
         self.shared: str | None = None
         self._dtypes = {name: self.get_parameter(name).dtype for name in self._own}
         for name in learnt:
-            self.learn(name)
-        self.take_tensors()
+            self.make_trainable(name)
+        self.release_original()
 
     def share(self, name: str, tensor: nn.Parameter, known_as: str) -> None:
         """Read a tensor that another module carries, under a name that the adapter knows it by."""
         self.register_parameter(name, tensor)
         self.shared = known_as
 
-    def current(self, name: str) -> Tensor:
+    def effective_tensor(self, name: str) -> Tensor:
         return self.get_parameter(name).to(self._dtypes[name])
 
 
 @final
-class LearntRows(Carrier):
+class TrainableTokens(AdapterModule):
     """An embedding of which some rows learn: new tokens (PEFT's ``trainable_tokens``)."""
 
     def __init__(self, base: nn.Embedding, tokens: tuple[int, ...]) -> None:
@@ -86,14 +86,14 @@ class LearntRows(Carrier):
         places = self.get_buffer("places")[ids]
         own = self.get_parameter("trainable_tokens_delta").to(rows.dtype)
         rows = torch.where((places >= 0)[..., None], nn.functional.embedding(places.clamp(min=0), own), rows)
-        return scaled(self, rows)
+        return scale_embedding(self, rows)
 
 
 @final
-class LearntLogits(Carrier):
+class TiedTokenHead(AdapterModule):
     """The head that is tied to an embedding of which some rows learn: the same rows here."""
 
-    def __init__(self, head: nn.Module, embedding: LearntRows) -> None:
+    def __init__(self, head: nn.Module, embedding: TrainableTokens) -> None:
         super().__init__(head)
         self.out_features, self.in_features = embedding.num_embeddings, embedding.embedding_dim
         self.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
@@ -102,10 +102,10 @@ class LearntLogits(Carrier):
     def forward(self, x: Tensor) -> Tensor:
         weight, tokens = self.get_parameter("weight"), self.get_buffer("tokens")
         y = nn.functional.linear(x, weight, self._parameters.get("bias"))
-        return with_rows(y, x, weight, tokens, self.get_parameter("trainable_tokens_delta"))
+        return replace_logit_rows(y, x, weight, tokens, self.get_parameter("trainable_tokens_delta"))
 
 
-def with_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
     """y = x W^T + b as if W had these rows (n, in) in the places of its own at ``tokens`` (n,).
 
     By what they differ: W's own rows change nothing, however a product of fewer rows is rounded.

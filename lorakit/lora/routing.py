@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.layer_kinds import EMBEDDING, Kind, scaled
-from lorakit.lora.modules_to_save import with_rows
+from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, scale_embedding
+from lorakit.lora.modules_to_save import replace_logit_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Slot:
     """(r, in)"""
     B: Tensor | None = None
     """(out, r)"""
-    stand_in: nn.Module | None = None
+    replacement: nn.Module | None = None
     """the layer with tensors of the adapter's own in place of the base's"""
     gain: Tensor | None = None
     """(out,), without bias; B holds it already"""
@@ -42,9 +42,9 @@ class Slot:
     """(tokens, width)"""
 
     @property
-    def plain(self) -> bool:
+    def is_low_rank(self) -> bool:
         """Whether it is a low-rank update and nothing else."""
-        return self.A is not None and self.stand_in is None and self.gain is None and self.rows is None
+        return self.A is not None and self.replacement is None and self.gain is None and self.rows is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedAdapters:
     """The adapters of one layer side by side, so that a few rows each with its own cost two products.
 
     S = (x A^T) masked to each row's own columns; y += S B^T.
@@ -77,10 +77,10 @@ class Route:
     """Which adapter each row of a batch uses; None is the plain base. One entry serves a batch of any size."""
 
     rows: tuple[Adapter | None, ...]
-    stacks: dict[str, Stack | None] = field(default_factory=dict, repr=False)
+    stacks: dict[str, StackedAdapters | None] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def one(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether every row uses the same."""
         return all(adapter is self.rows[0] for adapter in self.rows)
 
@@ -96,29 +96,29 @@ class Route:
             for a, rows in found.items()
         ]
 
-    def stack(self, layer: str, x: Tensor) -> Stack | None:
+    def stack(self, layer: str, x: Tensor) -> StackedAdapters | None:
         """The adapters of a layer side by side; None when one of them is more than a low-rank update."""
         if layer not in self.stacks:
             slots = [(adapter, adapter.slots[layer]) for adapter, _ in self.groups if layer in adapter.slots]
-            self.stacks[layer] = _stack(self.rows, slots, x) if all(slot.plain for _, slot in slots) else None
+            self.stacks[layer] = _stack(self.rows, slots, x) if all(slot.is_low_rank for _, slot in slots) else None
         return self.stacks[layer]
 
 
-def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> Stack:
+def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> StackedAdapters:
     factors = [(adapter, slot.A, slot.B, slot.scale) for adapter, slot in slots]
     A = torch.cat([A for _, A, _, _ in factors if A is not None]).to(x.dtype)
     B = torch.cat([B.T for _, _, B, _ in factors if B is not None]).to(x.dtype)
     columns = [(adapter, scale) for adapter, A, _, scale in factors if A is not None for _ in range(A.shape[0])]
     own = torch.tensor([[adapter is row for adapter, _ in columns] for row in rows], device=x.device)
     scales = torch.tensor([scale for _, scale in columns], dtype=x.dtype, device=x.device)
-    return Stack(A, B, scales, ~own)
+    return StackedAdapters(A, B, scales, ~own)
 
 
 @final
 class SlotHook:
     """The hook of one layer. ``route`` belongs to the calling thread, so concurrent calls do not mix."""
 
-    def __init__(self, name: str, kind: Kind | None, route: ContextVar[Route | None]) -> None:
+    def __init__(self, name: str, kind: LayerKind | None, route: ContextVar[Route | None]) -> None:
         self.name, self._kind, self._route = name, kind, route
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
@@ -128,9 +128,9 @@ class SlotHook:
         route = self._route.get()
         if route is None:
             return y
-        if route.one:
+        if route.is_uniform:
             slot = None if route.rows[0] is None else route.rows[0].slots.get(self.name)
-            return y if slot is None else self._changed(slot, layer, inputs, named, y, slice(None))
+            return y if slot is None else self._apply_slot(slot, layer, inputs, named, y, slice(None))
         slots = [(adapter.slots[self.name], rows) for adapter, rows in route.groups if self.name in adapter.slots]
         if not slots:
             return y
@@ -147,16 +147,16 @@ class SlotHook:
             y.view(num_rows, -1).addmm_(S.to(y.dtype), stack.B.to(y.dtype))
             return y
         for slot, rows in slots:
-            y[rows] = self._changed(slot, layer, inputs, named, y[rows], rows)
+            y[rows] = self._apply_slot(slot, layer, inputs, named, y[rows], rows)
         return y
 
-    def _changed(
+    def _apply_slot(
         self, slot: Slot, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], y: Tensor,
         rows: slice | Tensor,
     ) -> Tensor:  # fmt: skip
         """y with the slot's change, in place: y is the layer's own fresh output, or rows of it."""
-        if slot.stand_in is not None:  # on all rows: what else it is given need not be by row
-            layer = slot.stand_in
+        if slot.replacement is not None:  # on all rows: what else it is given need not be by row
+            layer = slot.replacement
             y = layer(*inputs, **named)
             if not (isinstance(rows, slice) and rows == slice(None)):
                 y = y[rows]
@@ -180,9 +180,9 @@ def _with_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     assert slot.tokens is not None
     assert slot.rows is not None
     if x.is_floating_point():
-        return with_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
+        return replace_logit_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
     found = x[..., None] == slot.tokens
-    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scaled(layer, slot.rows)), y)
+    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scale_embedding(layer, slot.rows)), y)
 
 
 def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
@@ -190,11 +190,11 @@ def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
     return x
 
 
-def standing_in(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a layer with some tensors of its own; the others are the layer's. It has none of the layer's hooks."""
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
-    stand_in = copy.deepcopy(layer, shared)
-    stand_in._forward_hooks.clear()
+    replacement = copy.deepcopy(layer, shared)
+    replacement._forward_hooks.clear()
     for name, tensor in tensors.items():
-        stand_in.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-    return stand_in
+        replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return replacement

@@ -12,8 +12,8 @@ from typing import TypeVar
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import stacked_parameters
-from lorakit.lora.layer_kinds import Kind, is_linear_like, trainable_kind
+from lorakit.lora.experts import expert_parameters
+from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Target:
     """One layer that gets an adapter."""
 
     name: str
-    kind: Kind
+    kind: LayerKind
     rank: int
     alpha: float
     out_features: int
@@ -62,17 +62,17 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             if index not in reached
         ]
         matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
-    stacked = [f"{name}.{key}" for name, _, key in stacked_parameters(model)] if spec.target_parameters else []
+    stacked = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
     problems += _bad_patterns(spec, [*matched, *stacked])
     problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
-    if not matched and not problems and not alone(spec):
+    if not matched and not problems and not has_other_targets(spec):
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
         raise TargetError("\n".join(problems))
     return [_target(name, modules[name], spec) for name in matched]
 
 
-def alone(spec: AdapterSpec) -> bool:
+def has_other_targets(spec: AdapterSpec) -> bool:
     """Whether an adapter has something to learn without any low-rank target."""
     return bool(spec.target_parameters or spec.modules_to_save or spec.trainable_tokens or spec.bias == "all")
 

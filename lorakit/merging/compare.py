@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import load_base, num_tokens
-from lorakit.base.quantized import Quantization, fill, load_packed
-from lorakit.merging.dequantized import CPU, Seen
-from lorakit.merging.tensors import Weighted
-from lorakit.merging.verify import adapted, prompt_ids
-from lorakit.quant.files import is_packed
+from lorakit.base.quantized import QuantConfig, materialize, load_quantized
+from lorakit.merging.dequantized import CPU, TrainedQuantization
+from lorakit.merging.tensors import WeightedPatch
+from lorakit.merging.verify import with_patches, prompt_ids
+from lorakit.quant.files import is_quantized
 
 
 def measure_error(
-    base: Path, weighted: Sequence[Weighted], merged: Path, seen: Seen, say: Callable[[str], None]
+    base: Path, weighted: Sequence[WeightedPatch], merged: Path, seen: TrainedQuantization, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """KL divergence of next tokens, largest logit difference and agreement, of the merged model and of the bare base.
 
@@ -26,10 +26,10 @@ def measure_error(
     ids = prompt_ids(base, num_tokens(trained))
     with torch.no_grad():
         bare = _logits(trained, ids)
-        with adapted(trained, weighted):
+        with with_patches(trained, weighted):
             expected = _logits(trained, ids)
         del trained
-        found = _logits(_load(merged, seen) if is_packed(merged) else load_base(merged, seen.dtype, CPU), ids)
+        found = _logits(_load(merged, seen) if is_quantized(merged) else load_base(merged, seen.dtype, CPU), ids)
     with_it, without = _error(expected, found), _error(expected, bare)
     say(
         f"error      against the trained forward pass on {expected.shape[0]} tokens: KL {with_it['kl']:.3g}, largest"
@@ -39,13 +39,13 @@ def measure_error(
     return {"tokens": expected.shape[0], "merged": with_it, "without_adapters": without}
 
 
-def _load(folder: Path, seen: Seen) -> nn.Module:
+def _load(folder: Path, seen: TrainedQuantization) -> nn.Module:
     """A model that is packed, or that is packed as training saw it."""
     how = None
-    if not is_packed(folder):
-        how = Quantization(seen.packing, only=seen.layers)
-    model, tensors = load_packed(folder, seen.dtype, how, CPU)
-    return fill(model, tensors, CPU)
+    if not is_quantized(folder):
+        how = QuantConfig(seen.packing, only=seen.layers)
+    model, tensors = load_quantized(folder, seen.dtype, how, CPU)
+    return materialize(model, tensors, CPU)
 
 
 def _logits(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorakit.base.lazy import load_hollow
-from lorakit.base.provenance import ORIGIN, Stored
+from lorakit.base.lazy import load_on_meta
+from lorakit.base.provenance import ORIGIN, StoredTensor
 from lorakit.errors import MergeError
 from lorakit.lora.experts import is_transposed
 
@@ -31,7 +31,7 @@ def expert_places(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertPl
     Raises:
         MergeError: they are not simply laid one after the other. BaseModelError: the base cannot be read in parts.
     """
-    model = load_hollow(folder, torch.float32)
+    model = load_on_meta(folder, torch.float32)
     return {name: _places(folder, name, model) for name in names}
 
 
@@ -41,7 +41,7 @@ def _places(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertPlace
     _, num_rows, width = parameter.shape
     found = []
 
-    def note(stored: Stored, out: Tensor, start: int) -> None:
+    def note(stored: StoredTensor, out: Tensor, start: int) -> None:
         place, size = out.storage_offset(), torch.Size(stored.shape).numel()
         whole = out.is_meta and start == 0 and out.numel() == size
         if whole and stored.shape == tuple(parameter.shape):

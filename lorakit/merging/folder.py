@@ -7,14 +7,14 @@ from typing import Any, Final
 from lorakit.base.load import TOKENIZER_FILES
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, read_json
-from lorakit.merging.plan import Plan
+from lorakit.merging.plan import MergePlan
 from lorakit.patch import BaseFiles
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES: Final = "additional_chat_templates"
 
 
-def write_rest(files: BaseFiles, plan: Plan, model: Path) -> None:
+def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path) -> None:
     """Config, tokenizer, index and what else belongs to a model folder, with what the merge changes in them."""
     _copy_files(files, plan, model)
     config = files.config()
@@ -30,7 +30,7 @@ def write_rest(files: BaseFiles, plan: Plan, model: Path) -> None:
             (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
 
 
-def _changed_config(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] | None:
     changes: dict[str, Any] = {}
     if plan.untied:
         changes["tie_word_embeddings"] = False
@@ -50,7 +50,7 @@ def _changed_config(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None
     return config
 
 
-def _copy_files(files: BaseFiles, plan: Plan, model: Path) -> None:
+def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
     for path in model.iterdir():  # what an interrupted merge left of these
         if path.name not in plan.shards:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

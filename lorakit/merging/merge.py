@@ -14,20 +14,20 @@ from typing import Any, Final
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TemporaryFailure
-from lorakit.files.atomic import digest, stamp, write_json
+from lorakit.files.atomic import digest, file_signature, write_json
 from lorakit.merging.compare import measure_error
-from lorakit.merging.dequantized import DEQUANTIZED, REASONS, Seen, choose, seen_by, unpacked_files
-from lorakit.merging.folder import write_rest
-from lorakit.merging.plan import Plan, plan_merge, shared_places
-from lorakit.merging.requantize import repack
+from lorakit.merging.dequantized import DEQUANTIZED, REASONS, TrainedQuantization, choose_target, trained_quantization, unpacked_files
+from lorakit.merging.folder import write_config_and_tokenizer
+from lorakit.merging.plan import MergePlan, plan_merge, shared_places
+from lorakit.merging.requantize import requantize
 from lorakit.merging.staging import Lines, Staging, staged
-from lorakit.merging.tensors import Weighted
+from lorakit.merging.tensors import WeightedPatch
 from lorakit.merging.verify import verify_merge
 from lorakit.merging.write import write_shard
-from lorakit.patch import BaseFiles, BaseIdentity, Shapes, check_base, open_base_files, open_patch, unchecked
-from lorakit.patch.fingerprint import compared_by, told_in_full
+from lorakit.patch import BaseFiles, BaseIdentity, BaseShapes, check_base, open_base_files, open_patch, unverified_note
+from lorakit.patch.fingerprint import compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.quant.files import is_packed
+from lorakit.quant.files import is_quantized
 from lorakit.version import VERSION
 
 LEDGER: Final = "merge.json"
@@ -69,12 +69,12 @@ def merge(
     _check_out(out, folder)
     weighted = _open(adapters)
     files, skeleton = open_base_files(folder), load_skeleton(folder)
-    shapes, linear = Shapes.of(skeleton), list(linear_layers(skeleton))
-    seen = seen_by(files, [one.patch for one in weighted], onto)
-    onto = choose(files, seen, onto)
+    shapes, linear = BaseShapes.of(skeleton), list(linear_layers(skeleton))
+    seen = trained_quantization(files, [one.patch for one in weighted], onto)
+    onto = choose_target(files, seen, onto)
     _check_options(onto, seen, dtype, requantize=requantize, verify=verify)
     read = unpacked_files(files, seen) if seen is not None and onto == DEQUANTIZED else files
-    plan = replace(plan_merge(read, shapes, weighted, dtype=dtype, untie=untie), unpacked=is_packed(folder))
+    plan = replace(plan_merge(read, shapes, weighted, dtype=dtype, untie=untie), unpacked=is_quantized(folder))
     if onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}" + ("; packed again" if requantize else ""))
     _check_verifiable(plan, weighted, verify=verify)
@@ -84,9 +84,9 @@ def merge(
     with staged(out, inputs) as staging:
         lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
         _check_ledger(plan, shapes, weighted, lines)
-        write_rest(files, plan, staging.model)
+        write_config_and_tokenizer(files, plan, staging.model)
         if seen is not None and requantize:
-            repack(staging.model, seen, linear)
+            requantize(staging.model, seen, linear)
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
@@ -103,7 +103,7 @@ def merge(
     return out
 
 
-def _check_options(onto: str | None, seen: Seen | None, dtype: str | None, *, requantize: bool, verify: bool) -> None:
+def _check_options(onto: str | None, seen: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool) -> None:
     if requantize and seen is None:
         raise MergeError("requantize: no patch says that it was trained on a packed base; merge without --requantize")
     if requantize and dtype is not None:
@@ -116,7 +116,7 @@ def _check_options(onto: str | None, seen: Seen | None, dtype: str | None, *, re
         raise MergeError("verify: packing again loses more than rounding; its error is measured instead")
 
 
-def _check_verifiable(plan: Plan, weighted: Sequence[Weighted], *, verify: bool) -> None:
+def _check_verifiable(plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
     if verify and plan.vocabulary is not None:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.num_tokens} tokens, which the"
@@ -124,7 +124,7 @@ def _check_verifiable(plan: Plan, weighted: Sequence[Weighted], *, verify: bool)
         )
 
 
-def _told(weighted: Sequence[Weighted]) -> list[dict[str, Any]]:
+def _told(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
     """The patches, for the ledger."""
     return [
         {
@@ -136,19 +136,19 @@ def _told(weighted: Sequence[Weighted]) -> list[dict[str, Any]]:
 
 
 def _check_bases(
-    weighted: Sequence[Weighted], identity: BaseIdentity, base: str | Path, say: Callable[[str], None], *, full: bool,
+    weighted: Sequence[WeightedPatch], identity: BaseIdentity, base: str | Path, say: Callable[[str], None], *, full: bool,
     mismatch: bool,
 ) -> None:  # fmt: skip
     """Is it the patches' base? ``full``: by every value now, since the merge itself reads other ones."""
     for one in weighted:
         if not mismatch:
-            check_base(one.patch, identity, full=full and told_in_full(one.patch) is not None)
-        if (note := unchecked(one.patch, base)) is not None:
+            check_base(one.patch, identity, full=full and full_digests(one.patch) is not None)
+        if (note := unverified_note(one.patch, base)) is not None:
             say(note)
 
 
 def _measured(
-    base: Path, weighted: Sequence[Weighted], merged: Path, plan: Plan, seen: Seen, say: Callable[[str], None]
+    base: Path, weighted: Sequence[WeightedPatch], merged: Path, plan: MergePlan, seen: TrainedQuantization, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """The error against what was trained, or None where that cannot be run beside the merged model."""
     experts = any(layer.num_experts for one in weighted for layer in one.patch.layers.values())
@@ -165,7 +165,7 @@ def _check_out(out: Path, base: Path) -> None:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another place")
 
 
-def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Weighted]:
+def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
     """The patches and their weights, opened.
 
     Raises:
@@ -173,7 +173,7 @@ def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Wei
     """
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
-    weighted: list[Weighted] = []
+    weighted: list[WeightedPatch] = []
     for adapter in adapters:
         path, weight = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
         if not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -181,11 +181,11 @@ def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Wei
         patch = open_patch(path)
         if patch.digest in {one.patch.digest for one in weighted}:
             raise MergeError(f"{path}: named twice; to apply it with weight 2 write {path}:2")
-        weighted.append(Weighted(len(weighted), Path(path), patch, float(weight)))
+        weighted.append(WeightedPatch(len(weighted), Path(path), patch, float(weight)))
     return weighted
 
 
-def _write_shards(plan: Plan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
+def _write_shards(plan: MergePlan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
     """Every file of the model. One is made durable while the next is computed."""
     lines: Lines = []
     _check_space(plan, staging, out)
@@ -207,7 +207,7 @@ def _write_shards(plan: Plan, staging: Staging, out: Path, *, check_base: bool, 
     return lines
 
 
-def _check_ledger(plan: Plan, shapes: Shapes, weighted: Sequence[Weighted], lines: Lines) -> None:
+def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[WeightedPatch], lines: Lines) -> None:
     """Every layer and whole tensor of every patch was applied, once; and something changed.
 
     Raises:
@@ -222,7 +222,7 @@ def _check_ledger(plan: Plan, shapes: Shapes, weighted: Sequence[Weighted], line
     places = {(number, place) for number, place, _ in applied}
     for one in weighted:
         shared = set() if plan.untied else shared_places(shapes, one.patch)
-        for place in (*one.patch.layers, *one.patch.whole_shapes, *one.patch.rows):
+        for place in (*one.patch.layers, *one.patch.whole_shapes, *one.patch.token_rows):
             if (one.number, place) not in places and place not in shared:
                 raise MergeError(f"{one.folder}: {place} was not merged")
     if plan.vocabulary is None and not any(line["changed"] for line in lines):
@@ -231,18 +231,18 @@ def _check_ledger(plan: Plan, shapes: Shapes, weighted: Sequence[Weighted], line
         )
 
 
-def _check_space(plan: Plan, staging: Staging, out: Path) -> None:
+def _check_space(plan: MergePlan, staging: Staging, out: Path) -> None:
     done = sum(path.stat().st_size for path in staging.model.iterdir())
     needed, free = plan.num_bytes - done, shutil.disk_usage(staging.folder).free
     if free < needed * 1.02:
         raise TemporaryFailure(f"{out}: {needed} bytes are needed, {free} are free; free some space and run again")
 
 
-def _inputs(files: BaseFiles, weighted: Sequence[Weighted], settings: list[Any]) -> str:
+def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch], settings: list[Any]) -> str:
     """A digest of everything the merge is made from, so that only the same one is taken up again."""
-    base = {path.name: stamp(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
+    base = {path.name: file_signature(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
     patches = [
-        (one.patch.digest, one.patch.config.raw, one.weight, stamp(one.folder / TENSOR_FILE)) for one in weighted
+        (one.patch.digest, one.patch.config.raw, one.weight, file_signature(one.folder / TENSOR_FILE)) for one in weighted
     ]
     everything = [VERSION, str(files.folder.resolve()), base, patches, settings]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()

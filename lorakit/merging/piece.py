@@ -10,17 +10,17 @@ from torch import Tensor
 
 from lorakit.errors import MergeError, PatchError
 from lorakit.files.safetensors import tensor_bytes
-from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, square
-from lorakit.merging.dequantized import reading, rewritten
-from lorakit.merging.tensors import Part, Piece, StackMerger
-from lorakit.patch.fingerprint import DTYPES, WeightDigest, other_base, told_in_full
-from lorakit.patch.lazy import StoredTensors
+from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, squared_norm
+from lorakit.merging.dequantized import reading, dequantized_names
+from lorakit.merging.tensors import Contribution, OutputTensor, ExpertMerger
+from lorakit.patch.fingerprint import DTYPES, WeightDigest, mismatch_message, full_digests
+from lorakit.patch.lazy import LazyTensors
 
 Write = Callable[[memoryview, int], None]
 """(bytes, where in the tensor they belong)"""
 
 
-def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
+def write_piece(piece: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
     """Compute a tensor and write it; returns one line of the ledger for every part that went in.
 
     Raises:
@@ -30,7 +30,7 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     wholes = _Wholes(piece, shape)
     stacked = bool(piece.updates) and piece.updates[0].stacked
     updates = [] if stacked else [part.update() for part in piece.updates]
-    merge: StackMerger | RowMerger | None = StackMerger(piece.updates, piece.shape) if stacked else None
+    merge: ExpertMerger | RowMerger | None = ExpertMerger(piece.updates, piece.shape) if stacked else None
     if piece.kind and updates:
         merge = RowMerger(piece.kind, updates)
     measured = bool(wholes.parts) or stacked or not all(update.additive for update in updates)
@@ -51,9 +51,9 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
             if merge is not None:
                 exact = merge(exact, rows)
             if measured and before is not None:  # without them it is known from the factors
-                change += square(exact - before)
+                change += squared_norm(exact - before)
             rounded = rounding(exact)
-            lost += (block := rounding.lost(exact, rounded))
+            lost += (block := rounding.rounding_error(exact, rounded))
             write(tensor_bytes(rounded), start * piece.dtype.itemsize)
             if before is not None and not changed:
                 changed = not torch.equal(rounded, rounding(before.double()))
@@ -74,14 +74,14 @@ def write_piece(piece: Piece, write: Write, *, check_base: bool) -> list[dict[st
     ]
 
 
-def _norm(number: int, updates: Sequence[Update], merge: RowMerger | StackMerger | None) -> float:
+def _norm(number: int, updates: Sequence[Update], merge: RowMerger | ExpertMerger | None) -> float:
     """How much an update changes the tensor by itself."""
     if updates and updates[number].additive:
         return norm_of_sum([updates[number]])
     return 0.0 if merge is None else math.sqrt(merge.squares[number])
 
 
-def _check_finite(piece: Piece, before: Tensor | None, rounded: Tensor) -> None:
+def _check_finite(piece: OutputTensor, before: Tensor | None, rounded: Tensor) -> None:
     """Only what the base itself holds may be infinite, where nothing is added to it.
 
     Raises:
@@ -102,12 +102,12 @@ def _check_finite(piece: Piece, before: Tensor | None, rounded: Tensor) -> None:
 class _Wholes:
     """The rows a tensor starts from: the base's, with the whole tensors of patches in their place."""
 
-    piece: Piece
+    piece: OutputTensor
     shape: tuple[int, int]
     squares: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.parts = [(part, part.of.patch.whole) for part in self.piece.wholes]
+        self.parts = [(part, part.of.patch.full_tensors) for part in self.piece.wholes]
         self.squares = [0.0] * len(self.parts)
         self._wide = torch.empty(0, dtype=torch.float64)
         self.resized = self.piece.file.entries[self.piece.stored].shape != self.piece.shape
@@ -119,13 +119,13 @@ class _Wholes:
             return self._widened(before)
         if before is None:
             new = self._part(0, rows).to(torch.float64, copy=True)
-            self.squares[0] += square(new)  # of all of it: there is nothing of its shape to compare with
+            self.squares[0] += squared_norm(new)  # of all of it: there is nothing of its shape to compare with
             return new
         total = before.to(torch.float64, copy=True)
         for number, (part, _) in enumerate(self.parts):
             new = self._part(number, rows).double()
             difference = new - before.double()
-            self.squares[number] += square(difference)
+            self.squares[number] += squared_norm(difference)
             total += part.of.weight * difference
         # one whole tensor with weight 1 is itself: W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0][0].of.weight == 1.0 else total
@@ -134,7 +134,7 @@ class _Wholes:
         """Some rows of a whole tensor, read now."""
         part, whole = self.parts[number]
         elements = rows.start * self.shape[1], rows.stop * self.shape[1]
-        if isinstance(whole, StoredTensors):
+        if isinstance(whole, LazyTensors):
             return whole.elements(part.place, *elements).view(rows.stop - rows.start, self.shape[1])
         return whole[part.place].reshape(self.shape)[rows]
 
@@ -154,17 +154,17 @@ class _Wholes:
 class _BaseChecks:
     """Is the touched tensor, value for value, what the patches were trained on?"""
 
-    def __init__(self, piece: Piece | None) -> None:
+    def __init__(self, piece: OutputTensor | None) -> None:
         self._piece = piece
         self._digests: dict[str | None, WeightDigest] = {}
-        self._told: list[tuple[Part, str, str | None]] = []
+        self._told: list[tuple[Contribution, str, str | None]] = []
         resized = piece is not None and (
-            piece.file.entries[piece.stored].shape != piece.shape or piece.stored in rewritten(piece.file)
+            piece.file.entries[piece.stored].shape != piece.shape or piece.stored in dequantized_names(piece.file)
         )
         for part in piece.updates if piece and not resized else ():
-            told = told_in_full(part.of.patch)
+            told = full_digests(part.of.patch)
             if piece is not None and told and part.place in told and part.expert is None:
-                rounded_to = part.of.patch.facts["base"].get("rounded_to")
+                rounded_to = part.of.patch.metadata["base"].get("rounded_to")
                 self._told.append((part, told[part.place], rounded_to))
                 self._digests.setdefault(rounded_to, WeightDigest(piece.file.entries[piece.stored].shape))
 
@@ -176,4 +176,4 @@ class _BaseChecks:
         found = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, told, rounded_to in self._told:
             if found[rounded_to] != told and self._piece is not None:
-                raise PatchError(other_base(part.of.patch, self._piece.file.path.parent, f"values of {part.place}"))
+                raise PatchError(mismatch_message(part.of.patch, self._piece.file.path.parent, f"values of {part.place}"))

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 
 from lorakit.errors import BaseModelError, MergeError
-from lorakit.lora.layer_kinds import Kind
+from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
-from lorakit.merging.tensors import MERGEABLE, Part, Piece
+from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor
 from lorakit.merging.vocabulary import Vocabulary
-from lorakit.patch import BaseFiles, Shapes
+from lorakit.patch import BaseFiles, BaseShapes
 
 
-class Places:
+class OutputTensors:
     """The pieces of all shards, changed by name."""
 
-    def __init__(self, files: BaseFiles, shards: dict[str, list[Piece]]) -> None:
+    def __init__(self, files: BaseFiles, shards: dict[str, list[OutputTensor]]) -> None:
         self._files, self._shards = files, shards
 
     @property
@@ -28,8 +28,8 @@ class Places:
         module, _, key = parameter.rpartition(".")
         return self._files.tensor_name(module, key)
 
-    def change(self, stored: str, kind: Kind | None, *, update: Part | None = None,
-               whole: Part | None = None) -> None:  # fmt: skip
+    def change(self, stored: str, kind: LayerKind | None, *, update: Contribution | None = None,
+               whole: Contribution | None = None) -> None:  # fmt: skip
         """Add a part to a tensor.
 
         Raises:
@@ -54,7 +54,7 @@ class Places:
         if entry.shape != shape:
             raise MergeError(f"{stored}: stored as {entry.shape} {entry.dtype}, expected {shape} in plain floats")
 
-    def separate(self, head: str, embedding: str) -> str:
+    def untie_head(self, head: str, embedding: str) -> str:
         """Give the head a tensor of its own, which starts as the embedding's; returns its name."""
         name = f"{head}.weight"
         pieces, index = self._find(self.stored_name(f"{embedding}.weight"))
@@ -86,7 +86,7 @@ class Places:
                     " it is loaded untied; set tie_word_embeddings to false in the base's config.json"
                 )
 
-    def mirror(self, head: str, embedding: str) -> None:
+    def copy_to_tied_head(self, head: str, embedding: str) -> None:
         """Give a head that is stored beside its embedding what the embedding gets."""
         if not self._holds(name := f"{head}.weight"):
             return
@@ -94,7 +94,7 @@ class Places:
         stored, at = self._find(self.stored_name(f"{embedding}.weight"))
         pieces[index] = replace(stored[at], name=name)
 
-    def resize(self, vocabulary: Vocabulary, base: Shapes) -> None:
+    def resize(self, vocabulary: Vocabulary, base: BaseShapes) -> None:
         """Give the tensors with a row per token their new number of rows."""
         for parameter in vocabulary.parameters:
             if base.tied and parameter.startswith(f"{base.tied[0]}.") and not self._holds(parameter):
@@ -107,7 +107,7 @@ class Places:
     def _holds(self, name: str) -> bool:
         return any(piece.name == name for pieces in self._shards.values() for piece in pieces)
 
-    def _find(self, stored: str) -> tuple[list[Piece], int]:
+    def _find(self, stored: str) -> tuple[list[OutputTensor], int]:
         for pieces in self._shards.values():
             for index, piece in enumerate(pieces):
                 if piece.name == stored:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from lorakit.errors import MergeError
-from lorakit.files.safetensors import TensorFile
+from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR
 from lorakit.merging.experts import expert_places
-from lorakit.merging.places import Places
-from lorakit.merging.tensors import MERGEABLE, Part, Piece, Weighted
+from lorakit.merging.places import OutputTensors
+from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, WeightedPatch
 from lorakit.merging.vocabulary import Vocabulary, plan_vocabulary
-from lorakit.patch import BaseFiles, Patch, Shapes, check_fits
+from lorakit.patch import BaseFiles, Patch, BaseShapes, check_fits
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -20,11 +20,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class MergePlan:
     """The merged model, file by file."""
 
-    shards: Mapping[str, list[Piece]]
-    files: Mapping[str, TensorFile]
+    shards: Mapping[str, list[OutputTensor]]
+    files: Mapping[str, SafetensorsFile]
     """the base's file of the same name"""
     untied: bool
     """whether the head gets a tensor of its own"""
@@ -34,7 +34,7 @@ class Plan:
     unpacked: bool = False
     """whether the base's files hold packed weights, and the merged model's do not"""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[OutputTensor]:
         return (piece for pieces in self.shards.values() for piece in pieces)
 
     @property
@@ -43,8 +43,8 @@ class Plan:
 
 
 def plan_merge(
-    files: BaseFiles, base: Shapes, adapters: Sequence[Weighted], *, dtype: str | None = None, untie: bool = False
-) -> Plan:
+    files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], *, dtype: str | None = None, untie: bool = False
+) -> MergePlan:
     """Bind every layer and whole tensor of every patch to the stored tensor it changes, each exactly once.
 
     Raises:
@@ -59,29 +59,29 @@ def plan_merge(
         raise MergeError(f"dtype: one of {', '.join(DTYPES)}, got {dtype!r}")
     target = None if dtype is None else DTYPES[dtype]
     shards = {file.path.name: _plain(file, target) for file in files.shards}
-    places = Places(files, shards)
+    places = OutputTensors(files, shards)
     separate = _bind(places, base, adapters, untie)
     if base.tied is not None and not separate:
-        places.mirror(*base.tied)
+        places.copy_to_tied_head(*base.tied)
     if vocabulary is not None:
         places.resize(vocabulary, base)
-    return Plan(shards, {file.path.name: file for file in files.shards}, separate, vocabulary, target)
+    return MergePlan(shards, {file.path.name: file for file in files.shards}, separate, vocabulary, target)
 
 
-def _plain(file: TensorFile, dtype: torch.dtype | None) -> list[Piece]:
+def _plain(file: SafetensorsFile, dtype: torch.dtype | None) -> list[OutputTensor]:
     entries = sorted(file.entries.items(), key=lambda item: (item[1].start, item[1].end))
     return [
-        Piece(name, dtype if dtype and entry.dtype in MERGEABLE else entry.dtype, entry.shape, file, name)
+        OutputTensor(name, dtype if dtype and entry.dtype in MERGEABLE else entry.dtype, entry.shape, file, name)
         for name, entry in entries
     ]
 
 
-def _bind(places: Places, base: Shapes, adapters: Sequence[Weighted], untie: bool) -> bool:
+def _bind(places: OutputTensors, base: BaseShapes, adapters: Sequence[WeightedPatch], untie: bool) -> bool:
     """Give every part its piece; True when head and embedding had to be separated."""
     separated = _separated(base, adapters, untie)
     if base.tied is not None:
         places.check_mirrored(*base.tied)
-    head = places.separate(*base.tied) if separated and base.tied else None
+    head = places.untie_head(*base.tied) if separated and base.tied else None
     for one in adapters:
         shared = set() if separated else shared_places(base, one.patch)
         for module in one.patch.layers:
@@ -91,21 +91,21 @@ def _bind(places: Places, base: Shapes, adapters: Sequence[Weighted], untie: boo
             stored = head if head and base.tied and module == base.tied[0] else places.stored_name(f"{module}.weight")
             if f"{module}.weight" not in one.patch.whole_shapes:
                 places.check_shape(stored, sizes[::-1] if kind.transposed else sizes)
-            places.change(stored, kind, update=Part(one, module))
+            places.change(stored, kind, update=Contribution(one, module))
         for parameter in one.patch.whole_shapes:
             if parameter in shared:
                 continue
             module = parameter.rpartition(".")[0]
             stored = head if head and base.tied and parameter == head else places.stored_name(parameter)
             kind_here = base.layers[module][0] if module in base.layers else None
-            places.change(stored, kind_here, whole=Part(one, parameter))
-        for module in one.patch.rows:
-            places.change(places.stored_name(f"{module}.weight"), EMBEDDING, update=Part(one, module))
+            places.change(stored, kind_here, whole=Contribution(one, parameter))
+        for module in one.patch.token_rows:
+            places.change(places.stored_name(f"{module}.weight"), EMBEDDING, update=Contribution(one, module))
     _bind_experts(places, base, adapters)
     return separated
 
 
-def _bind_experts(places: Places, base: Shapes, adapters: Sequence[Weighted]) -> None:
+def _bind_experts(places: OutputTensors, base: BaseShapes, adapters: Sequence[WeightedPatch]) -> None:
     names = {name for one in adapters for name in one.patch.layers if name in base.experts}
     if not names:
         return
@@ -114,17 +114,17 @@ def _bind_experts(places: Places, base: Shapes, adapters: Sequence[Weighted]) ->
         for name in one.patch.layers:
             for place in found.get(name, ()):
                 kind = CONV1D if place.transposed else LINEAR
-                places.change(place.stored, kind, update=Part(one, name, place))
+                places.change(place.stored, kind, update=Contribution(one, name, place))
 
 
-def shared_places(base: Shapes, patch: Patch) -> set[str]:
+def shared_places(base: BaseShapes, patch: Patch) -> set[str]:
     """What a patch does to the head of a tied base just as to its embedding, and is done once: module and parameter."""
     if base.tied is None or not _same_for_both(patch, *base.tied):
         return set()
     return {base.tied[0], f"{base.tied[0]}.weight"}
 
 
-def _separated(base: Shapes, adapters: Sequence[Weighted], untie: bool) -> bool:
+def _separated(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: bool) -> bool:
     """Whether head and embedding of a tied base get different values.
 
     Raises:
@@ -156,7 +156,7 @@ def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
         or len({m in patch.layers for m in (head, embedding)}) > 1
     ):
         return False
-    if names[0] in patch.whole_shapes and not torch.equal(patch.whole[names[0]], patch.whole[names[1]]):
+    if names[0] in patch.whole_shapes and not torch.equal(patch.full_tensors[names[0]], patch.full_tensors[names[1]]):
         return False
     if head not in patch.layers:
         return True

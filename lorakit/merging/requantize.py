@@ -10,16 +10,16 @@ from torch import Tensor
 
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, read_json
-from lorakit.files.safetensors import TensorFile, header_bytes, open_tensors, tensor_bytes
-from lorakit.merging.dequantized import Seen
+from lorakit.files.safetensors import SafetensorsFile, header_bytes, open_tensors, tensor_bytes
+from lorakit.merging.dequantized import TrainedQuantization
 from lorakit.patch import open_base_files
-from lorakit.quant.bnb import BLOCK, NESTED_BLOCK, Packing, code_tables, pack
-from lorakit.quant.files import BYTE_ROWS, METHOD, STATE
+from lorakit.quant.bnb import BLOCK, NESTED_BLOCK, QuantScheme, code_tables, quantize
+from lorakit.quant.files import INT8_SCALE, METHOD, STATE
 
 STATE_BYTES: Final = 256
 
 
-def repack(model: Path, seen: Seen, linear: list[str]) -> None:
+def requantize(model: Path, seen: TrainedQuantization, linear: list[str]) -> None:
     """Pack the weights of a model folder that training saw packed. ``linear``: every linear layer of the model."""
     files = open_base_files(model)
     weights = {files.weight_name(module) for module in seen.layers}
@@ -36,7 +36,7 @@ def repack(model: Path, seen: Seen, linear: list[str]) -> None:
         (model / INDEX).write_text(json_text({"metadata": {"total_size": size}, "weight_map": weight_map}))
 
 
-def _repack_file(shard: TensorFile, weights: set[str], seen: Seen) -> None:
+def _repack_file(shard: SafetensorsFile, weights: set[str], seen: TrainedQuantization) -> None:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, entry in shard.entries.items():
         if name in weights:
@@ -53,7 +53,7 @@ def _repack_file(shard: TensorFile, weights: set[str], seen: Seen) -> None:
     os.replace(part, shard.path)
 
 
-def _write(file: BinaryIO, shard: TensorFile, name: str, seen: Seen | None) -> None:
+def _write(file: BinaryIO, shard: SafetensorsFile, name: str, seen: TrainedQuantization | None) -> None:
     tensor = shard.read(name)
     if seen is None:
         file.write(tensor_bytes(tensor))
@@ -62,36 +62,36 @@ def _write(file: BinaryIO, shard: TensorFile, name: str, seen: Seen | None) -> N
         file.write(tensor_bytes(value))
 
 
-def _shapes(name: str, packing: Packing, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _shapes(name: str, packing: QuantScheme, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors of a packed weight as they are stored, in the order they are written in."""
     plain = {key: (dtype, size) for key, (size, dtype) in packing.shapes(*shape).items()}
     module = name.removesuffix(".weight")
     if packing.name == "int8":
         return {
-            name: plain["weight"], f"{module}.{BYTE_ROWS}": plain["row_scale"],
+            name: plain["weight"], f"{module}.{INT8_SCALE}": plain["row_scale"],
             f"{module}.weight_format": (torch.uint8, ()),
         }  # fmt: skip
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         name: (torch.uint8, (*plain["weight"][1], 1)), f"{name}.absmax": plain["block_scale"],
         f"{name}.quant_map": (torch.float32, (16,)),
     }  # fmt: skip
-    if packing.double:
+    if packing.double_quant:
         found[f"{name}.nested_absmax"] = plain["nested_scale"]
         found[f"{name}.nested_quant_map"] = (torch.float32, (256,))
     found[f"{name}{STATE}{packing.name}"] = (torch.uint8, (STATE_BYTES,))
     return found
 
 
-def _stored(W: Tensor, seen: Seen) -> dict[str, Tensor]:
+def _stored(W: Tensor, seen: TrainedQuantization) -> dict[str, Tensor]:
     """The values of the same, in the same order."""
-    packing, tensors = seen.packing, pack(W, seen.packing)
+    packing, tensors = seen.packing, quantize(W, seen.packing)
     if packing.name == "int8":
         return {**tensors, "weight_format": torch.tensor(0, dtype=torch.uint8)}
     codes = code_tables(packing.name, W.device)
     dtype = str(seen.dtype).removeprefix("torch.")
     told: dict[str, Any] = {"quant_type": packing.name, "blocksize": BLOCK, "dtype": dtype, "shape": list(W.shape)}
     found = {"weight": tensors["weight"], "absmax": tensors["block_scale"], "quant_map": codes[0]}
-    if packing.double:
+    if packing.double_quant:
         found |= {"nested_absmax": tensors["nested_scale"], "nested_quant_map": codes[1]}
         told |= {
             "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(tensors["offset"])
@@ -100,7 +100,7 @@ def _stored(W: Tensor, seen: Seen) -> dict[str, Tensor]:
     return found | {"state": torch.tensor(list(text + b" " * (STATE_BYTES - len(text))), dtype=torch.uint8)}
 
 
-def _settings(seen: Seen, skipped: list[str]) -> dict[str, Any]:
+def _settings(seen: TrainedQuantization, skipped: list[str]) -> dict[str, Any]:
     """What transformers reads of it in config.json."""
     four = seen.packing.name != "int8"
     told: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _settings(seen: Seen, skipped: list[str]) -> dict[str, Any]:
     }  # fmt: skip
     if four:
         told |= {
-            "bnb_4bit_quant_type": seen.packing.name, "bnb_4bit_use_double_quant": seen.packing.double,
+            "bnb_4bit_quant_type": seen.packing.name, "bnb_4bit_use_double_quant": seen.packing.double_quant,
             "bnb_4bit_compute_dtype": str(seen.dtype).removeprefix("torch."), "bnb_4bit_quant_storage": "uint8",
         }  # fmt: skip
     return told

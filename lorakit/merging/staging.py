@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import LorakitError, MergeError, TemporaryFailure
-from lorakit.files.atomic import commit_folder, disk_full_is_temporary, stamp, sync_file, write_json
+from lorakit.files.atomic import commit_folder, disk_full_as_retryable, file_signature, sync_file, write_json
 
 Lines = list[dict[str, Any]]
 
@@ -45,7 +45,7 @@ class Staging:
     def finished(self, name: str) -> Lines | None:
         """The ledger's lines of a file that is whole already, else None."""
         told = self._finished.get(name)
-        if told is None or told["stamp"] != stamp(self.model / name):
+        if told is None or told["stamp"] != file_signature(self.model / name):
             return None
         lines: Lines = told["lines"]
         return lines
@@ -54,7 +54,7 @@ class Staging:
         """A file was written beside its place: make it durable, and remember that it is whole."""
         sync_file(part)
         os.replace(part, self.model / name)
-        self._finished[name] = {"stamp": stamp(self.model / name), "lines": lines}
+        self._finished[name] = {"stamp": file_signature(self.model / name), "lines": lines}
         write_json(self._progress, {"inputs": self._inputs, "finished": self._finished})
 
     def commit(self) -> None:
@@ -74,7 +74,7 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
     """
     staging = Staging(target, inputs)
     staging.folder.mkdir(parents=True, exist_ok=True)
-    with open(staging.folder / ".lock", "w") as lock, disk_full_is_temporary(target):
+    with open(staging.folder / ".lock", "w") as lock, disk_full_as_retryable(target):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorakit.files.safetensors import TensorFile
+from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.experts import expert_factors
-from lorakit.lora.layer_kinds import CONV1D, LINEAR, Kind
+from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
 from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, rows_update
-from lorakit.merging.dequantized import rewritten
+from lorakit.merging.dequantized import dequantized_names
 from lorakit.merging.experts import ExpertPlace
 from lorakit.patch import Patch
 
@@ -19,7 +19,7 @@ MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedPatch:
     """A patch and the weight of its update in the sum."""
 
     number: int
@@ -29,18 +29,18 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Part:
+class Contribution:
     """What one patch does to one tensor: an update, rows of tokens, or a whole tensor in its place."""
 
-    of: Weighted
+    of: WeightedPatch
     place: str
     """the module of an update or of rows, the parameter of experts or of a whole tensor"""
     expert: ExpertPlace | None = None
 
     def update(self) -> Update:
         """The update of a matrix, read from the patch now."""
-        if self.place in self.of.patch.rows:
-            rows = self.of.patch.rows[self.place]
+        if self.place in self.of.patch.token_rows:
+            rows = self.of.patch.token_rows[self.place]
             return rows_update(rows.tensor, rows.tokens, self.of.weight)
         if self.expert is not None and self.expert.expert is not None:
             return self.update_of(self.expert.expert)
@@ -65,12 +65,12 @@ class Part:
         return Update(layer.method, layer.scale, own, self.of.weight)
 
 
-class StackMerger:
+class ExpertMerger:
     """Adds updates to the matrices of experts, which a block holds a row each; as ``RowMerger`` does for rows."""
 
     needs_all_rows = False
 
-    def __init__(self, parts: Sequence[Part], shape: tuple[int, ...]) -> None:
+    def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...]) -> None:
         self._parts, self._shape = parts, shape
         self.squares = [0.0] * len(parts)
 
@@ -87,22 +87,22 @@ class StackMerger:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputTensor:
     """One tensor of the merged model and what it is made of; without parts it is copied, or converted."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    file: TensorFile
+    file: SafetensorsFile
     stored: str
     """the base's tensor it starts from"""
-    kind: Kind | None = None
-    updates: tuple[Part, ...] = ()
-    wholes: tuple[Part, ...] = ()
+    kind: LayerKind | None = None
+    updates: tuple[Contribution, ...] = ()
+    wholes: tuple[Contribution, ...] = ()
 
     @property
     def copied(self) -> bool:
         """Whether its bytes are the base's."""
         entry = self.file.entries[self.stored]
-        as_it_is = self.stored not in rewritten(self.file) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
+        as_it_is = self.stored not in dequantized_names(self.file) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
         return as_it_is and not self.updates and not self.wholes

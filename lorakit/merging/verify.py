@@ -14,8 +14,8 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.inference.bind import bind
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
-from lorakit.merging.tensors import Weighted
-from lorakit.patch import BaseFiles, Shapes, check_fits, open_base_files
+from lorakit.merging.tensors import WeightedPatch
+from lorakit.patch import BaseFiles, BaseShapes, check_fits, open_base_files
 
 PROMPTS: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -27,7 +27,7 @@ FLOAT32_SLACK: Final = 1e-5
 
 
 def verify_merge(
-    base: Path, weighted: Sequence[Weighted], merged: Path, lines: Iterable[dict[str, Any]], say: Callable[[str], None]
+    base: Path, weighted: Sequence[WeightedPatch], merged: Path, lines: Iterable[dict[str, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run prompts through base + adapters and through the merged model, both in float32; returns what was found.
 
@@ -42,7 +42,7 @@ def verify_merge(
     model = load_base(base, torch.float32, device)
     ids = prompt_ids(base, num_tokens(model))
     comparing = _Comparison(open_base_files(merged), rounding)
-    with torch.no_grad(), adapted(model, weighted, comparing):
+    with torch.no_grad(), with_patches(model, weighted, comparing):
         expected = [model(tokens).logits for tokens in ids]
     del model
     with torch.no_grad():
@@ -70,10 +70,10 @@ class _Comparison:
         self._merged, self._rounding = merged, rounding
         self.shares: dict[str, float] = {}
 
-    def __call__(self, name: str, shapes: Shapes, layer: nn.Module, x: Tensor, y: Tensor) -> None:
+    def __call__(self, name: str, shapes: BaseShapes, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         kind = shapes.layers[name][0]
         own = f"{name}.weight"
-        stored = own if own in self._merged.holder else self._merged.weight_name(self._holder(name, shapes))
+        stored = own if own in self._merged.shard_of else self._merged.weight_name(self._holder(name, shapes))
         W = self._read(stored)
         rounded = self._rounding.get(stored, 0.0)
         if kind is EMBEDDING:
@@ -96,21 +96,21 @@ class _Comparison:
             )
         self.shares[name] = max(share, self.shares.get(name, 0.0))
 
-    def _holder(self, name: str, shapes: Shapes) -> str:
+    def _holder(self, name: str, shapes: BaseShapes) -> str:
         return shapes.tied[1] if shapes.tied is not None and name == shapes.tied[0] else name
 
     def _read(self, stored: str) -> Tensor:
-        return self._merged.holder[stored].read(stored).float()
+        return self._merged.shard_of[stored].read(stored).float()
 
 
-Compare = Callable[[str, Shapes, nn.Module, Tensor, Tensor], None]
+Compare = Callable[[str, BaseShapes, nn.Module, Tensor, Tensor], None]
 """(layer name, shapes of the base, layer, input, output)"""
 
 
 @contextmanager
-def adapted(model: nn.Module, weighted: Sequence[Weighted], comparing: Compare | None = None) -> Iterator[None]:
+def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], comparing: Compare | None = None) -> Iterator[None]:
     """The model with all patches on it at once, each layer compared as it runs."""
-    shapes = Shapes.of(model)
+    shapes = BaseShapes.of(model)
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
     slots = _summed([(one, bind(one.patch, model)) for one in weighted])
@@ -135,19 +135,19 @@ def adapted(model: nn.Module, weighted: Sequence[Weighted], comparing: Compare |
             handle.remove()
 
 
-def _summed(bound: list[tuple[Weighted, dict[str, Slot]]]) -> dict[str, Slot]:
+def _summed(bound: list[tuple[WeightedPatch, dict[str, Slot]]]) -> dict[str, Slot]:
     """One slot per layer for the weighted sum of all patches."""
     names = dict.fromkeys(name for _, slots in bound for name in slots)
     return {name: _sum([(one, slots[name]) for one, slots in bound if name in slots]) for name in names}
 
 
-def _sum(slots: list[tuple[Weighted, Slot]]) -> Slot:
+def _sum(slots: list[tuple[WeightedPatch, Slot]]) -> Slot:
     alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
     if alone:
         if len(slots) > 1 or slots[0][0].weight != 1.0:
             raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")
         return alone[0]
-    stand_ins = [(one, slot.stand_in) for one, slot in slots if slot.stand_in is not None]
+    stand_ins = [(one, slot.replacement) for one, slot in slots if slot.replacement is not None]
     if stand_ins and (len(slots) > 1 or stand_ins[0][0].weight != 1.0):
         raise MergeError("verify: whole tensors can be compared when one patch with weight 1 brings them")
     factors = [
@@ -155,7 +155,7 @@ def _sum(slots: list[tuple[Weighted, Slot]]) -> Slot:
     ]
     stand_in = stand_ins[0][1] if stand_ins else None
     if not factors:
-        return Slot(stand_in=stand_in)
+        return Slot(replacement=stand_in)
     return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), stand_in)
 
 

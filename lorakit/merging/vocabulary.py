@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lorakit.errors import MergeError
 from lorakit.lora.layer_kinds import EMBEDDING
-from lorakit.patch import Patch, Shapes
+from lorakit.patch import Patch, BaseShapes
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Vocabulary:
     parameters: tuple[str, ...]
     tokenizer: Path
 
-    def resized(self, base: Shapes) -> Shapes:
+    def resized(self, base: BaseShapes) -> BaseShapes:
         """The shapes of the base after its embedding and head have as many rows."""
         layers, parameters = dict(base.layers), dict(base.parameters)
         for name in self.parameters:
@@ -29,7 +29,7 @@ class Vocabulary:
         return replace(base, layers=layers, parameters=parameters)
 
 
-def plan_vocabulary(base: Shapes, patches: Sequence[Patch]) -> Vocabulary | None:
+def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | None:
     """The new vocabulary that a patch brings, or None when every embedding keeps its rows.
 
     Raises:
@@ -62,7 +62,7 @@ def plan_vocabulary(base: Shapes, patches: Sequence[Patch]) -> Vocabulary | None
     return None
 
 
-def _rows_per_token(base: Shapes) -> list[str]:
+def _rows_per_token(base: BaseShapes) -> list[str]:
     """The parameters with a row per token: those of the input embedding and of the output head."""
     names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
     return [name for name in names if name in base.parameters]

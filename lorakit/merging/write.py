@@ -11,16 +11,16 @@ from typing import Any, Final
 import torch
 
 from lorakit.errors import MergeError
-from lorakit.files.safetensors import TensorFile, framed, header_bytes
+from lorakit.files.safetensors import SafetensorsFile, with_length_prefix, header_bytes
 from lorakit.merging.piece import write_piece
-from lorakit.merging.tensors import Piece
+from lorakit.merging.tensors import OutputTensor
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def write_shard(path: Path, file: TensorFile, pieces: list[Piece], *, check_base: bool) -> list[dict[str, Any]]:
+def write_shard(path: Path, file: SafetensorsFile, pieces: list[OutputTensor], *, check_base: bool) -> list[dict[str, Any]]:
     """Write the pieces as a safetensors file; returns the ledger's lines, one for every part that went in.
 
     ``file``: the base's file that this one follows. ``check_base``: compare every value of the touched tensors with
@@ -39,7 +39,7 @@ def write_shard(path: Path, file: TensorFile, pieces: list[Piece], *, check_base
         for start, count, at in _ranges(copied):
             copy_range(source.fileno(), target.fileno(), start, count, at)
 
-        def compute(place: tuple[Piece, int]) -> list[dict[str, Any]]:
+        def compute(place: tuple[OutputTensor, int]) -> list[dict[str, Any]]:
             piece, at = place
             return write_piece(
                 piece, lambda content, offset: _write_all(target.fileno(), content, at + offset), check_base=check_base
@@ -76,14 +76,14 @@ def _write_all(target: int, content: memoryview, at: int) -> None:
         content, at = content[written:], at + written
 
 
-def _header(file: TensorFile, pieces: list[Piece]) -> bytes:
+def _header(file: SafetensorsFile, pieces: list[OutputTensor]) -> bytes:
     """The base's own header where nothing in it changes."""
     told = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     planned = {piece.name: (piece.dtype, piece.shape) for piece in pieces}
-    return framed(file.header) if file.header and told == planned else header_bytes(planned, file.metadata)
+    return with_length_prefix(file.header) if file.header and told == planned else header_bytes(planned, file.metadata)
 
 
-def _places(pieces: list[Piece], position: int) -> list[tuple[Piece, int]]:
+def _places(pieces: list[OutputTensor], position: int) -> list[tuple[OutputTensor, int]]:
     """Where each piece begins in the file."""
     places = []
     for piece in pieces:
@@ -92,7 +92,7 @@ def _places(pieces: list[Piece], position: int) -> list[tuple[Piece, int]]:
     return places
 
 
-def _ranges(copied: list[tuple[Piece, int]]) -> Iterator[tuple[int, int, int]]:
+def _ranges(copied: list[tuple[OutputTensor, int]]) -> Iterator[tuple[int, int, int]]:
     """(start in the source, bytes, start in the target), neighbours joined."""
     run: tuple[int, int, int] | None = None
     for piece, at in copied:

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.data.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.ops.gated_mlp import choose, last_gate
-from lorakit.ops.packed_attention import Rows
-from lorakit.ops.varlen import Kernel, Trial
+from lorakit.ops.packed_attention import RowLengths
+from lorakit.ops.varlen import VarlenKernel, KernelProbe
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of float32 logits that are there at a time."""
 ROUND: Final = 64
 """Products of as many rows, or a multiple of them, are the fastest."""
-LIFTED: Final = {torch.float16: 1024.0}
+GRADIENT_SCALE: Final = {torch.float16: 1024.0}
 """What gradients are multiplied by while they are in a dtype whose smallest number is not small."""
 FACTORS: Final = ("logit_scale", "lm_head_multiplier")
 DIVISORS: Final = ("logits_scaling",)
@@ -33,7 +33,7 @@ CAP: Final = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
-class LogitRule:
+class LogitTransform:
     """What a model does with its head's product: logits = cap tanh(scale z / cap)."""
 
     scale: float = 1.0
@@ -53,11 +53,11 @@ class LossModel(nn.Module):
         super().__init__()
         self.model = model
         self.head = loss_head(model)
-        self.in_chunks, self.by_row = self.head is not None, False
+        self.chunked, self.by_row = self.head is not None, False
         gate = last_gate(model)
         self.leaves_out, self._choose = gate is not None, None if gate is None else partial(choose, gate)
         self._left: float | None = None
-        self.kernel: Kernel | Trial | None = None
+        self.kernel: VarlenKernel | KernelProbe | None = None
         self.kernel_problem: str | None = None
 
     @contextmanager
@@ -74,25 +74,25 @@ class LossModel(nn.Module):
             self._choose(None, 0, 0.0)
 
     def forward(
-        self, labels: Tensor | None = None, row_lengths: Rows | None = None, label_places: Tensor | None = None,
+        self, labels: Tensor | None = None, row_lengths: RowLengths | None = None, label_places: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor:  # fmt: skip
         """The sum of token losses, a scalar; without labels the logits (lines, tokens, vocabulary)."""
-        told: dict[str, Any] = {**inputs, "use_cache": False}
+        model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
         if self.by_row and row_lengths is not None:
             row_lengths.kernel = self.kernel
-            told["row_lengths"] = row_lengths
+            model_inputs["row_lengths"] = row_lengths
         if self._choose is not None and self._left is not None:
             self._choose(label_places, 0 if labels is None else labels.numel(), self._left)
         if labels is None:
-            logits: Tensor = self.model(**told).logits
+            logits: Tensor = self.model(**model_inputs).logits
             return logits
-        if self.in_chunks:
+        if self.chunked:
             assert self.head is not None
-            hidden: Tensor = self.model.base_model(**told)[0]  # type: ignore[operator]
+            hidden: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             summed: Tensor = self.head(hidden, labels, label_places)
             return summed
-        logits, labels = labelled(self.model(**told).logits, labels, label_places)
+        logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_places)
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
@@ -103,18 +103,18 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
-    rows = {"row_lengths": Rows(batch.row_lengths)} if batch.row_lengths else {}
-    summed: Tensor = model(**inputs, **rows, label_places=batch.label_places)
+    rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
+    summed: Tensor = model(**inputs, **rows, label_places=batch.label_positions)
     return summed
 
 
-def labelled(values: Tensor, labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+def select_labelled(values: Tensor, labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """values (..., size) and labels (...) where there is a label: (labels, size) and (labels,).
 
     ``places``: where that is; without them the device is asked, and waited for.
     """
     values, labels = values.flatten(0, -2), labels.flatten()
-    chosen = labels != IGNORED if places is None else places
+    chosen = labels != IGNORE_INDEX if places is None else places
     return values[chosen], labels[chosen]
 
 
@@ -124,7 +124,7 @@ class LossHead(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, head: nn.Linear, rule: LogitRule) -> None:
+    def __init__(self, head: nn.Linear, rule: LogitTransform) -> None:
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
@@ -132,9 +132,9 @@ class LossHead(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, places: Tensor | None = None) -> Tensor:
         """hidden (..., width), labels (...) -> the sum of the losses where there is a label, float32."""
-        hidden, labels = labelled(hidden, labels, places)
+        hidden, labels = select_labelled(hidden, labels, places)
         weight = self.get_parameter("weight")
-        summed: Tensor = _SummedLoss.apply(hidden, weight, self.bias, labels, self.rule)  # type: ignore[no-untyped-call]
+        summed: Tensor = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.rule)  # type: ignore[no-untyped-call]
         return summed
 
 
@@ -148,25 +148,25 @@ def loss_head(model: nn.Module) -> LossHead | None:
     return LossHead(head, logit_rule(model))
 
 
-def logit_rule(model: nn.Module) -> LogitRule:
+def logit_rule(model: nn.Module) -> LogitTransform:
     """What the config says is done with the head's product. A run asks the model itself before it relies on it."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    told = {name: getattr(config, name, None) for name in (*FACTORS, *DIVISORS, CAP)}
-    factors = [told[name] or 1.0 for name in FACTORS] + [1.0 / (told[name] or 1.0) for name in DIVISORS]
-    return LogitRule(math.prod(factors), told[CAP])
+    model_inputs = {name: getattr(config, name, None) for name in (*FACTORS, *DIVISORS, CAP)}
+    factors = [model_inputs[name] or 1.0 for name in FACTORS] + [1.0 / (model_inputs[name] or 1.0) for name in DIVISORS]
+    return LogitTransform(math.prod(factors), model_inputs[CAP])
 
 
 @final
-class _SummedLoss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     """Forward makes the gradient too: it needs the same logits, and the head itself does not learn."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogitRule
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogitTransform
     ) -> Tensor:  # fmt: skip
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         summed = torch.zeros((), device=hidden.device)
-        lift = LIFTED.get(hidden.dtype, 1.0)
+        lift = GRADIENT_SCALE.get(hidden.dtype, 1.0)
         size = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * weight.shape[0])
         size = max(1, size - size % ROUND or size)
         for start in range(0, len(labels), size):
@@ -195,7 +195,7 @@ class _SummedLoss(torch.autograd.Function):
         return (gradient.float() * (outer[0] / ctx.lift)).to(gradient.dtype), None, None, None, None
 
 
-def _ruled(z: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | None]:
+def _ruled(z: Tensor, rule: LogitTransform) -> tuple[Tensor, Tensor | None]:
     """Logits, and what a cap makes of their gradient."""
     if rule.scale != 1.0:
         z = z.mul_(rule.scale)

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.source_match import code_of
+from lorakit.ops.source_match import forward_source
 
 CODE: Final = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 BODIES: Final = {f"return {CODE}", f"down_proj = {CODE}; return down_proj"}
 
 
-def keep_gates_alone(model: nn.Module) -> None:
+def fuse_gated_mlps(model: nn.Module) -> None:
     """Let every gated MLP of a model keep less; its outputs are the same bits."""
     for module in model.modules():
-        if is_gated(module):
+        if is_gated_mlp(module):
             module.forward = partial(_forward, module)
 
 
-def is_gated(module: nn.Module) -> bool:
+def is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module is a gated MLP by its code, with an activation that has nothing to learn."""
     activation = getattr(module, "act_fn", None)
     if not isinstance(activation, nn.Module) or any(True for _ in activation.parameters()):
         return False
-    return code_of(module) in BODIES
+    return forward_source(module) in BODIES
 
 
 def last_gate(model: nn.Module) -> nn.Module | None:
@@ -75,10 +75,10 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.act, ctx.opened = act, None
         ctx.again = _again
-        opened = act.forward(gate)  # not by its hooks: engines have some that bring parameters, and it has none
-        own = opened.untyped_storage()._cdata != gate.untyped_storage()._cdata
-        fits = own and torch.result_type(opened, up) == opened.dtype
-        product: Tensor = opened.mul_(up) if fits else opened * up
+        activated = act.forward(gate)  # not by its hooks: engines have some that bring parameters, and it has none
+        own = activated.untyped_storage()._cdata != gate.untyped_storage()._cdata
+        fits = own and torch.result_type(activated, up) == activated.dtype
+        product: Tensor = activated.mul_(up) if fits else activated * up
         return product
 
     @staticmethod
@@ -86,10 +86,10 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (dy,) = outer
         gate, up = ctx.saved_tensors
-        leaf, opened = ctx.opened or _opened(gate, ctx.act)
+        leaf, activated = ctx.opened or _opened(gate, ctx.act)
         ctx.opened = None
-        (dgate,) = torch.autograd.grad(opened, leaf, dy * up)
-        return dgate, dy * opened.detach(), None
+        (dgate,) = torch.autograd.grad(activated, leaf, dy * up)
+        return dgate, dy * activated.detach(), None
 
 
 def _again(ctx: Any) -> Tensor:

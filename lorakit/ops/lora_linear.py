@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.recompute import Again, made_again
+from lorakit.ops.recompute import RecomputedInput, recomputable
 
 Weight = Callable[[], Tensor]
 
 
-def fits_product(x: Tensor, weight: Tensor) -> bool:
+def can_fuse(x: Tensor, weight: Tensor) -> bool:
     """Whether the product can be made in one piece: one dtype throughout, unless packed, which no autocast changes."""
     device = x.device.type
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -25,18 +25,18 @@ def fits_product(x: Tensor, weight: Tensor) -> bool:
     return same and not weight.requires_grad and not cast
 
 
-def adapted_product(
+def lora_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float, *, transposed: bool,
     dropout: float,
 ) -> Tensor:  # fmt: skip
     """x (..., in), () -> weight (out, in) or with ``transposed`` (in, out), A (r, in), B (out, r) -> y (..., out)."""
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else None
-    again = made_again(x) if torch.is_grad_enabled() else None
-    y: Tensor = _Product.apply(x, weight, bias, A, B, s, transposed, dropout, seed, again)  # type: ignore[no-untyped-call]
+    again = recomputable(x) if torch.is_grad_enabled() else None
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, again)  # type: ignore[no-untyped-call]
     return y
 
 
-def dropped(x: Tensor, p: float, seed: int | None) -> Tensor:
+def apply_dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
     """x with each value zero with probability p and the others divided by 1 - p; the same for the same seed."""
     if seed is None:
         return x
@@ -46,15 +46,15 @@ def dropped(x: Tensor, p: float, seed: int | None) -> Tensor:
 
 
 @final
-class _Product(torch.autograd.Function):
+class _LoraLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float,
-        transposed: bool, dropout: float, seed: int | None, again: Again | None,
+        transposed: bool, dropout: float, seed: int | None, again: RecomputedInput | None,
     ) -> Tensor:  # fmt: skip
         given = x
         x = given.reshape(-1, given.shape[-1])
-        S = dropped(x, dropout, seed) @ A.to(x.dtype).T
+        S = apply_dropout(x, dropout, seed) @ A.to(x.dtype).T
         y = S @ (B * s).to(x.dtype).T
         if bias is not None:
             y += bias
@@ -79,10 +79,10 @@ class _Product(torch.autograd.Function):
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # in this order of the two, twice as fast on CPUs
         if for_A:
             x = kept[0] if ctx.again is None else ctx.again.made().reshape(-1, A.shape[1])
-            dA = (D.T @ dropped(x, ctx.dropout, ctx.seed)).to(A.dtype)
+            dA = (D.T @ apply_dropout(x, ctx.dropout, ctx.seed)).to(A.dtype)
         if for_x:
             # dropout multiplies by numbers that do not depend on x, so its gradient is itself
-            dx = dropped(D @ A.to(D.dtype), ctx.dropout, ctx.seed)
+            dx = apply_dropout(D @ A.to(D.dtype), ctx.dropout, ctx.seed)
             W = ctx.weight().to(dy.dtype)
             dx.addmm_(dy, W.T if ctx.transposed else W)
             dx = dx.view(shape)

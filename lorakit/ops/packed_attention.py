@@ -13,10 +13,10 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.ops.varlen import CAUSAL, Kernel, Trial, Window, row_bounds
+from lorakit.ops.varlen import CAUSAL, VarlenKernel, KernelProbe, Window, row_bounds
 
 PREFIX: Final = "rows_"
-INNER: Final = ("sdpa", "eager")
+SUPPORTED: Final = ("sdpa", "eager")
 BLOCK: Final = 512  # queries whose mask is looked at together
 
 MaskOf = Callable[..., Tensor | None]
@@ -24,35 +24,35 @@ MaskOf = Callable[..., Tensor | None]
 
 
 @final
-class Rows:
+class RowLengths:
     """The tokens of each row of a packed line, handed to a model's forward as ``row_lengths``.
 
     ``reached``: whether the model has handed them on to its attention. ``kernel``: what may attend to all in one call.
     """
 
-    def __init__(self, lengths: Sequence[int], kernel: Kernel | Trial | None = None) -> None:
-        self.lengths, self.reached, self.kernel = tuple(lengths), False, kernel
+    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None) -> None:
+        self.lengths, self.was_used, self.kernel = tuple(lengths), False, kernel
         self._bounds: Tensor | None = None
 
-    def bounds(self, device: torch.device) -> Tensor:
+    def cu_seqlens(self, device: torch.device) -> Tensor:
         """Their ``row_bounds``, made once for all layers."""
         if self._bounds is None:
             self._bounds = row_bounds(self.lengths, device)
         return self._bounds
 
 
-def attend_row_by_row(model: nn.Module) -> bool:
+def enable_packed_attention(model: nn.Module) -> bool:
     """Switch a model to it; False when its attention does not go through transformers' interface."""
     inner = getattr(model.config, "_attn_implementation", None)
     switches = getattr(model, "_can_set_attn_implementation", None)
-    if inner not in INNER or switches is None or not switches():
+    if inner not in SUPPORTED or switches is None or not switches():
         return False
     _register(inner)
     model.set_attn_implementation(PREFIX + inner)  # type: ignore[operator]
     return True
 
 
-def attend_as_before(model: nn.Module) -> None:
+def disable_packed_attention(model: nn.Module) -> None:
     """Undo ``attend_row_by_row``."""
     now = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(now.removeprefix(PREFIX))  # type: ignore[operator, union-attr]
@@ -72,7 +72,7 @@ def _register(inner: str) -> None:
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-        row_lengths: Rows | None = None, **rest: Any,
+        row_lengths: RowLengths | None = None, **rest: Any,
     ) -> Any:  # fmt: skip
         # a model that cannot use sdpa has a function of its own beside its attention
         attention = functions.get(inner) or sys.modules[type(module).__module__].eager_attention_forward
@@ -80,8 +80,8 @@ def _register(inner: str) -> None:
             return attention(module, query, key, value, attention_mask, **rest)
         if row_lengths is None:
             return attention(module, query, key, value, attention_mask.of_the_line(), **rest)
-        row_lengths.reached = True
-        if (made := _at_once(module, (query, key, value), attention_mask, row_lengths, rest)) is not None:
+        row_lengths.was_used = True
+        if (made := _varlen_attention(module, (query, key, value), attention_mask, row_lengths, rest)) is not None:
             return made, None
         lengths = row_lengths.lengths
         parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
@@ -93,15 +93,15 @@ def _register(inner: str) -> None:
     functions.register(PREFIX + inner, torch.compiler.disable(attend))  # it goes by the lengths of rows
 
 
-def _at_once(
-    module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], masks: "Masks", rows: Rows, asked: Mapping[str, Any]
+def _varlen_attention(
+    module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], masks: "Masks", rows: RowLengths, asked: Mapping[str, Any]
 ) -> Tensor | None:
     """The output (1, tokens, heads, size) of all rows by their kernel; None where they are to attend one by one."""
-    if rows.kernel is None or not rows.kernel.does(module, *heads, asked):
+    if rows.kernel is None or not rows.kernel.supports(module, *heads, asked):
         return None
     if (window := masks.window(rows.lengths)) is None:
         return None
-    return rows.kernel(*heads, rows.bounds(heads[0].device), max(rows.lengths), window, asked.get("scaling"))
+    return rows.kernel(*heads, rows.cu_seqlens(heads[0].device), max(rows.lengths), window, asked.get("scaling"))
 
 
 @final

@@ -13,12 +13,12 @@ from torch import Tensor
 
 Make = Callable[[], Tensor]
 SIXTEEN: Final = (torch.float16, torch.bfloat16)
-PASSING: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
+PASS_THROUGH_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """Nodes that DeepSpeed lays around what a module is given and gives: they change no value."""
 
 
 @final
-class Again:
+class RecomputedInput:
     """One x for all the layers that read it: made for the first that asks in backward, let go of by the last.
 
     It holds the node of the graph that made x, so that nobody else is found by that node's number.
@@ -28,12 +28,12 @@ class Again:
         self._node, self._make, self._readers = node, make, 0
         self._made: Tensor | None = None
 
-    def read(self) -> "Again":
+    def add_reader(self) -> "RecomputedInput":
         """Note one more reader."""
         self._readers += 1
         return self
 
-    def made(self) -> Tensor:
+    def get(self) -> Tensor:
         """x, for one of its readers."""
         x = self._make() if self._made is None else self._made
         self._readers -= 1
@@ -41,10 +41,10 @@ class Again:
         return x
 
 
-_waiting: WeakValueDictionary[int, Again] = WeakValueDictionary()  # by the id of the node that made x
+_waiting: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary()  # by the id of the node that made x
 
 
-def made_again(x: Tensor) -> Again | None:
+def recomputable(x: Tensor) -> RecomputedInput | None:
     """x once more, from what its own graph keeps for backward; None when it keeps too little.
 
     Or when somebody else looks after what is kept and gives each tensor back once, as activation checkpointing does.
@@ -52,15 +52,15 @@ def made_again(x: Tensor) -> Again | None:
     if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
         return None
     node: Any = x.grad_fn
-    while node is not None and node.name() in PASSING:
+    while node is not None and node.name() in PASS_THROUGH_NODES:
         ((node, _),) = node.next_functions
     again = _waiting.get(id(node))
     if again is None:
         make = _maker(node, x.dtype)
         if make is None:
             return None
-        again = _waiting[id(node)] = Again(node, make)
-    return again.read()
+        again = _waiting[id(node)] = RecomputedInput(node, make)
+    return again.add_reader()
 
 
 def _kept_elsewhere() -> bool:
@@ -69,7 +69,7 @@ def _kept_elsewhere() -> bool:
 
 
 def _maker(node: Any, dtype: torch.dtype) -> Make | None:
-    known = None if node is None else MAKERS.get(node.name())
+    known = None if node is None else RECOMPUTERS.get(node.name())
     return known(node, dtype) if known else None
 
 
@@ -111,7 +111,7 @@ def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-MAKERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
+RECOMPUTERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
     "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _ours,
     "_NormedBackward": _ours,
 }  # fmt: skip

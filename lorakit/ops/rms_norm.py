@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.source_match import code_of
+from lorakit.ops.source_match import forward_source
 
 FIRST: Final = (
     "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32);"
@@ -25,28 +25,28 @@ ROUNDED_LAST: Final = {
 """A norm's code -> whether its weight comes before the rounding to x's dtype."""
 
 
-def keep_what_norms_read(model: nn.Module) -> None:
+def fuse_rms_norms(model: nn.Module) -> None:
     """Let every such norm of a model keep less; its outputs are the same bits."""
     for module in model.modules():
-        if is_norm(module):
-            module.forward = partial(_forward, module, ROUNDED_LAST[code_of(module)])
+        if is_rms_norm(module):
+            module.forward = partial(_forward, module, ROUNDED_LAST[forward_source(module)])
 
 
-def is_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module is an RMS norm by its code."""
-    return code_of(module) in ROUNDED_LAST
+    return forward_source(module) in ROUNDED_LAST
 
 
 def _forward(module: Any, rounded_last: bool, hidden_states: Tensor) -> Tensor:
     if module.weight.requires_grad:
         learnt: Tensor = type(module).forward(module, hidden_states)
         return learnt
-    y: Tensor = _Normed.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
     return y
 
 
 @final
-class _Normed(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, rounded_last: bool) -> Tensor:
         wide = x.to(torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.source_match import statements
+from lorakit.ops.source_match import normalized_source
 
 NAME: Final = "apply_rotary_pos_emb"
 CODES: Final = {
@@ -22,7 +22,7 @@ CODES: Final = {
 }
 
 
-def turn_with_less(model: nn.Module) -> None:
+def fuse_rope(model: nn.Module) -> None:
     """Let every attention of a model that turns its queries and keys so do it with less; the same bits."""
     for module in model.modules():
         if is_rotary(module):
@@ -35,26 +35,26 @@ def is_rotary(module: nn.Module) -> bool:
     if not isinstance(forward, FunctionType) or "forward" in vars(module) or NAME not in forward.__code__.co_names:
         return False
     names = forward.__globals__
-    return all(name in names and statements(names[name]) == code for name, code in CODES.items())
+    return all(name in names and normalized_source(names[name]) == code for name, code in CODES.items())
 
 
 @cache
 def _with_turned(forward: FunctionType) -> FunctionType:
     """The same function, with another one under that name."""
-    names = forward.__globals__ | {NAME: turned}
+    names = forward.__globals__ | {NAME: apply_rope}
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
 
-def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """q, k (batch, heads, tokens, d), cos, sin (batch, tokens, d) -> q and k at their positions."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _Turned.apply(q, cos, sin), _Turned.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+    return _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)  # type: ignore[no-untyped-call]
 
 
 @final
-class _Turned(torch.autograd.Function):
+class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

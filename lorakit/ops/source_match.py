@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 
-def code_of(module: nn.Module) -> str:
+def forward_source(module: nn.Module) -> str:
     """The statements of a module's forward on one line; nothing where its forward has been replaced."""
-    return "" if "forward" in vars(module) else statements(type(module).forward)
+    return "" if "forward" in vars(module) else normalized_source(type(module).forward)
 
 
 @cache
-def statements(function: Callable[..., Any]) -> str:
+def normalized_source(function: Callable[..., Any]) -> str:
     """The statements of a function on one line, without comments; nothing when its source is not to be had."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from lorakit.errors import RunError, did_you_mean
 from lorakit.launch.environment import World
-from lorakit.parallel.engine import Engine, NonFiniteStep, ReadInto, StepReport, StepSettings
+from lorakit.parallel.engine import Engine, NonFiniteStep, FillParameter, StepReport, StepSettings
 from lorakit.parallel.group import Group
 from lorakit.parallel.process_group import device_of
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.single import SingleEngine
 
 if TYPE_CHECKING:  # a step needs no recipe, and none of what reads one
     from lorakit.recipe import ParallelSection
@@ -36,7 +36,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
 
         return StreamingEngine(device, Group(), parallel.backend)
     if parallel.backend == "single":
-        return WholeEngine(device, Group(), parallel.backend)
+        return SingleEngine(device, Group(), parallel.backend)
     if parallel.backend not in BACKENDS:
         raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{did_you_mean(parallel.backend, BACKENDS)}")
     assert world is not None
@@ -45,4 +45,4 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     return engine
 
 
-__all__ = ["BACKENDS", "Engine", "Group", "NonFiniteStep", "ReadInto", "StepReport", "StepSettings", "open_engine"]
+__all__ = ["BACKENDS", "Engine", "Group", "NonFiniteStep", "FillParameter", "StepReport", "StepSettings", "open_engine"]

@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.engine import BuildOptimizer, ReadInto
-from lorakit.parallel.process_group import join
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.process_group import init_process_group
+from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
 
 
-class ReplicatedEngine(WholeEngine):
+class DdpEngine(SingleEngine):
     """torch's DistributedDataParallel through accelerate."""
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
@@ -24,10 +24,10 @@ class ReplicatedEngine(WholeEngine):
 
         # a tensor that no row of a step reaches, such as an expert's, must not stop the step
         settings = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb)
-        self._accelerator, group = join(world, parallel, device, [settings])
+        self._accelerator, group = init_process_group(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(called.model))
         prepared: nn.Module = self._accelerator.prepare(called)
         return prepared

@@ -62,14 +62,14 @@ def stale_locks(folder: Path, patience_seconds: float = 3.0) -> list[Path]:
     return [lock for lock in locks if lock.exists() and lock.parent not in busy]
 
 
-def without_shared_memory() -> None:
+def disable_shm_comm() -> None:
     """Keep DeepSpeed from compiling its messages through shared memory, which only its inference sends."""
     from deepspeed import ops
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def tell_of_compiling(parallel: ParallelSection) -> None:
+def announce_compile(parallel: ParallelSection) -> None:
     """A line on standard error when a first use is about to compile, which takes a while."""
     if parallel.nvme_path is not None and not (extensions_folder() / "async_io" / "async_io.so").exists():
         print("compiling DeepSpeed's async_io, once; this takes a few minutes", file=sys.stderr)

@@ -39,7 +39,7 @@ class StepSettings:
     """float16: gradients are computed larger than they are, so that small ones are not lost"""
 
 
-ReadInto = Callable[[str, int, Tensor], None]
+FillParameter = Callable[[str, int, Tensor], None]
 """(parameter name, start, tensor): fills the tensor with the frozen parameter's elements from start on, from files."""
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
@@ -64,11 +64,11 @@ class Engine(Protocol):
     shards_base: bool
     """The base is built without weights, and ``prepare`` reads this rank's part of each."""
 
-    called: LossModel
+    loss_model: LossModel
     """The model as it is called, once ``prepare`` has taken it."""
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: FillParameter | None = None
     ) -> None:
         """Take ownership, once, after the adapter is attached. ``read`` fills parameters that are still on meta."""
 
@@ -85,7 +85,7 @@ class Engine(Protocol):
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
         """Mean loss per label token over all ranks' micro-batches, or None when asked to stop."""
 
-    def unreached(self) -> list[str]:
+    def tensors_without_gradient(self) -> list[str]:
         """Adapter tensors that no step so far has given a gradient."""
 
     def gather(self) -> dict[str, Tensor]:

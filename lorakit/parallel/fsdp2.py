@@ -14,40 +14,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lorakit.base.layers import layer_groups
+from lorakit.base.layers import gather_groups
 from lorakit.launch.environment import World
-from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.engine import BuildOptimizer, ReadInto
-from lorakit.parallel.process_group import give_memory_back, join
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.process_group import return_freed_memory, init_process_group
+from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import buffers_to, to_cpu
 from lorakit.recipe import ParallelSection
 
 
-class ShardedEngine(WholeEngine):
+class Fsdp2Engine(SingleEngine):
     """A model of which each rank holds a part of every tensor, adapter and optimizer state included."""
 
     shards_base = True
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
-        self._accelerator, group = join(world, parallel, device)
+        self._accelerator, group = init_process_group(world, parallel, device)
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
-        give_memory_back(self.device)
+    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+        return_freed_memory(self.device)
         model = called.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
-        for part in layer_groups(model):
+        for part in gather_groups(model):
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
             )
         fully_shard(called, mesh=mesh, offload_policy=policy)
         self._rests_on = torch.device("cpu") if offload else self.device
-        fill(called, self._rests_on, self.rank, read)
+        materialize_shards(called, self._rests_on, self.rank, read)
         buffers_to(model, self.device)
         self._optimizer = build(adapter_tensors(model))
         return called
@@ -63,27 +63,27 @@ class ShardedEngine(WholeEngine):
         (loss * self.world_size).backward()  # it averages over ranks
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
-        parts = [_here(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        parts = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
         squares = sum((part.float().square().sum() for part in parts), torch.zeros((), device=self._rests_on))
-        norm = math.sqrt(self.group.sums(float(squares))[0])
+        norm = math.sqrt(self.group.all_reduce_sum(float(squares))[0])
         for part in parts if norm > limit else ():
             part.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
     def gather(self) -> dict[str, Tensor]:
-        return {name: _whole(tensor, self.device) for name, tensor in all_tensors(self._model).items()}
+        return {name: _full_tensor(tensor, self.device) for name, tensor in checkpoint_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": _whole(value, self.device)
+            f"{name}.{key}": _full_tensor(value, self.device)
             for name, tensor in adapter_tensors(self._model).items()
             for key, value in self._optimizer.state[tensor].items()
         }
 
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for name, tensor in all_tensors(self._model).items():
+        for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            _here(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
+            _local(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
                     part: self._in_parts(value, tensor) for part, value in state[name].items()
@@ -112,7 +112,7 @@ class ShardedEngine(WholeEngine):
         }
 
 
-def fill(called: LossModel, device: torch.device, rank: int, read: ReadInto | None) -> None:
+def materialize_shards(called: LossModel, device: torch.device, rank: int, read: FillParameter | None) -> None:
     """Memory for the shards that are on meta, and this rank's rows of the base in them."""
     waiting = [name for name, parameter in called.model.named_parameters() if parameter.is_meta]
     called._apply(  # type: ignore[no-untyped-call]
@@ -136,13 +136,13 @@ def rows_of(whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     return parts[rank] if rank < len(parts) else whole[:0]
 
 
-def _here(value: Tensor) -> Tensor:
+def _local(value: Tensor) -> Tensor:
     """This rank's rows; what is written into them is written into the whole."""
     assert isinstance(value, DTensor)
     return value.to_local()
 
 
-def _whole(value: Tensor, device: torch.device) -> Tensor:
+def _full_tensor(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
         there: DTensor = value.to(device)  # type: ignore[assignment]
         return to_cpu(there.full_tensor())

@@ -24,11 +24,11 @@ class Group:
         self.rank, self.size, self.local_rank, self._group = rank, size, local_rank, group
 
     @property
-    def leads(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this process writes the files and shows the progress."""
         return self.rank == 0
 
-    def sums(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float) -> list[float]:
         """Each value, added over all ranks (float64)."""
         if self.size == 1:
             return list(values)
@@ -38,9 +38,9 @@ class Group:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
-        return self.sums(float(flag))[0] > 0
+        return self.all_reduce_sum(float(flag))[0] > 0
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What each rank says, by rank. For small plain values."""
         if self.size == 1:
             return [value]
@@ -48,7 +48,7 @@ class Group:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def lead(self, work: Callable[[], T]) -> T:
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """What ``work`` returned on rank 0, on every rank.
 
         Raises:
@@ -56,7 +56,7 @@ class Group:
         """
         if self.size == 1:
             return work()
-        if not self.leads:
+        if not self.is_rank_0:
             said: list[Any] = [None]
             dist.broadcast_object_list(said, src=0, group=self._group)
             good, result = said[0]
@@ -71,7 +71,7 @@ class Group:
         dist.broadcast_object_list([(True, done)], src=0, group=self._group)
         return done
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """What ``work`` returns here, once it went well everywhere. It must not be collective itself.
 
         Raises:
@@ -86,23 +86,23 @@ class Group:
             if problem is not None:
                 raise problem
             return result  # type: ignore[return-value]
-        for rank, theirs in enumerate(self.all(problem)):
+        for rank, theirs in enumerate(self.all_gather(problem)):
             if theirs is not None:
                 raise theirs if rank == self.rank else type(theirs)(f"rank {rank}: {theirs}")
         return result  # type: ignore[return-value]
 
-    def in_turn(self, work: Callable[[], object]) -> None:
+    def local_rank_0_first(self, work: Callable[[], object]) -> None:
         """``work`` done by one process of each machine while the others wait. Errors as ``together``."""
         if self.size > 1:
-            self.together(lambda: work() if self.local_rank == 0 else None)
+            self.run_on_all(lambda: work() if self.local_rank == 0 else None)
 
-    def same(self, what: str, facts: dict[str, Any]) -> None:
+    def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Passes when every rank has the same facts.
 
         Raises:
             LorakitError: on every rank, naming the differing facts and who has which.
         """
-        differing = disagreements(self.all(facts))
+        differing = disagreements(self.all_gather(facts))
         if differing:
             raise LorakitError(
                 f"the processes disagree on {what}:\n" + "\n".join(f"  {line}" for line in differing)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lorakit.base.layers import layers_of
-from lorakit.parallel.engine import ReadInto
+from lorakit.base.layers import repeated_layers
+from lorakit.parallel.engine import FillParameter
 
 ALIGNED: Final = 64
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamedTensor:
     """A tensor of a layer: whose it is, and where it begins in a slot, in bytes."""
 
     name: str
@@ -43,28 +43,28 @@ class StreamedLayer:
 
     def __init__(self, names: dict[nn.Module, str], layer: nn.Module) -> None:
         self.module, self.nbytes = layer, 0
-        self._places: list[Place] = []
+        self._places: list[StreamedTensor] = []
         for module in layer.modules():
             for key, absent in module._parameters.items():
                 if absent is not None and absent.is_meta:
-                    self._places.append(Place(f"{names[module]}.{key}", module, key, absent, self.nbytes))
+                    self._places.append(StreamedTensor(f"{names[module]}.{key}", module, key, absent, self.nbytes))
                     self.nbytes += -(-absent.nbytes // ALIGNED) * ALIGNED
 
     def tensors(self) -> Iterator[nn.Parameter]:
         """Those on meta, of which they have name, shape and dtype."""
         return (place.absent for place in self._places)
 
-    def fill(self, read: ReadInto, slot: Tensor) -> None:
+    def fill(self, read: FillParameter, slot: Tensor) -> None:
         """The values of all of them into a slot."""
         for place in self._places:
             read(place.name, 0, place.within(slot))
 
-    def take(self, slot: Tensor) -> None:
+    def bind(self, slot: Tensor) -> None:
         """Have them, from a slot that holds them."""
         for place in self._places:
             place.module._parameters[place.key] = nn.Parameter(place.within(slot), requires_grad=False)
 
-    def leave(self) -> None:
+    def unbind(self) -> None:
         """Have them no more: a tensor without elements in their place fits no product, whereas one on meta may."""
         for place in self._places:
             place.module._parameters[place.key] = nn.Parameter(torch.empty(0, 0), requires_grad=False)
@@ -73,7 +73,7 @@ class StreamedLayer:
 def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
     """The repeated layers of a model that have tensors on meta, in the order they are passed."""
     names = {module: name for name, module in model.named_modules()}
-    return [one for one in (StreamedLayer(names, layer) for layer in layers_of(model)) if one.nbytes]
+    return [one for one in (StreamedLayer(names, layer) for layer in repeated_layers(model)) if one.nbytes]
 
 
 def ids_of(layers: Sequence[StreamedLayer]) -> set[int]:
@@ -89,10 +89,10 @@ class Source(Protocol):
 
 
 @final
-class FromFiles:
+class FileSource:
     """Read from the base's files by a thread of its own, while the layer before computes."""
 
-    def __init__(self, read: ReadInto) -> None:
+    def __init__(self, read: FillParameter) -> None:
         self._read, self._reader = read, ThreadPoolExecutor(1, "base")
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
@@ -100,10 +100,10 @@ class FromFiles:
 
 
 @final
-class FromHost:
+class HostSource:
     """Copied from host memory, which holds them all, beside what the GPU computes."""
 
-    def __init__(self, read: ReadInto, layers: Sequence[StreamedLayer]) -> None:
+    def __init__(self, read: FillParameter, layers: Sequence[StreamedLayer]) -> None:
         self._copies = torch.cuda.Stream()
         self._host = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
         for layer, host in self._host.items():
@@ -118,7 +118,7 @@ class FromHost:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SlotReference:
     """What autograd keeps of a tensor in a slot: which layer's it is, and where."""
 
     layer: int
@@ -140,7 +140,7 @@ class LayerStream:
         self._coming: list[tuple[int, Wait] | None] = [None, None]
         self._here: list[int | None] = [None, None]
         for index, layer in enumerate(layers):
-            layer.leave()
+            layer.unbind()
             layer.module.register_forward_pre_hook(partial(self._before, index))
             layer.module.register_forward_hook(partial(self._after, index))
 
@@ -157,23 +157,23 @@ class LayerStream:
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._at
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def saved_tensors(self) -> Iterator[None]:
         """Around a forward pass and its backward."""
-        with saved_tensors_hooks(self.keep, self.find):
+        with saved_tensors_hooks(self.pack, self.unpack):
             yield
 
-    def keep(self, tensor: Tensor) -> Tensor | Kept:
+    def pack(self, tensor: Tensor) -> Tensor | SlotReference:
         """What autograd is to keep for a tensor."""
         number = self._at.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return tensor
         layer = self._here[number]
         assert layer is not None
-        return Kept(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return SlotReference(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    keep.gives_back_often = True  # type: ignore[attr-defined]
+    pack.gives_back_often = True  # type: ignore[attr-defined]
 
-    def find(self, kept: Tensor | Kept) -> Tensor:
+    def unpack(self, kept: Tensor | SlotReference) -> Tensor:
         """The tensor again. Raises RuntimeError when its layer is not there."""
         if isinstance(kept, Tensor):
             return kept
@@ -187,29 +187,29 @@ class LayerStream:
         )
 
     def _before(self, index: int, layer: nn.Module, inputs: Any) -> None:
-        self._arrive(index)
+        self._load(index)
 
     def _after(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self._arrive(index))
+            hidden.register_hook(lambda gradient: self._load(index))
 
-    def _arrive(self, index: int) -> None:
+    def _load(self, index: int) -> None:
         """Have a layer, and the one that is passed next on its way."""
         number = index % 2
-        self._begin(index)
+        self._prefetch(index)
         coming = self._coming[number]
         if coming is not None:
             self._coming[number] = None
             coming[1]()
-            self._layers[index].take(self._slots[number])
+            self._layers[index].bind(self._slots[number])
             self._here[number] = index
         backward = torch._C._current_graph_task_id() != -1
         following = index - 1 if backward else index + 1
         if 0 <= following < len(self._layers):
-            self._begin(following)
+            self._prefetch(following)
 
-    def _begin(self, index: int) -> None:
+    def _prefetch(self, index: int) -> None:
         """Have a layer on its way into its slot, unless it is there."""
         number = index % 2
         coming, here = self._coming[number], self._here[number]
@@ -219,6 +219,6 @@ class LayerStream:
             self._coming[number] = None
             coming[1]()
         if here is not None:
-            self._layers[here].leave()
+            self._layers[here].unbind()
         self._here[number] = None
         self._coming[number] = (index, self._source.begin(self._layers[index], self._slots[number]))

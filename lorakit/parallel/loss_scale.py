@@ -8,10 +8,10 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-FIRST: Final = 2.0**16
-SMALLEST: Final = 2.0**-14
-LARGEST: Final = 2.0**24
-PATIENCE: Final = 1000  # steps without an overflow before the scale is doubled
+INITIAL_SCALE: Final = 2.0**16
+MIN_SCALE: Final = 2.0**-14
+MAX_SCALE: Final = 2.0**24
+GROWTH_INTERVAL: Final = 1000  # steps without an overflow before the scale is doubled
 KEY: Final = "loss_scale"
 
 
@@ -20,19 +20,19 @@ class LossScale:
     """The scale S and how many steps it has held. Without ``dynamic`` it is 1 and stays 1."""
 
     def __init__(self, dynamic: bool) -> None:
-        self.dynamic, self.value, self._good_steps = dynamic, FIRST if dynamic else 1.0, 0
+        self.dynamic, self.value, self._good_steps = dynamic, INITIAL_SCALE if dynamic else 1.0, 0
 
-    def lower(self) -> bool:
+    def back_off(self) -> bool:
         """Halve the scale after an overflow; False when that cannot help."""
-        if not self.dynamic or self.value <= SMALLEST:
+        if not self.dynamic or self.value <= MIN_SCALE:
             return False
         self.value, self._good_steps = self.value / 2, 0
         return True
 
-    def held(self) -> None:
+    def record_good_step(self) -> None:
         """Note a step without overflow."""
         self._good_steps += 1
-        if self.dynamic and self._good_steps >= PATIENCE and self.value < LARGEST:
+        if self.dynamic and self._good_steps >= GROWTH_INTERVAL and self.value < MAX_SCALE:
             self.value, self._good_steps = self.value * 2, 0
 
     def state(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.quant.bnb import packed_optimizer
+from lorakit.quant.bnb import bnb_optimizer
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 RATIO: Final = "rate_ratio"
@@ -31,7 +31,7 @@ def build_optimizer(
         groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
     if name != "adamw":
-        return packed_optimizer(name, groups, **settings)
+        return bnb_optimizer(name, groups, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 

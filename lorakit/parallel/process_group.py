@@ -43,7 +43,7 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def communication(parallel: "ParallelSection", device: torch.device) -> str:
+def collective_backend(parallel: "ParallelSection", device: torch.device) -> str:
     """nccl on GPUs, gloo on CPUs, or what the recipe asks for.
 
     Raises:
@@ -59,7 +59,7 @@ def communication(parallel: "ParallelSection", device: torch.device) -> str:
     return asked
 
 
-def join(
+def init_process_group(
     world: World, parallel: "ParallelSection", device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
 ) -> tuple[Any, Group]:
     """Accelerate's Accelerator over all processes, and our Group of them.
@@ -70,7 +70,7 @@ def join(
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    talk = communication(parallel, device)
+    talk = collective_backend(parallel, device)
     waits = InitProcessGroupKwargs(
         backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds + 60)
     )  # the watch speaks first
@@ -90,7 +90,7 @@ def join(
     return accelerator, Group(world.rank, world.size, world.local_rank, small)
 
 
-def give_memory_back(device: torch.device) -> None:
+def return_freed_memory(device: torch.device) -> None:
     """On a CPU: freed tensors of a quarter megabyte and more go back to the system at once.
 
     Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces
@@ -103,7 +103,7 @@ def give_memory_back(device: torch.device) -> None:
             mallopt(M_MMAP_THRESHOLD, GIVEN_BACK_BYTES)
 
 
-def part() -> None:
+def destroy_process_group() -> None:
     """End the process group, after the last message of every rank.
 
     A moment first: gloo's thread drops finished messages by itself, and ending the group while it does so, in a
@@ -114,7 +114,7 @@ def part() -> None:
         dist.destroy_process_group()
 
 
-def environment_of(world: World) -> Mapping[str, str]:
+def torch_environment(world: World) -> Mapping[str, str]:
     """The variables torch and accelerate read, whatever launched this process."""
     found = {
         "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),

@@ -10,25 +10,25 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lorakit.errors import PeerFailure, LorakitError, RunError, TemporaryFailure
-from lorakit.launch.environment import World, contradictions, find_world
+from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.heartbeat import is_collective_error
-from lorakit.launch.quiet import calm, without_deprecations
-from lorakit.launch.watchdog import Watch
+from lorakit.launch.quiet import quiet_libraries, without_deprecations
+from lorakit.launch.watchdog import Watchdog
 from lorakit.parallel import open_engine
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.process_group import environment_of, part
+from lorakit.parallel.process_group import torch_environment, destroy_process_group
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
 
-def place_of(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
+def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
     """Which process this is among those that were launched; None when it stands alone.
 
     Raises:
         RunError: the launcher, or variables of other tools, say something else than the recipe.
     """
     parallel = recipe.parallel
-    world = find_world(environment, parallel.rendezvous)
+    world = detect_world(environment, parallel.rendezvous)
     lines = contradictions(
         world, environment, backend=parallel.backend, processes=parallel.processes, nodes=parallel.nodes,
         dtype=recipe.base.dtype,
@@ -39,7 +39,7 @@ def place_of(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
 
 
 @contextmanager
-def joined(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
+def distributed_engine(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
     """The recipe's engine, once all its processes are there and agree on what they run.
 
     A failure of one ends all, with the same words and exit code; ``ending`` is called before they tell each other.
@@ -48,43 +48,43 @@ def joined(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
         RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
         TryAgainLater: another process is gone; what was saved is kept.
     """
-    world = place_of(recipe, os.environ)
-    if recipe.left_open:
+    world = current_process(recipe, os.environ)
+    if recipe.auto_keys:
         raise RunError(
-            f"{', '.join(recipe.left_open)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
+            f"{', '.join(recipe.auto_keys)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
             f" {world.launcher if world else 'nothing'} did: name what `lorakit plan` advises"
         )
-    if world is None or not recipe.parallel.is_spread:
-        if recipe.parallel.is_spread:
+    if world is None or not recipe.parallel.is_distributed:
+        if recipe.parallel.is_distributed:
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
-    os.environ.update(environment_of(world))
-    with calm(), meeting_in_words(world):
+    os.environ.update(torch_environment(world))
+    with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
-    watch = Watch(
+    watch = Watchdog(
         _get_default_store(), world.rank, world.size,
         silent_seconds=recipe.parallel.silent_seconds, stuck_seconds=recipe.parallel.stuck_seconds,
     )  # fmt: skip
     watch.start()
-    engine.phase = watch.at
+    engine.phase = watch.set_phase
     try:
-        engine.group.same("what they run", shared_facts(recipe))
+        engine.group.check_same("what they run", shared_facts(recipe))
         with without_deprecations():
             yield engine
         watch.close()
     except Exception as problem:
         ending()
-        last = how_it_ends(watch, problem)
+        last = final_error(watch, problem)
         if last is problem:
             raise
         raise last from None
     finally:
-        part()
+        destroy_process_group()
 
 
 @contextmanager
-def meeting_in_words(world: World) -> Iterator[None]:
+def rendezvous_errors_explained(world: World) -> Iterator[None]:
     """torch's errors, should the processes not find each other, in words."""
     where = f"{world.address}:{world.port}"
     try:
@@ -104,7 +104,7 @@ def meeting_in_words(world: World) -> Iterator[None]:
         ) from None
 
 
-def how_it_ends(watch: Watch, problem: Exception) -> Exception:
+def final_error(watch: Watchdog, problem: Exception) -> Exception:
     """What this process ends with, once all know: its own problem, or that of the rank which failed first."""
     if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
         problem = RunError(

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import bytes_held
-from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.stepping import SteppingEngine, as_held, to_cpu, to_keep
+from lorakit.parallel.stepping import BaseEngine, as_held, to_cpu, to_keep
 
 
-class WholeEngine(SteppingEngine):
+class SingleEngine(BaseEngine):
     """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(called.model))
         return called
 
@@ -27,7 +27,7 @@ class WholeEngine(SteppingEngine):
 
     def update(self, rate: float) -> float:
         tensors = adapter_tensors(self._model)
-        self.reached(name for name, tensor in tensors.items() if tensor.grad is not None)
+        self.mark_reached(name for name, tensor in tensors.items() if tensor.grad is not None)
         if self._scale.dynamic:
             for tensor in tensors.values():
                 if tensor.grad is not None:
@@ -45,7 +45,7 @@ class WholeEngine(SteppingEngine):
         return float(torch.nn.utils.clip_grad_norm_(tensors, limit))
 
     def gather(self) -> dict[str, Tensor]:
-        return {name: to_cpu(tensor) for name, tensor in all_tensors(self._model).items()}
+        return {name: to_cpu(tensor) for name, tensor in checkpoint_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         return {
@@ -57,7 +57,7 @@ class WholeEngine(SteppingEngine):
     def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         tensors = adapter_tensors(self._model)
         with torch.no_grad():
-            for name, tensor in all_tensors(self._model).items():
+            for name, tensor in checkpoint_tensors(self._model).items():
                 tensor.copy_(adapter[name])
         for name, parts in state.items():
             self._optimizer.state[tensors[name]] = {part: as_held(value, self.device) for part, value in parts.items()}

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
-from lorakit.launch.quiet import calm
-from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.launch.quiet import quiet_libraries
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.parallel.accounting import Collectives, process_group_name
-from lorakit.parallel.engine import BuildOptimizer, NonFiniteStep, ReadInto, StepReport, StepSettings
+from lorakit.parallel.engine import BuildOptimizer, NonFiniteStep, FillParameter, StepReport, StepSettings
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import KEY, LossScale
-from lorakit.parallel.verify import Expected, confirm_layout, confirm_step
+from lorakit.parallel.verify import Expected, verify_layout, verify_step
 
 
-class SteppingEngine(ABC):
+class BaseEngine(ABC):
     """The step and what goes with it. A backend says how gradients meet and who updates what."""
 
     shards_base = False
@@ -39,7 +39,7 @@ class SteppingEngine(ABC):
     # --- what a backend fills in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def wrap(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         """Spread the model and build its optimizer; returns the module to call for a forward pass."""
 
     @abstractmethod
@@ -57,28 +57,28 @@ class SteppingEngine(ABC):
     def gather(self) -> dict[str, Tensor]: ...
 
     @abstractmethod
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Optimizer state by tensor name, whole, on the CPU. Collective."""
 
     @abstractmethod
-    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Adapter and optimizer state (tensor name -> part -> value) into this backend's layout."""
 
     @abstractmethod
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         """Bytes this rank holds: base, adapter, gradients, optimizer."""
 
     @abstractmethod
-    def kind(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What is really there: the engine's classes and settings, looked up."""
 
-    def part_of(self, shape: Sequence[int]) -> int:
+    def shard_numel(self, shape: Sequence[int]) -> int:
         """The most elements of a frozen tensor that one rank holds at rest."""
         return math.prod(shape)
 
-    def rests(self, base: Sequence[Tensor]) -> int:
+    def resident_base_bytes(self, base: Sequence[Tensor]) -> int:
         """The most bytes of a base, whose tensors still have their shapes, that one rank holds between steps."""
-        return sum(self.part_of(p.shape) * p.itemsize for p in base)
+        return sum(self.shard_numel(p.shape) * p.itemsize for p in base)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients of different ranks need to meet in the last only."""
@@ -87,7 +87,7 @@ class SteppingEngine(ABC):
     # --- what all of them share ------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: ReadInto | None = None
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: FillParameter | None = None
     ) -> None:
         self.called, self._model, self._settings = LossModel(model).train(), model, settings
         self._unreached = set(adapter_tensors(model))
@@ -96,31 +96,31 @@ class SteppingEngine(ABC):
         adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
         self._expected = Expected(
             self._backend, self.world_size, sum(p.nbytes for p in base), adapter_bytes,
-            self.rests(base),
+            self.resident_base_bytes(base),
         )  # fmt: skip
-        with calm():
-            self._forward = self.take(self.called, optimizer, read)
-        self.group.together(lambda: confirm_layout(self._expected, self.observed()))
+        with quiet_libraries():
+            self._forward = self.wrap(self.called, optimizer, read)
+        self.group.run_on_all(lambda: verify_layout(self._expected, self.observed()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        labels, tokens = self.group.sums(
+        labels, tokens = self.group.all_reduce_sum(
             sum(batch.num_label_tokens for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
         )
         rate = self._settings.learning_rate(index)
         while True:
             with self._collectives.of_one_step():
                 losses = self._forward_and_backward(index, micro_batches, labels)
-                loss = self.group.sums(float(torch.stack(losses).sum()))[0] / labels
+                loss = self.group.all_reduce_sum(float(torch.stack(losses).sum()))[0] / labels
                 if not math.isfinite(loss):
                     raise NonFiniteStep(loss, math.nan, self._suspects(micro_batches, losses))
                 grad_norm = self.update(rate)
             if math.isfinite(grad_norm):
                 break
-            if not self._scale.lower():
+            if not self._scale.back_off():
                 raise NonFiniteStep(loss, grad_norm, self._suspects(micro_batches, losses))
-        self._scale.held()
+        self._scale.record_good_step()
         if self._collectives.just_counted():
-            self.group.together(lambda: confirm_step(self._expected, self.observed()))
+            self.group.run_on_all(lambda: verify_step(self._expected, self.observed()))
         return StepReport(loss, grad_norm, rate, int(tokens), int(labels))
 
     def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], labels: float) -> list[Tensor]:
@@ -139,7 +139,7 @@ class SteppingEngine(ABC):
     def _suspects(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
         """The rows of the micro-batches whose loss is not finite, or all rows when only a gradient is; of all ranks."""
         bad = [batch for batch, loss in zip(micro_batches, losses, strict=True) if not math.isfinite(float(loss))]
-        found = self.group.all(([row for b in bad for row in b.rows], [row for b in micro_batches for row in b.rows]))
+        found = self.group.all_gather(([row for b in bad for row in b.rows], [row for b in micro_batches for row in b.rows]))
         return tuple(row for mine, _ in found for row in mine) or tuple(row for _, mine in found for row in mine)
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
@@ -154,23 +154,23 @@ class SteppingEngine(ABC):
                     num_label_tokens += batch.num_label_tokens
         finally:
             self._forward.train()
-        total, num_labels = self.group.sums(total, num_label_tokens)
+        total, num_labels = self.group.all_reduce_sum(total, num_label_tokens)
         return total / num_labels
 
-    def reached(self, names: Iterable[str]) -> None:
+    def mark_reached(self, names: Iterable[str]) -> None:
         """Note adapter tensors that had a gradient."""
         self._unreached -= set(names)
 
     def unreached(self) -> list[str]:
         if self._unreached:  # the same question on every rank: once empty, empty everywhere
-            self._unreached = set.intersection(*self.group.all(self._unreached))
+            self._unreached = set.intersection(*self.group.all_gather(self._unreached))
         return sorted(self._unreached)
 
     def gather_optimizer(self) -> dict[str, Tensor]:
-        return self.moments() | self._scale.state()
+        return self.optimizer_state() | self._scale.state()
 
     def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        tensors = all_tensors(self._model)
+        tensors = checkpoint_tensors(self._model)
         if adapter.keys() != tensors.keys():
             raise RunError(f"the checkpoint holds other tensors: {sorted(adapter.keys() ^ tensors.keys())[:4]}")
         state: dict[str, dict[str, Tensor]] = {}
@@ -178,15 +178,15 @@ class SteppingEngine(ABC):
             name, _, part = key.rpartition(".")
             if name:
                 state.setdefault(name, {})[part] = value
-        self.put_back(adapter, state)
+        self.load_state(adapter, state)
         self._scale.restore(optimizer.get(KEY))
-        self.reached(state)  # the optimizer holds state of what has had a gradient
+        self.mark_reached(state)  # the optimizer holds state of what has had a gradient
 
     def observed(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
-        here = {f"{name}_bytes": size for name, size in self.held().items()}
+        here = {f"{name}_bytes": size for name, size in self.held_bytes().items()}
         return {
-            **self.kind(),
+            **self.describe(),
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,

@@ -11,22 +11,22 @@ from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import bytes_held
-from lorakit.parallel.engine import BuildOptimizer, ReadInto
-from lorakit.parallel.layer_stream import FromFiles, FromHost, LayerStream, ids_of, streamed_layers
-from lorakit.parallel.single import WholeEngine
+from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, ids_of, streamed_layers
+from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import buffers_to
 
 
-class StreamingEngine(WholeEngine):
+class StreamingEngine(SingleEngine):
     """What is no repeated layer (embedding, norm, head) stays; so do adapter and optimizer."""
 
     shards_base = True
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         layers = streamed_layers(called.model)
         if read is None or not layers:
             raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
-        source = FromHost(read, layers) if self.device.type == "cuda" else FromFiles(read)
+        source = HostSource(read, layers) if self.device.type == "cuda" else FileSource(read)
         self._stream = LayerStream(layers, source, self.device)
         fill_others(called, ids_of(layers), read, self.device)
         self._optimizer = build(adapter_tensors(called.model))
@@ -38,7 +38,7 @@ class StreamingEngine(WholeEngine):
         return sum(p.nbytes for p in base if id(p) not in streamed) + 2 * max((one.nbytes for one in layers), default=0)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return self._stream.keeping()
+        return self._stream.saved_tensors()
 
     def held(self) -> dict[str, int]:
         adapter = {id(tensor) for tensor in adapter_tensors(self._model).values()}
@@ -49,7 +49,7 @@ class StreamingEngine(WholeEngine):
         return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
 
 
-def fill_others(called: LossModel, streamed: Container[int], read: ReadInto, device: torch.device) -> None:
+def fill_others(called: LossModel, streamed: Container[int], read: FillParameter, device: torch.device) -> None:
     """Memory and values for the tensors that are not streamed, each once wherever it hangs; the rest to the device."""
     names = {id(tensor): name for name, tensor in called.model.named_parameters()}
     made: dict[int, nn.Parameter] = {}

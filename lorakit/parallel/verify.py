@@ -25,7 +25,7 @@ class Expected:
     base_part_bytes: int
 
 
-def confirm_layout(expected: Expected, observed: Mapping[str, Any]) -> None:
+def verify_layout(expected: Expected, observed: Mapping[str, Any]) -> None:
     """Passes when engine, number of processes and what this one holds of the base are as asked.
 
     Raises:
@@ -34,7 +34,7 @@ def confirm_layout(expected: Expected, observed: Mapping[str, Any]) -> None:
     _refuse(expected, observed, _layout_problems(expected, observed))
 
 
-def confirm_step(expected: Expected, observed: Mapping[str, Any]) -> None:
+def verify_step(expected: Expected, observed: Mapping[str, Any]) -> None:
     """Passes when the messages of a step and the optimizer's state are those of the backend asked for.
 
     Raises:

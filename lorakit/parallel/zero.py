@@ -13,57 +13,57 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.launch.environment import World
-from lorakit.launch.quiet import calm
+from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import bytes_held
 from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
-from lorakit.parallel.deepspeed_requirements import check_deepspeed, tell_of_compiling, without_shared_memory
-from lorakit.parallel.engine import BuildOptimizer, ReadInto
+from lorakit.parallel.deepspeed_requirements import check_deepspeed, announce_compile, disable_shm_comm
+from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.process_group import give_memory_back, join
-from lorakit.parallel.stepping import SteppingEngine, buffers_to, to_cpu
-from lorakit.parallel.zero3 import here, keep_adapter_whole, partition, put_whole, whole
-from lorakit.parallel.zero3_saved import unpinned
+from lorakit.parallel.process_group import return_freed_memory, init_process_group
+from lorakit.parallel.stepping import BaseEngine, buffers_to, to_cpu
+from lorakit.parallel.zero3 import local_tensors, keep_adapter_gathered, partition, set_full_value, full_tensor
+from lorakit.parallel.zero3_saved import save_weights_by_reference
 from lorakit.recipe import ParallelSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeroEngine(SteppingEngine):
+class ZeroEngine(BaseEngine):
     """A DeepSpeedEngine."""
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         check_deepspeed(parallel)
         if world.rank == 0:
-            tell_of_compiling(parallel)
-        with calm():
-            without_shared_memory()
+            announce_compile(parallel)
+        with quiet_libraries():
+            disable_shm_comm()
         from accelerate.utils import DeepSpeedPlugin
 
         self._stage = STAGES[parallel.backend]
         self.shards_base = self._stage == 3
         self._config = deepspeed_config(parallel, world.size)
         plugin = DeepSpeedPlugin(hf_ds_config=self._config)
-        self._accelerator, group = join(world, parallel, device, deepspeed_plugin=plugin)
+        self._accelerator, group = init_process_group(world, parallel, device, deepspeed_plugin=plugin)
         plugin.dschf = None  # while it lives transformers builds every model in parts of its own
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: ReadInto | None) -> nn.Module:
+    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         limit, model = self._settings.max_grad_norm, called.model
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
-            give_memory_back(self.device)
+            return_freed_memory(self.device)
             partition(called, config, self.group, read)
             buffers_to(model, self.device)
         adapter = adapter_tensors(model)
         for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
-            tensor.register_hook(lambda gradient, name=name: self.reached([name]))
+            tensor.register_hook(lambda gradient, name=name: self.mark_reached([name]))
         engine, _ = self._accelerator.prepare(called, build(adapter))
         self._zero = engine.optimizer
         if self._stage == 3:
-            keep_adapter_whole(self._zero, adapter.values())
+            keep_adapter_gathered(self._zero, adapter.values())
         prepared: nn.Module = engine
         return prepared
 
@@ -72,7 +72,7 @@ class ZeroEngine(SteppingEngine):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._forward.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
-        return unpinned() if self._stage == 3 else nullcontext()
+        return save_weights_by_reference() if self._stage == 3 else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self._forward.backward(loss * self.world_size, scale_wrt_gas=False)  # type: ignore[operator] # it averages
@@ -92,7 +92,7 @@ class ZeroEngine(SteppingEngine):
         return {
             name: to_cpu(safe_get_full_fp32_param(tensor)).view(shape_of(tensor))
             for name, tensor in adapter_tensors(self._model).items()
-        } | {name: to_cpu(whole(tensor)) for name, tensor in fixed_tensors(self._model).items()}
+        } | {name: to_cpu(full_tensor(tensor)) for name, tensor in fixed_tensors(self._model).items()}
 
     def moments(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -118,10 +118,10 @@ class ZeroEngine(SteppingEngine):
         if steps is not None:
             self._begin_state(steps)
         for name, tensor in fixed_tensors(self._model).items():
-            put_whole(tensor, adapter[name], self.group)
+            set_full_value(tensor, adapter[name], self.group)
         for name, tensor in adapter_tensors(self._model).items():
             safe_set_full_fp32_param(tensor, adapter[name].to(self.device))  # the masters; and what computes:
-            put_whole(tensor, adapter[name], self.group)
+            set_full_value(tensor, adapter[name], self.group)
             for part in MOMENTS if name in state else ():
                 safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
 
@@ -145,8 +145,8 @@ class ZeroEngine(SteppingEngine):
         base = [p for p in self._model.parameters() if id(p) not in known]
         state = [v for values in self._zero.optimizer.state.values() for v in values.values()]
         return {
-            "base": bytes_held(here(base)),
-            "adapter": bytes_held(here(adapter)),
+            "base": bytes_held(local_tensors(base)),
+            "adapter": bytes_held(local_tensors(adapter)),
             "gradients": 0,
             "optimizer": bytes_held(v for v in state if isinstance(v, Tensor)),
         }

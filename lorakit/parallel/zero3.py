@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.engine import ReadInto
+from lorakit.parallel.engine import FillParameter
 from lorakit.parallel.group import Group
 
 
-def partition(called: LossModel, config: dict[str, Any], group: Group, read: ReadInto | None) -> None:
+def partition(called: LossModel, config: dict[str, Any], group: Group, read: FillParameter | None) -> None:
     """Give every parameter DeepSpeed's partitioned form; ``read`` fills this rank's part of those on meta.
 
     A whole frozen tensor never exists: memory is asked for, but only this rank's range of it is ever touched.
@@ -33,7 +33,7 @@ def partition(called: LossModel, config: dict[str, Any], group: Group, read: Rea
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
 
 
-def keep_adapter_whole(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
+def keep_adapter_gathered(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
     """The adapter's tensors stay whole on every rank, gathered once after an update; frozen tensors never are."""
     tensors = list(adapter)
     for tensor in tensors:
@@ -42,17 +42,17 @@ def keep_adapter_whole(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
     tensors[0].all_gather(tensors)  # type: ignore[attr-defined]
 
 
-def put_whole(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
+def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
     """A new value for an adapter's tensor, where it is whole on every rank, and for this rank's part beside it."""
     if tensor.data.shape == value.shape:
         tensor.data.copy_(value)
     part = getattr(tensor, "ds_tensor", None)
     if part is not None:
-        start, stop = part_of(value.numel(), group)
+        start, stop = shard_range(value.numel(), group)
         part.data[: stop - start].copy_(value.reshape(-1)[start:stop])
 
 
-def whole(tensor: nn.Parameter) -> Tensor:
+def full_tensor(tensor: nn.Parameter) -> Tensor:
     """A tensor that does not learn, gathered for a moment if it lies in parts. Collective."""
     if not hasattr(tensor, "ds_tensor"):
         return tensor.detach()
@@ -62,19 +62,19 @@ def whole(tensor: nn.Parameter) -> Tensor:
         return tensor.detach().clone()
 
 
-def part_of(num_elements: int, group: Group) -> tuple[int, int]:
+def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     """The range of a flattened tensor that lies on this rank."""
     size = math.ceil(num_elements / group.size)
     start = min(group.rank * size, num_elements)
     return start, min(start + size, num_elements)
 
 
-def _touched_in_part(name: str, parameter: nn.Parameter, group: Group, read: ReadInto) -> nn.Parameter:
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-    start, stop = part_of(parameter.numel(), group)
+def _touched_in_part(name: str, parameter: nn.Parameter, group: Group, read: FillParameter) -> nn.Parameter:
+    full_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+    start, stop = shard_range(parameter.numel(), group)
     if start < stop:
-        read(name, start, whole.view(-1)[start:stop])
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        read(name, start, full_tensor.view(-1)[start:stop])
+    return nn.Parameter(full_tensor, requires_grad=parameter.requires_grad)
 
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
@@ -94,6 +94,6 @@ def _frozen_dtype(model: nn.Module) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def here(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
+def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
     """What of these parameters lies in this process: a partition, and what is gathered."""
     return [t for p in tensors for t in (p.data, getattr(p, "ds_tensor", None)) if isinstance(t, Tensor)]

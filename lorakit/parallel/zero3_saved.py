@@ -26,13 +26,13 @@ class _Place:
     offset: int
 
 
-def unpinned() -> AbstractContextManager[None]:
+def save_weights_by_reference() -> AbstractContextManager[None]:
     """Around forward and backward of a micro-batch."""
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_keep, _find)
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     return hooks
 
 
-def _keep(saved: Tensor) -> Tensor | _Place:
+def _pack(saved: Tensor) -> Tensor | _Place:
     owner: Any = saved if hasattr(saved, "ds_id") else saved._base
     if owner is None or not hasattr(owner, "ds_id") or owner.ds_persist:
         return saved
@@ -41,10 +41,10 @@ def _keep(saved: Tensor) -> Tensor | _Place:
     return _Place(owner, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
 
-_keep.gives_back_often = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
+_pack.gives_back_often = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
 
 
-def _find(kept: Tensor | _Place) -> Tensor:
+def _unpack(kept: Tensor | _Place) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     whole: Tensor = kept.parameter.data

@@ -1,16 +1,16 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unchecked
-from lorakit.patch.fit import Shapes, check_fits
-from lorakit.patch.from_model import adapter_patch
+from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unverified_note
+from lorakit.patch.fit import BaseShapes, check_fits
+from lorakit.patch.from_model import patch_from_model
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.save import save_patch
 from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [
-    "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "Shapes", "adapter_patch", "check_base", "check_fits",
+    "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "BaseShapes", "patch_from_model", "check_base", "check_fits",
     "fingerprint", "new_patch", "open_base_files", "open_patch", "read_patch", "remove_patch", "save_patch",
-    "unchecked", "write_new_patch", "write_patch",
+    "unverified_note", "write_new_patch", "write_patch",
 ]  # fmt: skip

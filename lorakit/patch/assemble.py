@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.safetensors import TensorFile
+from lorakit.files.safetensors import SafetensorsFile
 from lorakit.patch.adapter_config import PatchConfig
-from lorakit.patch.lazy import StoredTensors
+from lorakit.patch.lazy import LazyTensors
 from lorakit.patch.patch import FLOATS, Caps, Patch, PatchLayer, TokenRows
 from lorakit.patch.peft_names import (
     EMBEDDING_PARTS,
@@ -28,7 +28,7 @@ from lorakit.patch.peft_names import (
 )
 
 
-def assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) -> Patch:
+def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
     """The patch that a checked header describes; of its tensors only token rows are read.
 
     Raises:
@@ -68,10 +68,10 @@ def assemble(folder: Path, config: PatchConfig, file: TensorFile, caps: Caps) ->
     _check_whole(file.path, whole, layers)
     _check_copies(file, copies, whole)
     shapes = {parameter: file.entries[key].shape for parameter, key in whole.items()}
-    kept = StoredTensors(file, {key: key for key in copies})
+    kept = LazyTensors(file, {key: key for key in copies})
     facts = _facts(file.path, file.metadata)
     return Patch(
-        folder, config, layers, StoredTensors(file, whole), shapes, kept, facts,
+        folder, config, layers, LazyTensors(file, whole), shapes, kept, facts,
         {module: _rows(file, config, module) for module in rows},
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def _experts(path: Path, config: PatchConfig, modules: list[str]) -> dict[str, s
     return found
 
 
-def _rows(file: TensorFile, config: PatchConfig, module: str) -> TokenRows:
+def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
     tokens = next(
         (
             ids
@@ -125,7 +125,7 @@ def _rows(file: TensorFile, config: PatchConfig, module: str) -> TokenRows:
         ),
         (),
     )
-    tensor = StoredTensors(file, {module: rows_key(module)})[module]
+    tensor = LazyTensors(file, {module: rows_key(module)})[module]
     if not tokens or tensor.dim() != 2 or tensor.shape[0] != len(tokens):
         raise PatchError(
             f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} tokens (trainable_token_indices)"
@@ -143,7 +143,7 @@ def _unknown(path: Path, key: str) -> str:
 
 
 def _layer(
-    file: TensorFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps, *,
+    file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps, *,
     stacked: bool,
 ) -> PatchLayer:  # fmt: skip
     path, entries = file.path, {part: file.entries[key] for part, key in keys.items()}
@@ -161,7 +161,7 @@ def _layer(
         raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
     _check_magnitude(path, config, module, entries, b[0])
     return PatchLayer(
-        config.method, rank, alpha, (b[0], a[1]), StoredTensors(file, keys), embedding, count if stacked else 0
+        config.method, rank, alpha, (b[0], a[1]), LazyTensors(file, keys), embedding, count if stacked else 0
     )
 
 
@@ -184,7 +184,7 @@ def _check_whole(path: Path, whole: Mapping[str, str], layers: Mapping[str, Any]
             raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
 
 
-def _check_copies(file: TensorFile, copies: Mapping[str, CopyName], whole: Mapping[str, str]) -> None:
+def _check_copies(file: SafetensorsFile, copies: Mapping[str, CopyName], whole: Mapping[str, str]) -> None:
     for key, name in copies.items():
         if name.parameter not in whole:
             raise PatchError(f"{file.path}: {key}: the file has no {name.parameter} that it would be a copy of")

@@ -16,7 +16,7 @@ VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class Reader:
+class Program:
     """A program, what stands in its way with this patch, and otherwise how to call it."""
 
     name: str
@@ -24,14 +24,14 @@ class Reader:
     call: str
 
 
-def readers(patch: Patch) -> list[Reader]:
+def compatible_programs(patch: Patch) -> list[Program]:
     """PEFT, vLLM and llama.cpp, with what each would stumble over."""
     largest = max((layer.rank for layer in patch.layers.values()), default=0)
     setting = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     return [
-        Reader("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
-        Reader("vLLM", tuple(_vllm(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
-        Reader("llama.cpp", tuple(_llama_cpp(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
+        Program("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
+        Program("vLLM", tuple(_vllm(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
+        Program("llama.cpp", tuple(_llama_cpp(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
 
 
@@ -70,7 +70,7 @@ def _beyond_low_rank(patch: Patch) -> Iterator[str]:
         yield "magnitudes of DoRA"
     if stacked := [name for name, layer in patch.layers.items() if layer.num_experts]:
         yield f"experts as PEFT lays them out, such as {stacked[0]}"
-    if patch.rows:
+    if patch.token_rows:
         yield "rows of tokens"
 
 

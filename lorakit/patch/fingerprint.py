@@ -52,14 +52,14 @@ class BaseIdentity:
     @cached_property
     def config(self) -> str:
         config = {key: value for key, value in self.files.config().items() if key not in NOT_IDENTITY}
-        return _hash(config)
+        return _json_digest(config)
 
     @cached_property
     def tokenizer(self) -> str | None:
         path = self.files.folder / "tokenizer.json"
         if not path.is_file():
             return None
-        return _hash({key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")})
+        return _json_digest({key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")})
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first.
@@ -83,15 +83,15 @@ class BaseIdentity:
         found = dict(zip(unique, digest([self._reader(name, rounded_to) for name in unique]), strict=True))
         for module, names in wanted.items():
             each = [found[name] for name in names]
-            known[module, rounded_to] = each[0] if len(each) == 1 else _hash(each)
+            known[module, rounded_to] = each[0] if len(each) == 1 else _json_digest(each)
         return {module: known[module, rounded_to] for module, names in stored.items() if names}
 
     def _stored(self, module: str) -> list[str]:
         """The stored tensors that hold a module's weight, or a parameter of experts."""
-        if module in self.files.holder:
+        if module in self.files.shard_of:
             return [module]
-        if (layer := re.match(r"(.*\.\d+\.).*experts\.", module)) and f"{module}.weight" not in self.files.holder:
-            return sorted(n for n in self.files.holder if n.startswith(layer[1]) and ".experts" in n)
+        if (layer := re.match(r"(.*\.\d+\.).*experts\.", module)) and f"{module}.weight" not in self.files.shard_of:
+            return sorted(n for n in self.files.shard_of if n.startswith(layer[1]) and ".experts" in n)
         try:
             return [self.files.weight_name(module)]
         except BaseModelError:
@@ -106,7 +106,7 @@ class BaseIdentity:
         return bool((text if isinstance(text, dict) else config).get("tie_word_embeddings", True))
 
     def _reader(self, name: str, rounded_to: str | None) -> "Reader":
-        shard = self.files.holder[name]
+        shard = self.files.shard_of[name]
         dtype = DTYPES.get(rounded_to or "", shard.entries[name].dtype)
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
@@ -159,7 +159,7 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
     Raises:
         PatchError: another base; says what differs. Or ``full`` was asked of a patch that holds samples only.
     """
-    told = patch.facts.get("base")
+    told = patch.metadata.get("base")
     if told is None:
         return
     if told["scheme"] != SCHEME:
@@ -171,7 +171,7 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
     )
     names = list(found)
     if full and all(found[name] == expected.get(name) for name in names):
-        expected, found = told_in_full(patch), identity.full(names, rounded_to)
+        expected, found = full_digests(patch), identity.full(names, rounded_to)
         if expected is None:
             raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
     differing = [name for name in names if expected.get(name) != found[name]]
@@ -180,12 +180,12 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
         if told.get(part) and value and told[part] != value:
             parts.append(part)
     if parts:
-        raise PatchError(other_base(patch, identity.files.folder, " and ".join(parts)))
+        raise PatchError(mismatch_message(patch, identity.files.folder, " and ".join(parts)))
 
 
-def unchecked(patch: Patch, base: object) -> str | None:
+def unverified_note(patch: Patch, base: object) -> str | None:
     """What to tell of a patch that does not know its base, so that its shapes alone were compared; else None."""
-    if patch.facts.get("base") is not None:
+    if patch.metadata.get("base") is not None:
         return None
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
     return (
@@ -196,18 +196,18 @@ def unchecked(patch: Patch, base: object) -> str | None:
 
 def compared_by(patch: Patch) -> str:
     """By what a patch's base can be told: shapes alone, samples of its weights, or every value."""
-    if patch.facts.get("base") is None:
+    if patch.metadata.get("base") is None:
         return "shapes"
-    return "samples" if told_in_full(patch) is None else "every value"
+    return "samples" if full_digests(patch) is None else "every value"
 
 
-def told_in_full(patch: Patch) -> Mapping[str, str] | None:
+def full_digests(patch: Patch) -> Mapping[str, str] | None:
     """module -> ``full-1`` digest of its base's weight, when the patch holds them."""
-    full = (patch.facts.get("base") or {}).get("full") or {}
+    full = (patch.metadata.get("base") or {}).get("full") or {}
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
-def other_base(patch: Patch, base: Path, what: str) -> str:
+def mismatch_message(patch: Patch, base: Path, what: str) -> str:
     """The message for a patch on a base that is not its own."""
     return (
         f"{patch.folder}: trained on another base than {base}: {what} differ."
@@ -239,6 +239,6 @@ def _in_parallel(readers: list[Reader]) -> list[str]:
         return list(pool.map(lambda reader: _full(*reader), readers))
 
 
-def _hash(value: Any) -> str:
+def _json_digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.experts import stacked_parameters, stacked_sizes
-from lorakit.lora.layer_kinds import EMBEDDING, Kind, adaptable_layers
+from lorakit.lora.experts import expert_parameters, stacked_sizes
+from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch
 
 
 @dataclass(frozen=True)
-class Shapes:
+class BaseShapes:
     """What a patch can bind to in a base; taken from the model itself or from its skeleton."""
 
-    layers: Mapping[str, tuple[Kind, tuple[int, int]]]
+    layers: Mapping[str, tuple[LayerKind, tuple[int, int]]]
     """every layer an update can sit on: (kind, (out, in))"""
     parameters: Mapping[str, tuple[int, ...]]
     experts: Mapping[str, tuple[int, int, int]]
@@ -28,14 +28,14 @@ class Shapes:
     head: str | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Shapes":
+    def of(cls, model: nn.Module) -> "BaseShapes":
         """Works on the meta device."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        experts = {f"{name}.{key}": stacked_sizes(module, key) for name, module, key in stacked_parameters(model)}
+        experts = {f"{name}.{key}": stacked_sizes(module, key) for name, module, key in expert_parameters(model)}
         return cls(adaptable_layers(model), parameters, experts, tied_head(model), *embedding_and_head(model))
 
 
-def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
+def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     """(module or parameter, what is wrong with it) for everything of the patch that does not bind."""
     yield from _update_problems(patch, base)
     for name, shape in patch.whole_shapes.items():
@@ -63,8 +63,8 @@ def problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
 
 
-def _rows_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
-    for name, rows in patch.rows.items():
+def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
+    for name, rows in patch.token_rows.items():
         shape = base.parameters.get(f"{name}.weight")
         if name != base.embedding or shape is None:
             yield name, f"{name} is not the embedding of this base ({base.embedding}), and the patch holds rows of it"
@@ -75,7 +75,7 @@ def _rows_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
             )
 
 
-def _selection_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
+def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     """Layers that the config selects and the file lacks, or the other way round: PEFT would leave them out."""
     raw = patch.config.raw
     targets, exclude = raw.get("target_modules"), raw.get("exclude_modules")
@@ -96,7 +96,7 @@ def _selection_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]
             yield name, f"{name} is not selected by the patch's target_modules, so PEFT would leave it out"
 
 
-def _update_problems(patch: Patch, base: Shapes) -> Iterator[tuple[str, str]]:
+def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     for name, layer in patch.layers.items():
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)
@@ -119,13 +119,13 @@ def _parents(parameter: str) -> list[str]:
     return [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
 
 
-def check_fits(patch: Patch, base: Shapes, name: object) -> None:
+def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     """Passes when every tensor of the patch has its place in the base, of the same shape.
 
     Raises:
         PatchError: names what is missing or differs.
     """
-    found = [text for _, text in problems(patch, base)]
+    found = [text for _, text in fit_problems(patch, base)]
     if not found:
         return
     more = [f"... and {len(found) - 3} more"] if len(found) > 3 else []

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.inject import carriers
-from lorakit.lora.linear import LoraLinear, MirroredHead
+from lorakit.lora.inject import adapter_modules
+from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
-from lorakit.lora.modules_to_save import LearntModule, LearntRows
+from lorakit.lora.modules_to_save import TrainableModule, TrainableTokens
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch
 
@@ -25,7 +25,7 @@ class _Gathered:
     tied: bool = False
 
 
-def adapter_patch(
+def patch_from_model(
     model: nn.Module, tensors: Mapping[str, Tensor], *, facts: Mapping[str, Any], base_model: str | None,
     revision: str | None = None,
 ) -> Patch:  # fmt: skip
@@ -38,24 +38,24 @@ def adapter_patch(
     """
     found = _Gathered()
     dropout, transposed = 0.0, list[bool]()
-    for name, carrier in carriers(model):
+    for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
             found.layers[name] = _linear(name, carrier, tensors)
             dropout, transposed = carrier.dropout.p, [*transposed, carrier.kind.transposed]
         elif isinstance(carrier, LoraExperts):
             found.layers |= _experts(name, carrier, tensors)
-        elif isinstance(carrier, LearntRows):
+        elif isinstance(carrier, TrainableTokens):
             rows = _taken(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
             found.rows[name] = TokenRows(carrier.tokens, rows)
-        if isinstance(carrier, LearntModule | LoraLinear):
+        if isinstance(carrier, TrainableModule | LoraLinear):
             found.whole |= {
                 f"{name}.{key}": _taken(tensors, f"{name}.{key}", None)
                 for key in carrier.adapter_tensors()
                 if not key.startswith("lora_")
             }
-        if isinstance(carrier, MirroredHead):
+        if isinstance(carrier, TiedLoraHead):
             _mirror(name, carrier, model, found)
-        if isinstance(carrier, LearntModule) and carrier.shared is not None:
+        if isinstance(carrier, TrainableModule) and carrier.shared is not None:
             found.whole[f"{name}.weight"] = _taken(tensors, carrier.shared, None)
             found.tied = True
     if not found.layers:
@@ -102,10 +102,10 @@ def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> di
     return found
 
 
-def _mirror(name: str, head: MirroredHead, model: nn.Module, found: _Gathered) -> None:
+def _mirror(name: str, head: TiedLoraHead, model: nn.Module, found: _Gathered) -> None:
     """The head's own factors, which are the embedding's the other way round."""
     embedding = next(
-        other for other, carrier in carriers(model)
+        other for other, carrier in adapter_modules(model)
         if isinstance(carrier, LoraLinear) and carrier.get_parameter("lora_A") is head.get_parameter("lora_A")
     )  # fmt: skip
     layer = found.layers[embedding]

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.safetensors import TensorFile
+from lorakit.files.safetensors import SafetensorsFile
 from lorakit.patch.patch import is_finite
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors that are read from their file when they are asked for."""
 
-    def __init__(self, file: TensorFile, keys: Mapping[str, str]) -> None:
+    def __init__(self, file: SafetensorsFile, keys: Mapping[str, str]) -> None:
         self._file, self.keys_in_file = file, keys
 
     def __getitem__(self, name: str) -> Tensor:

@@ -82,13 +82,13 @@ class Patch:
     folder: Path
     config: PatchConfig
     layers: Mapping[str, PatchLayer]
-    whole: Mapping[str, Tensor]
+    full_tensors: Mapping[str, Tensor]
     """by parameter name, such as ``lm_head.weight``"""
     whole_shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, Tensor] = field(default_factory=dict)
     """by key: what PEFT writes beside whole tensors and does not use; kept so that nothing is lost in a round trip"""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
     """by embedding: rows that take the place of the base's"""
     digest: str | None = None
     """XXH3-128 of the tensor file: which bytes it was, found in milliseconds"""
@@ -96,7 +96,7 @@ class Patch:
     @property
     def num_parameters(self) -> int:
         updates = sum(layer.num_parameters for layer in self.layers.values())
-        rows = sum(rows.tensor.numel() for rows in self.rows.values())
+        rows = sum(rows.tensor.numel() for rows in self.token_rows.values())
         return updates + rows + sum(torch.Size(shape).numel() for shape in self.whole_shapes.values())
 
     @property
@@ -132,7 +132,7 @@ def check_plain(patch: Patch, what: str) -> None:
     Raises:
         PatchError: it is more than that, which ``what`` does not do.
     """
-    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(patch.rows)
+    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(patch.token_rows)
     if more:
         raise PatchError(
             f"{patch.folder}: {what} works on plain low-rank updates; this patch holds {len(more)} others,"

@@ -15,8 +15,8 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import open_tensors
 from lorakit.patch.adapter_config import PatchConfig, read_config
-from lorakit.patch.assemble import assemble
-from lorakit.patch.lazy import StoredTensors
+from lorakit.patch.assemble import build_patch
+from lorakit.patch.lazy import LazyTensors
 from lorakit.patch.patch import DEFAULT_CAPS, SIDECAR, TENSOR_FILE, Caps, Patch
 
 MAX_SIDECAR_BYTES = 1 << 20
@@ -30,7 +30,7 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
         PatchError: as ``read_patch``; a tensor that is not finite is noticed when it is read.
     """
     path, config = _located(Path(folder), caps)
-    patch = assemble(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
+    patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
     return replace(patch, digest=_check_digest(path, _blocks(path)))
 
 
@@ -46,17 +46,17 @@ def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     """
     path, config = _located(Path(folder), caps)
     stored = open_tensors(path, caps.header_bytes, caps.file_bytes)
-    patch = assemble(Path(folder), config, stored, caps)
-    file = stored.loaded()
+    patch = build_patch(Path(folder), config, stored, caps)
+    file = stored.into_memory()
     assert file.content is not None
     found = _check_digest(path, [file.content])
 
     def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert isinstance(tensors, StoredTensors)
-        return dict(StoredTensors(file, tensors.keys_in_file))
+        assert isinstance(tensors, LazyTensors)
+        return dict(LazyTensors(file, tensors.keys_in_file))
 
     layers = {name: replace(layer, tensors=taken(layer.tensors)) for name, layer in patch.layers.items()}
-    return replace(patch, layers=layers, whole=taken(patch.whole), copies=taken(patch.copies), digest=found)
+    return replace(patch, layers=layers, whole=taken(patch.full_tensors), copies=taken(patch.copies), digest=found)
 
 
 def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:

@@ -8,7 +8,7 @@ from torch import nn
 from lorakit.errors import PatchError
 from lorakit.lora.inject import adapted_layers, adapter_tensors, fixed_tensors
 from lorakit.patch.fingerprint import fingerprint_live
-from lorakit.patch.from_model import adapter_patch
+from lorakit.patch.from_model import patch_from_model
 from lorakit.patch.write import write_patch
 from lorakit.version import VERSION
 
@@ -35,7 +35,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
         "base": fingerprint_live(model, names),
         "adapter": {"layers": len(names), **_settings(model)},
     }
-    return write_patch(folder, adapter_patch(model, tensors, facts=facts, base_model=base_model), overwrite=overwrite)
+    return write_patch(folder, patch_from_model(model, tensors, facts=facts, base_model=base_model), overwrite=overwrite)
 
 
 def _settings(model: nn.Module) -> dict[str, str]:

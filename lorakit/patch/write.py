@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.atomic import committed_folder, json_text, sync_folder, write_files
+from lorakit.files.atomic import atomic_folder, json_text, sync_folder, write_files
 from lorakit.files.safetensors import write_tensors
 from lorakit.patch.adapter_config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.model_card import model_card
@@ -37,8 +37,8 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     _check_settings(folder, patch)
     keys = keyed_tensors(patch)
     check_finite(keys.items())
-    metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.facts, sort_keys=True)} if patch.facts else {})
-    hashing = _Hashing()
+    metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.metadata, sort_keys=True)} if patch.metadata else {})
+    hashing = _HashingWriter()
 
     def tensor_file(file: BinaryIO) -> None:
         write_tensors(hashing.onto(file), keys, metadata)
@@ -53,7 +53,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         folder,
         {
             TENSOR_FILE: tensor_file, SIDECAR: sidecar,
-            "README.md": card or model_card(folder.name, patch.config.base_model, patch.facts),
+            "README.md": card or model_card(folder.name, patch.config.base_model, patch.metadata),
             CONFIG_FILE: json_text(patch.config.raw),
         },
         last=CONFIG_FILE,
@@ -70,10 +70,10 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
         FileExistsError: ``out`` is there. TryAgainLater: the disk is full; nothing is left.
     """
     out = Path(out)
-    with committed_folder(out) as staging:
+    with atomic_folder(out) as staging:
         for path in beside:
             shutil.copyfile(path, staging / path.name)
-        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.facts))
+        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.metadata))
     return out
 
 
@@ -86,8 +86,8 @@ def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
         for part, tensor in layer.tensors.items()
     }
     keys |= patch.copies
-    keys |= {rows_key(module): rows.tensor for module, rows in patch.rows.items()}
-    keys |= {whole_key(parameter, patch.layers): tensor for parameter, tensor in patch.whole.items()}
+    keys |= {rows_key(module): rows.tensor for module, rows in patch.token_rows.items()}
+    keys |= {whole_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
     return dict(sorted(keys.items()))
 
 
@@ -132,7 +132,7 @@ def new_patch(
     raw |= _declared(whole, layers)
     config = parse_config(Path(CONFIG_FILE), raw)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    return Patch(Path(), config, layers, whole, shapes, facts=facts, rows=rows)
+    return Patch(Path(), config, layers, whole, shapes, metadata=facts, token_rows=rows)
 
 
 def _declared(whole: Collection[str], layers: Collection[str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def remove_patch(folder: Path) -> None:
         sync_folder(folder)
 
 
-class _Hashing:
+class _HashingWriter:
     """A file that knows the digests of what was written into it; a thread makes them while the disk is waited for."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class _Hashing:
         self._states: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3_128": xxhash.xxh3_128()}
         self._last: Future[None] | None = None
 
-    def onto(self, file: BinaryIO) -> "_Hashing":
+    def onto(self, file: BinaryIO) -> "_HashingWriter":
         self._file = file
         return self
 

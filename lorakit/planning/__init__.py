@@ -1,7 +1,7 @@
 """What a recipe takes before it is run: memory of a process by category with every backend, what fits, what to do."""
 
-from lorakit.planning.auto import Choice, choose
-from lorakit.planning.machine import Machine, described, this_machine
+from lorakit.planning.auto import Choice, resolve_auto
+from lorakit.planning.machine import Machine, machine_with_gpu, detect_machine
 from lorakit.planning.plan import Plan, run
 
-__all__ = ["Choice", "Machine", "Plan", "choose", "described", "run", "this_machine"]
+__all__ = ["Choice", "Machine", "Plan", "resolve_auto", "machine_with_gpu", "run", "detect_machine"]

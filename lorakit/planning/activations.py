@@ -15,18 +15,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.data.batch import IGNORED, Batch
+from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
-from lorakit.ops.packed_attention import attend_row_by_row
-from lorakit.planning.memory_counter import META, Attention, Count, MicroBatch
+from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection
 from lorakit.training.job import CHECKPOINTS, checkpoint_layers
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveBytes:
     """Bytes alive at once: what forward keeps for backward, and the most above that, by what is computed."""
 
     saved: float
@@ -35,12 +35,12 @@ class Live:
     layer: float
     """At any other time."""
 
-    def plus(self, other: "Live", times: float) -> "Live":
-        return Live(self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer)
+    def plus(self, other: "LiveBytes", times: float) -> "LiveBytes":
+        return LiveBytes(self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer)
 
 
 @final
-class Tracer:
+class ActivationTracer:
     """Runs micro-batches through the model of a folder."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Tracer:
     ) -> None:
         self._model = adapted_skeleton(folder, base, adapter, dtype).train()
         self._called = LossModel(self._model)
-        self._called.by_row = attend_row_by_row(self._model)
+        self._called.by_row = enable_packed_attention(self._model)
         self._parent, self._name, self._layers = repeated_layers(self._model)
         config: Any = self._model.config
         self._config = config.get_text_config()
@@ -60,15 +60,15 @@ class Tracer:
                 if getattr(module, CHECKPOINTS, None) is not None:
                     setattr(module, CHECKPOINTS, partial(getattr(module, CHECKPOINTS), context_fn=_also_recomputing))
 
-    def training(self, batch: MicroBatch) -> Live:
+    def training(self, batch: MicroBatch) -> LiveBytes:
         """Of forward and backward."""
         return self._multiplied(lambda: _training(self._called, batch))
 
-    def evaluating(self, batch: MicroBatch) -> Live:
+    def evaluating(self, batch: MicroBatch) -> LiveBytes:
         """Of a forward that keeps nothing."""
         return self._multiplied(lambda: _evaluating(self._called, batch))
 
-    def _multiplied(self, run: Callable[[], Live]) -> Live:
+    def _multiplied(self, run: Callable[[], LiveBytes]) -> LiveBytes:
         """For one layer of each kind, and for each kind what one more adds."""
         firsts = [members[0] for members in self._kinds.values()]
         total = one_each = self._with(firsts, run)
@@ -76,9 +76,9 @@ class Tracer:
             if len(members) > 1:
                 more = self._with(sorted([*firsts, members[1]]), run).plus(one_each, -1.0)
                 total = total.plus(more, len(members) - 1)
-        return Live(total.saved, max(0.0, total.head), max(0.0, total.layer))
+        return LiveBytes(total.saved, max(0.0, total.head), max(0.0, total.layer))
 
-    def _with(self, chosen: list[int], run: Callable[[], Live]) -> Live:
+    def _with(self, chosen: list[int], run: Callable[[], LiveBytes]) -> LiveBytes:
         setattr(self._parent, self._name, nn.ModuleList(self._layers[index] for index in chosen))
         if self._types:
             self._config.layer_types = [self._types[index] for index in chosen]
@@ -107,18 +107,18 @@ def _kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int
     return found
 
 
-def _training(called: LossModel, batch: MicroBatch) -> Live:
-    count = Count(_seen(called, batch), called.model)
-    with count, Attention(), _noting_the_head(called, count):
+def _training(called: LossModel, batch: MicroBatch) -> LiveBytes:
+    count = MemoryCounter(_seen(called, batch), called.model)
+    with count, FlashAttentionMode(), _noting_the_head(called, count):
         loss_sum(called, _made(batch)).backward()
-    return Live(count.saved, count.peak["head"] - count.saved, count.peak["layer"] - count.saved)
+    return LiveBytes(count.saved, count.peak["head"] - count.saved, count.peak["layer"] - count.saved)
 
 
-def _evaluating(called: LossModel, batch: MicroBatch) -> Live:
-    count = Count(_seen(called, batch), called.model)
-    with count, Attention(), torch.no_grad():
+def _evaluating(called: LossModel, batch: MicroBatch) -> LiveBytes:
+    count = MemoryCounter(_seen(called, batch), called.model)
+    with count, FlashAttentionMode(), torch.no_grad():
         loss_sum(called, _made(batch))
-    return Live(0.0, max(count.peak.values()), 0.0)
+    return LiveBytes(0.0, max(count.peak.values()), 0.0)
 
 
 def _seen(called: LossModel, batch: MicroBatch) -> MicroBatch:
@@ -132,14 +132,14 @@ def _seen(called: LossModel, batch: MicroBatch) -> MicroBatch:
 
 def _made(batch: MicroBatch) -> Batch:
     ids = torch.zeros(batch.lines, batch.width, dtype=torch.long, device=META)
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     mask = None if batch.packed else torch.ones_like(ids)
     places = torch.zeros_like(ids)
     return Batch(ids, labels, places, mask, (0,), batch.num_tokens, batch.num_labels, batch.row_lengths)
 
 
 @contextmanager
-def _noting_the_head(called: LossModel, count: Count) -> Iterator[None]:
+def _noting_the_head(called: LossModel, count: MemoryCounter) -> Iterator[None]:
     """Tell ``count`` when the head begins, and when backward has left it."""
     head: nn.Module = called.head or called.model.get_output_embeddings()  # type: ignore[operator]
 
@@ -158,4 +158,4 @@ def _noting_the_head(called: LossModel, count: Count) -> Iterator[None]:
 
 def _also_recomputing() -> tuple[Any, Any]:
     """Contexts of a layer's forward and of its recomputation, in which the modes around it are not seen."""
-    return nullcontext(), Attention()
+    return nullcontext(), FlashAttentionMode()

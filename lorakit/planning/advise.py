@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
-from lorakit.planning.estimate import Changes, Way, Weigher
+from lorakit.planning.estimate import Changes, Candidate, Estimator
 from lorakit.planning.machine import GB
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 
@@ -20,8 +20,8 @@ MANY_PROCESSES: Final = 4096  # beyond that no number of processes is looked for
 class Row:
     """A backend as the recipe stands, and where that does not fit the cheapest change with which it does."""
 
-    way: Way
-    change: Way | None
+    way: Candidate
+    change: Candidate | None
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Advice:
     """The ways of a recipe and the one to take; ``best`` is None when none fits as the recipe stands."""
 
     rows: tuple[Row, ...]
-    best: Way | None
+    best: Candidate | None
     why: str
-    cheapest: Way | None
+    cheapest: Candidate | None
     """When none fits: the fastest of the changed ways that do."""
 
 
-def advise(weigher: Weigher) -> Advice:
+def advise(weigher: Estimator) -> Advice:
     """Weigh every backend."""
     num_processes = weigher.num_processes
     rows = []
     for backend in weigher.backends:
-        way = as_it_stands(weigher, backend, num_processes)
+        way = as_written(weigher, backend, num_processes)
         rows.append(Row(way, None if way.fits else cheapest_change(weigher, way)))
     best = fastest([row.way for row in rows if row.way.fits and _is_asked(row.way, num_processes)])
     if best is not None:
@@ -50,7 +50,7 @@ def advise(weigher: Weigher) -> Advice:
     return Advice(tuple(rows), None, "", cheapest)
 
 
-def as_it_stands(weigher: Weigher, backend: str, num_processes: int) -> Way:
+def as_written(weigher: Estimator, backend: str, num_processes: int) -> Candidate:
     """The recipe with this backend. `activation_checkpointing: auto` recomputes only if memory asks for it."""
     count = 1 if LAYOUTS[backend].alone else num_processes
     if weigher.recipe.train.activation_checkpointing != "auto":
@@ -62,7 +62,7 @@ def as_it_stands(weigher: Weigher, backend: str, num_processes: int) -> Way:
     return recomputed if recomputed.fits else kept
 
 
-def fastest(ways: list[Way]) -> Way | None:
+def fastest(ways: list[Candidate]) -> Candidate | None:
     """The one with the shortest step; of those that are as fast, the one with the fewest changes, then the simplest."""
     if not ways:
         return None
@@ -71,7 +71,7 @@ def fastest(ways: list[Way]) -> Way | None:
     return min(near, key=lambda way: (len(way.changes), SIMPLEST_FIRST.index(way.backend)))
 
 
-def cheapest_change(weigher: Weigher, way: Way) -> Way | None:
+def cheapest_change(weigher: Estimator, way: Candidate) -> Candidate | None:
     """The fastest way with the same backend and some changes that fits; None when nothing helps."""
     for dtype in _dtypes(weigher):  # another dtype changes what is computed: only when nothing else helps
         ways = [weigher.way(way.backend, way.num_processes, changes) for changes in _changes(weigher, way, dtype)]
@@ -80,7 +80,7 @@ def cheapest_change(weigher: Weigher, way: Way) -> Way | None:
     return None
 
 
-def more_processes(weigher: Weigher, num_processes: int) -> Way | None:
+def more_processes(weigher: Estimator, num_processes: int) -> Candidate | None:
     """The fewest processes, doubling, with which a backend that splits the base fits, recomputing if it must."""
     count = 2 * num_processes
     while count <= MANY_PROCESSES:
@@ -96,7 +96,7 @@ def more_processes(weigher: Weigher, num_processes: int) -> Way | None:
     return None
 
 
-def reason(weigher: Weigher, best: Way, ways: list[Way]) -> str:
+def reason(weigher: Estimator, best: Candidate, ways: list[Candidate]) -> str:
     """Why this one, in words."""
     shapes, layout = weigher.shapes(), LAYOUTS[best.backend]
     base, adapter = f"{base_bytes(shapes) / GB:,.2f} GB", f"{adapter_bytes(shapes) / 1e6:,.1f} MB"
@@ -118,17 +118,17 @@ def reason(weigher: Weigher, best: Way, ways: list[Way]) -> str:
     return why
 
 
-def _is_asked(way: Way, num_processes: int) -> bool:
+def _is_asked(way: Candidate, num_processes: int) -> bool:
     """A single process is no way to run a recipe that asks for several."""
     return way.num_processes == num_processes or "parallel.processes" in way.changes
 
 
-def _dtypes(weigher: Weigher) -> list[Changes]:
+def _dtypes(weigher: Estimator) -> list[Changes]:
     lighter = weigher.machine.gpu is not None and weigher.dtype == "float32"
     return [{}, {"base.dtype": "bfloat16"}] if lighter else [{}]
 
 
-def _changes(weigher: Weigher, way: Way, dtype: Changes) -> Iterator[Changes]:
+def _changes(weigher: Estimator, way: Candidate, dtype: Changes) -> Iterator[Changes]:
     """What could be changed without touching what is learnt."""
     smaller = [{}, *({"train.micro_batch_size": size} for size in _smaller(weigher, way))]
     recomputed: list[Changes] = [{}] if way.checkpointing else [{}, RECOMPUTE]
@@ -144,7 +144,7 @@ def _changes(weigher: Weigher, way: Way, dtype: Changes) -> Iterator[Changes]:
             yield changes
 
 
-def _smaller(weigher: Weigher, way: Way) -> Iterator[int]:
+def _smaller(weigher: Estimator, way: Candidate) -> Iterator[int]:
     size = weigher.recipe.train.micro_batch_size or min(8, weigher.recipe.train.batch_size)
     size = min(size, -(-weigher.recipe.train.batch_size // way.num_processes))
     while size > 1:
@@ -152,5 +152,5 @@ def _smaller(weigher: Weigher, way: Way) -> Iterator[int]:
         yield size
 
 
-def _listed(ways: list[Way]) -> str:
+def _listed(ways: list[Candidate]) -> str:
     return ", ".join(way.backend for way in ways)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lorakit.errors import RunError
-from lorakit.planning.estimate import Way, changed
+from lorakit.planning.estimate import Candidate, changed
 from lorakit.planning.plan import run
 from lorakit.recipe import Recipe
 from lorakit.run.record import RECORD, flatten
@@ -29,13 +29,13 @@ class Choice:
         return changed(recipe, self.values)
 
 
-def choose(recipe: Recipe, *, fresh: bool) -> Choice:
+def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
     """Values for what the recipe leaves open. A run that goes on keeps those it began with.
 
     Raises:
         RunError: nothing fits; says the cheapest change.
     """
-    open_keys = recipe.left_open
+    open_keys = recipe.auto_keys
     if not open_keys:
         return Choice({}, "")
     begun = {} if fresh else _begun(Path(recipe.output))
@@ -63,9 +63,9 @@ def _begun(output: Path) -> Mapping[str, Any]:
     return flatten(begun) if isinstance(begun, dict) else {}
 
 
-def _why_recomputed(way: Way) -> str:
+def _why_recomputed(way: Candidate) -> str:
     if way.checkpointing:
         return "layers are recomputed, without which it would not fit"
     if way.fits:
         return "nothing is recomputed, as memory does not ask for it"
-    return f"nothing is recomputed, which would not make it fit either: {way.lacks}"
+    return f"nothing is recomputed, which would not make it fit either: {way.shortfall}"

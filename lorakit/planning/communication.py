@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.planning.model_shapes import ROOT, Shapes
+from lorakit.planning.model_shapes import ROOT, ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.recipe import ParallelSection
 
@@ -34,27 +34,27 @@ class Traffic:
     num_messages: float
 
 
-def _bucket(shapes: Shapes, parallel: ParallelSection) -> int:
+def _bucket(shapes: ModelShapes, parallel: ParallelSection) -> int:
     """One message of gradients: ``bucket_mb``, or all of them if that is less."""
     return min(adapter_bytes(shapes), round(parallel.bucket_mb * MEGABYTE))
 
 
-def ddp_messages(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> int:
+def ddp_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
     """A: buckets are copies of the gradients."""
     return adapter_bytes(shapes)
 
 
-def zero12_messages(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> int:
+def zero12_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
     """A / N for the flat part that is updated, and two buckets, one filled while the other is sent."""
     return adapter_bytes(shapes) // num_ranks + 2 * _bucket(shapes, parallel)
 
 
-def zero3_messages(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> int:
+def zero3_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
     """A / N for the flat part that is updated, and one bucket."""
     return adapter_bytes(shapes) // num_ranks + _bucket(shapes, parallel)
 
 
-def zero3_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
+def zero3_gathered(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
     """``prefetch_mb`` of tensors ahead of use and L, the largest, together no more than the base.
 
     Before the first layer they are there twice, as the messages they came in and as the tensors cut from these; later
@@ -69,7 +69,7 @@ def zero3_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) ->
     return Gathered(2 * ahead, ahead + largest, ahead + largest)
 
 
-def fsdp2_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
+def fsdp2_gathered(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
     """R, the group of what belongs to no layer, is whole from forward to the end of backward.
 
     Beside it a layer G: in use, as the message of the next one, and as the last message of forward, which is let go
@@ -89,14 +89,14 @@ def fsdp2_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) ->
     )
 
 
-def _is_embedding(shapes: Shapes, group: str) -> bool:
+def _is_embedding(shapes: ModelShapes, group: str) -> bool:
     return shapes.embedding is not None and shapes.embedding.startswith(f"{group}.")
 
 
-def all_gathered(with_adapter: bool) -> Callable[[Shapes, int, int], Traffic]:
+def all_gather_traffic(with_adapter: bool) -> Callable[[ModelShapes, int, int], Traffic]:
     """Twice a micro-batch (N-1)/N of the base, and the adapter's gradients once a step."""
 
-    def traffic(shapes: Shapes, num_ranks: int, micro_batches: int) -> Traffic:
+    def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
         share, adapter = (num_ranks - 1) / num_ranks, adapter_bytes(shapes)
         groups = len(shapes.bytes_of_groups()) if with_adapter else len(shapes.frozen)
         again = adapter * 2 * micro_batches if with_adapter else adapter
@@ -107,35 +107,35 @@ def all_gathered(with_adapter: bool) -> Callable[[Shapes, int, int], Traffic]:
     return traffic
 
 
-def reduced(times: float) -> Callable[[Shapes, int, int], Traffic]:
+def all_reduce_traffic(times: float) -> Callable[[ModelShapes, int, int], Traffic]:
     """The adapter's gradients once a step: summed (twice their bytes in a ring), or summed and gathered."""
 
-    def traffic(shapes: Shapes, num_ranks: int, micro_batches: int) -> Traffic:
+    def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
         return Traffic(0.0, times * adapter_bytes(shapes) * (num_ranks - 1) / num_ranks, 2.0 * times)
 
     return traffic
 
 
-def silence(shapes: Shapes, num_ranks: int, micro_batches: int) -> Traffic:
+def no_traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
     """One process sends nothing."""
     return Traffic(0.0, 0.0, 0.0)
 
 
-def nothing(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> int:
+def no_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
     """No copies."""
     return 0
 
 
-def nothing_gathered(shapes: Shapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
+def no_gather(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
     """Nothing is split."""
     return Gathered()
 
 
-def no_more(shapes: Shapes) -> int:
+def no_bytes(shapes: ModelShapes) -> int:
     """No more than is held."""
     return 0
 
 
-def broadcast(shapes: Shapes) -> int:
+def broadcast_bytes(shapes: ModelShapes) -> int:
     """DDP sends the whole base once, in messages that are copies."""
     return min(base_bytes(shapes), BROADCAST_BYTES)

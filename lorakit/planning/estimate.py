@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.base.dtype import DTYPES
-from lorakit.planning.activations import Live, Tracer
-from lorakit.planning.backends import accepted
+from lorakit.planning.activations import LiveBytes, ActivationTracer
+from lorakit.planning.backends import supported_backends
 from lorakit.planning.machine import GB, Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.memory_counter import MicroBatch
-from lorakit.planning.model_shapes import Shapes, read_shapes
-from lorakit.planning.process_overhead import CUDA_CONTEXT, measured
-from lorakit.planning.speed import Duration, duration
-from lorakit.planning.workload import Rows, Workload, look_at_rows, workload
+from lorakit.planning.model_shapes import ModelShapes, read_shapes
+from lorakit.planning.process_overhead import CUDA_CONTEXT, measure_process_bytes
+from lorakit.planning.speed import StepTime, duration
+from lorakit.planning.workload import KnownRows, Workload, inspect_rows, workload
 from lorakit.recipe import Recipe
 
 Changes = Mapping[str, Any]
@@ -24,7 +24,7 @@ Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """What a way takes, whether that fits, and about how long a step lasts."""
 
     backend: str
@@ -33,13 +33,13 @@ class Way:
     checkpointing: bool
     work: Workload
     memory: Memory
-    lacks: str
+    shortfall: str
     """Why it does not fit, or empty."""
-    step: Duration
+    step: StepTime
 
     @property
     def fits(self) -> bool:
-        return not self.lacks
+        return not self.shortfall
 
     def words(self) -> str:
         """As overrides on the command line."""
@@ -47,7 +47,7 @@ class Way:
 
 
 @final
-class Weigher:
+class Estimator:
     """Weighs ways to run one recipe with ``num_processes``, or more on more machines of the same kind.
 
     Nothing of a base's weights is read.
@@ -55,17 +55,17 @@ class Weigher:
 
     def __init__(self, recipe: Recipe, machine: Machine, folder: Path, dtype: str, num_processes: int) -> None:
         self.recipe, self.machine, self.folder, self.dtype = recipe, machine, folder, dtype
-        self.num_processes, self.backends = num_processes, accepted(recipe)
+        self.num_processes, self.backends = num_processes, supported_backends(recipe)
         self._shapes = cache(self._read_shapes)
         self._tracer = cache(self._make_tracer)
         self._live = cache(self._trace)
-        self._rows: Rows | None = None
+        self._rows: KnownRows | None = None
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> ModelShapes:
         """Of the base in the run's dtype."""
         return self._shapes(self.dtype)
 
-    def way(self, backend: str, num_processes: int, changes: Changes) -> Way:
+    def way(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """The recipe with ``changes``, weighed."""
         recipe = changed(self.recipe, changes)
         dtype = str(changes.get("base.dtype", self.dtype))
@@ -77,7 +77,7 @@ class Weigher:
         evaluating = None if work.evaluation is None else self._live(dtype, False, work.evaluation, training=False)
         memory = memory_of(shapes, setting, live, evaluating, self._process(setting, dtype))
         step = duration(shapes, setting, work, self.machine, dtype, checkpointing=checkpointing)
-        return Way(
+        return Candidate(
             backend, num_processes, changes, checkpointing, work, memory, self._lacks(setting, memory), step
         )  # fmt: skip
 
@@ -123,20 +123,20 @@ class Weigher:
         if setting.on_gpu:
             return CUDA_CONTEXT
         packs = bool(self.shapes().packing) or setting.optimizer != "adamw"
-        return measured(self.folder, dtype, setting.layout.needs, packs=packs)
+        return measure_process_bytes(self.folder, dtype, setting.layout.needs, packs=packs)
 
-    def _look_at_rows(self) -> Rows:
+    def _look_at_rows(self) -> KnownRows:
         if self._rows is None:
-            self._rows = look_at_rows(self.recipe, self.folder)
+            self._rows = inspect_rows(self.recipe, self.folder)
         return self._rows
 
-    def _read_shapes(self, dtype: str) -> Shapes:
+    def _read_shapes(self, dtype: str) -> ModelShapes:
         return read_shapes(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype])
 
-    def _make_tracer(self, dtype: str, checkpointing: bool) -> Tracer:
-        return Tracer(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing)
+    def _make_tracer(self, dtype: str, checkpointing: bool) -> ActivationTracer:
+        return ActivationTracer(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing)
 
-    def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> Live:
+    def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> LiveBytes:
         tracer = self._tracer(dtype, checkpointing)
         return tracer.training(batch) if training else tracer.evaluating(batch)
 

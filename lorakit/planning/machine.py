@@ -88,7 +88,7 @@ class Machine:
         return f"{many}{self.gpus_per_node} x {self.gpu.name} of {self.gpu.memory_bytes / GB:,.0f} GB, {host}{disk}"
 
 
-def this_machine(folder: Path, nodes: int = 1) -> Machine:
+def detect_machine(folder: Path, nodes: int = 1) -> Machine:
     """The machine this runs on; disk space is that of ``folder``. Other nodes of the run are taken to be alike."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpu = _found_gpu() if num_gpus else None
@@ -99,7 +99,7 @@ def this_machine(folder: Path, nodes: int = 1) -> Machine:
     )  # fmt: skip
 
 
-def described(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int | None) -> Machine:
+def machine_with_gpu(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int | None) -> Machine:
     """A machine with GPUs of a known name.
 
     Raises:

@@ -7,11 +7,11 @@ allocates (trace.py) and what a process takes on CPUs before it holds anything (
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from lorakit.planning.activations import Live
+from lorakit.planning.activations import LiveBytes
 from lorakit.planning.backends import LAYOUTS, Layout, offloads_of
 from lorakit.planning.communication import Gathered
-from lorakit.planning.model_shapes import Shapes
-from lorakit.planning.optimizer_state import State, state_of
+from lorakit.planning.model_shapes import ModelShapes
+from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
 from lorakit.planning.process_overhead import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
 from lorakit.planning.sharding import adapter_bytes, base_bytes, sum_of, whole
 from lorakit.recipe import ParallelSection
@@ -97,10 +97,10 @@ class Setting:
         return offloads_of(self.backend, self.parallel)
 
 
-def memory_of(shapes: Shapes, setting: Setting, live: Live, evaluating: Live | None, process: int) -> Memory:
+def memory_of(shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None, process: int) -> Memory:
     """Everything one process holds at the worst moment of a step."""
     n, layout = setting.num_processes, setting.layout
-    start, layer, head = _moments(shapes, setting, live, evaluating)
+    start, layer, head = _phases(shapes, setting, live, evaluating)
     activations, logits, gathered = max(start, layer, head, key=sum)
     still = Memory(
         base=base(shapes, setting), adapter=adapter(shapes, setting), gradients=gradients(shapes, setting),
@@ -112,7 +112,7 @@ def memory_of(shapes: Shapes, setting: Setting, live: Live, evaluating: Live | N
     return replace(still, host=host(shapes, setting), disk=disk(shapes, setting))
 
 
-def base(shapes: Shapes, setting: Setting) -> int:
+def base(shapes: ModelShapes, setting: Setting) -> int:
     """P, or this rank's parts of it; 0 when they rest elsewhere (offload.parameters). Streamed: two layers, and what is
     none."""
     if setting.offloads.streams:
@@ -123,28 +123,28 @@ def base(shapes: Shapes, setting: Setting) -> int:
     return sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
 
 
-def adapter(shapes: Shapes, setting: Setting) -> int:
+def adapter(shapes: ModelShapes, setting: Setting) -> int:
     """A; A / N for fsdp2; A + A / N for zero3, which keeps it whole beside its parts."""
     if setting.layout.adapter_rests_with_base and setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
     return sum_of(shapes.adapter, setting.layout.adapter, setting.num_processes)
 
 
-def gradients(shapes: Shapes, setting: Setting) -> int:
+def gradients(shapes: ModelShapes, setting: Setting) -> int:
     """A in float32, or A / N; 0 when the optimizer rests elsewhere."""
     if setting.offloads.optimizer != "none" and setting.on_gpu:
         return 0
     return setting.layout.gradients(shapes, setting.num_processes)
 
 
-def optimizer(shapes: Shapes, setting: Setting) -> int:
+def optimizer(shapes: ModelShapes, setting: Setting) -> int:
     """AdamW: two moments, 2 A or 2 A / N in float32, and step counters; 0 when it rests elsewhere."""
     if setting.offloads.optimizer != "none" and setting.on_gpu:
         return 0
     return optimizer_state(shapes, setting).stays
 
 
-def optimizer_state(shapes: Shapes, setting: Setting) -> State:
+def optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
     """Wherever it rests."""
     layout = setting.layout
     return state_of(
@@ -152,13 +152,13 @@ def optimizer_state(shapes: Shapes, setting: Setting) -> State:
     )  # fmt: skip
 
 
-def checkpoint_bytes(shapes: Shapes, setting: Setting) -> int:
+def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """A, what else is the adapter's own, and the whole optimizer state: 3 A with AdamW in float32."""
     state = state_of(setting.optimizer, shapes, whole, 1, 0)
     return adapter_bytes(shapes) + shapes.fixed_bytes + state.stays + state.paged
 
 
-def heap(shapes: Shapes, setting: Setting) -> int:
+def heap(shapes: ModelShapes, setting: Setting) -> int:
     """As much as some layers keep for backward, where freed blocks are not given back at once.
 
     That is with whole bases on CPUs, unless they are packed: there weights in floats come and go.
@@ -173,7 +173,7 @@ def communication(setting: Setting) -> int:
     return NCCL_BUFFERS if setting.on_gpu and setting.num_processes > 1 else 0
 
 
-def loading(shapes: Shapes, setting: Setting, still: Memory) -> int:
+def loading(shapes: ModelShapes, setting: Setting, still: Memory) -> int:
     """What is held then (P or parts, A, the process), and what bringing it in needs besides.
 
     On CPUs a base in the dtype of its files is mapped from them; else the mapped files come on top of its copy. DDP
@@ -186,13 +186,13 @@ def loading(shapes: Shapes, setting: Setting, still: Memory) -> int:
     return held + (0 if setting.on_gpu else mapped) + max(shapes.packing_bytes, setting.layout.loading(shapes))
 
 
-def saving(shapes: Shapes, setting: Setting, still: Memory) -> int:
+def saving(shapes: ModelShapes, setting: Setting, still: Memory) -> int:
     """All but activations; on CPUs with whole copies of all that a checkpoint holds, about 3 A."""
     held = still.base + still.adapter + still.gradients + still.optimizer + still.messages + still.process
     return held + (0 if setting.on_gpu else checkpoint_bytes(shapes, setting))
 
 
-def host(shapes: Shapes, setting: Setting) -> int:
+def host(shapes: ModelShapes, setting: Setting) -> int:
     """In host memory of a GPU's process: libraries, the base while it is loaded whole, what rests there, about 3 A.
 
     Whole files are mapped, and shared by the processes of a machine; a converted base is each process's own; of a
@@ -214,7 +214,7 @@ def host(shapes: Shapes, setting: Setting) -> int:
     return HOST_OF_GPU_PROCESS + max(shared + own, waiting)
 
 
-def disk(shapes: Shapes, setting: Setting) -> int:
+def disk(shapes: ModelShapes, setting: Setting) -> int:
     """Per machine: each kept checkpoint and two more, the patch, and what rests there."""
     resting = sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
     moved = resting if setting.offloads.parameters == "nvme" else 0
@@ -224,8 +224,8 @@ def disk(shapes: Shapes, setting: Setting) -> int:
     return (setting.keeps + 2) * checkpoint_bytes(shapes, setting) + patch + moved * setting.local_processes
 
 
-def _moments(
-    shapes: Shapes, setting: Setting, live: Live, evaluating: Live | None
+def _phases(
+    shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
     """(activations, logits, gathered) in the three phases of a micro-batch that can be the worst."""
     gathered = _gathered(shapes, setting)
@@ -238,7 +238,7 @@ def _moments(
     )
 
 
-def _gathered(shapes: Shapes, setting: Setting) -> Gathered:
+def _gathered(shapes: ModelShapes, setting: Setting) -> Gathered:
     if not setting.layout.splits_base:
         return Gathered()
     return setting.layout.gathered(shapes, setting.num_processes, setting.parallel)

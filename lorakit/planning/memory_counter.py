@@ -40,7 +40,7 @@ class MicroBatch:
 
 
 @final
-class Count(TorchDispatchMode):
+class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of storages from their making to their end, and answers what depends on values.
 
     Answers: as many labels as the micro-batch has, attention masks that can be left out where they can, and experts
@@ -105,7 +105,7 @@ class Count(TorchDispatchMode):
 
 
 @final
-class Attention(TorchFunctionMode):
+class FlashAttentionMode(TorchFunctionMode):
     """Attention that keeps queries, keys, values, output and a number per row and head, as the kernels in use do.
 
     With dropout in it, as in GPT-2, it is what torch does without such a kernel: all scores are kept.

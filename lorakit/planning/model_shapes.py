@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.base.layers import layer_groups
+from lorakit.base.layers import gather_groups
 from lorakit.base.load import load_skeleton
 from lorakit.base.skeleton import bytes_to_pack, facts_of, pack_skeleton
 from lorakit.files.base_files import INDEX, SINGLE
 from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
 from lorakit.lora import attach, find_targets
-from lorakit.lora.inject import adapter_tensors, all_tensors
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.recipe import AdapterSection, BaseSection
 from lorakit.training.adapting import adapter_spec
 
@@ -29,7 +29,7 @@ ROOT: Final = "root"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShape:
     """One tensor of the adapted base. ``group`` names the module that a sharding engine gathers it with."""
 
     name: str
@@ -57,11 +57,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelShapes:
     """The tensors of a base with its adapter; a tied tensor is one."""
 
     architecture: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorShape, ...]
     embedding: str | None
     head: str | None
     """Names of the tensors of input embedding and output head; the same when they are tied."""
@@ -77,15 +77,15 @@ class Shapes:
     """Taken while the largest weight is packed; 0 when none is."""
 
     @property
-    def frozen(self) -> tuple[Piece, ...]:
+    def frozen(self) -> tuple[TensorShape, ...]:
         return tuple(piece for piece in self.pieces if not piece.trains)
 
     @property
-    def adapter(self) -> tuple[Piece, ...]:
+    def adapter(self) -> tuple[TensorShape, ...]:
         return tuple(piece for piece in self.pieces if piece.trains)
 
     @property
-    def base(self) -> tuple[Piece, ...]:
+    def base(self) -> tuple[TensorShape, ...]:
         """The frozen tensors that are not the adapter's own."""
         return tuple(piece for piece in self.frozen if not piece.kept)
 
@@ -115,7 +115,7 @@ class Shapes:
         return sum(p.num_values for p in self.frozen if p.is_matrix and p.name != looked_up)
 
 
-def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> Shapes:
+def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> ModelShapes:
     """The shapes of a base in a folder, with the adapter of a recipe, the base in ``dtype`` or packed.
 
     Raises:
@@ -138,15 +138,15 @@ def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, d
         return attach(model, targets, spec, seed=0)
 
 
-def shapes_of(model: nn.Module, stored: torch.dtype | None) -> Shapes:
+def shapes_of(model: nn.Module, stored: torch.dtype | None) -> ModelShapes:
     """The shapes of an adapted model."""
     config: Any = model.config
     config = config.get_text_config()
     trained = {id(tensor) for tensor in adapter_tensors(model).values()}
-    kept = {id(tensor) for tensor in all_tensors(model).values()}
+    kept = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     groups, values = _groups(model), _values(model)
     pieces = tuple(
-        Piece(
+        TensorShape(
             name, tuple(tensor.shape), tensor.dtype.itemsize, id(tensor) in trained, id(tensor) in kept,
             groups.get(id(tensor), ROOT), values.get(id(tensor), tensor.numel()),
         )
@@ -155,7 +155,7 @@ def shapes_of(model: nn.Module, stored: torch.dtype | None) -> Shapes:
     packed = [facts for facts in map(facts_of, model.modules()) if facts is not None]
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
-    return Shapes(
+    return ModelShapes(
         type(model).__name__, pieces, _weight_name(model, "get_input_embeddings", names),
         _weight_name(model, "get_output_embeddings", names), hidden,
         heads * int(getattr(config, "head_dim", None) or hidden // heads), int(config.num_hidden_layers), stored,
@@ -203,7 +203,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _groups(model: nn.Module) -> dict[int, str]:
     names = {module: name for name, module in model.named_modules()}
-    return {id(tensor): names[part] for part in layer_groups(model) for tensor in part.parameters()}
+    return {id(tensor): names[part] for part in gather_groups(model) for tensor in part.parameters()}
 
 
 def _values(model: nn.Module) -> dict[int, int]:

@@ -10,8 +10,8 @@ import torch
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base
 from lorakit.planning.advise import Advice, advise
-from lorakit.planning.estimate import Way, Weigher
-from lorakit.planning.machine import Machine, this_machine
+from lorakit.planning.estimate import Candidate, Estimator
+from lorakit.planning.machine import Machine, detect_machine
 from lorakit.planning.report import cheapest_words, text_of
 from lorakit.recipe import Recipe
 
@@ -52,16 +52,16 @@ def run(recipe: Recipe, machine: Machine | None = None) -> Plan:
     Raises:
         LorakitError: the base is not found or its memory cannot be known, or the adapter does not go onto it.
     """
-    machine = machine or this_machine(Path(recipe.output), recipe.parallel.nodes)
+    machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
     weigher = _weigher(recipe, machine)
     advice = advise(weigher)
     return Plan(machine, weigher.dtype, advice, text_of(weigher, advice))
 
 
-def _weigher(recipe: Recipe, machine: Machine) -> Weigher:
+def _weigher(recipe: Recipe, machine: Machine) -> Estimator:
     folder = find_base(recipe.base.model, recipe.base.revision)
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
-    return Weigher(recipe, machine, folder, _dtype(recipe, machine), num_processes)
+    return Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:
@@ -71,10 +71,10 @@ def _dtype(recipe: Recipe, machine: Machine) -> str:
     return choose_dtype(recipe.base.dtype, torch.device("cpu" if machine.gpu is None else "cuda")).name
 
 
-def _way(way: Way) -> Mapping[str, Any]:
+def _way(way: Candidate) -> Mapping[str, Any]:
     memory = way.memory
     return {
         "backend": way.backend, "processes": way.num_processes, "changes": dict(way.changes), "fits": way.fits,
-        "lacks": way.lacks, "peak_bytes": memory.peak, "memory": asdict(memory), "seconds_per_step": way.step.total,
+        "lacks": way.shortfall, "peak_bytes": memory.peak, "memory": asdict(memory), "seconds_per_step": way.step.total,
         "micro_batch": asdict(way.work.training), "micro_batches": way.work.micro_batches,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from lorakit.run.process_memory import resident_bytes
+from lorakit.run.process_memory import rss_bytes
 
 CUDA_CONTEXT: Final = 500_000_000  # driver, kernels and cuBLAS's workspace, in the GPU's memory
 NCCL_BUFFERS: Final = 400_000_000  # channels to the neighbours, once there are any
@@ -25,18 +25,18 @@ OPTIONAL: Final = ("deepspeed",)
 PACKED: Final = "packed"
 
 
-def measured(folder: Path, dtype: str, needs: str | None, *, packs: bool = False) -> int:
+def measure_process_bytes(folder: Path, dtype: str, needs: str | None, *, packs: bool = False) -> int:
     """Resident bytes of a process that has everything but a base.
 
     ``folder`` holds the base, whose tokenizer may be large; it computes in ``dtype``; ``needs`` is a package that the
     backend imports besides; ``packs``: weights or moments are packed.
     """
-    found = _asked_of_a_fresh_one(folder, dtype)
+    found = _measure_in_subprocess(folder, dtype)
     return found["plain"] + sum(found.get(name, 0) for name in (needs, PACKED if packs else None) if name is not None)
 
 
 @functools.cache
-def _asked_of_a_fresh_one(folder: Path, dtype: str) -> dict[str, int]:
+def _measure_in_subprocess(folder: Path, dtype: str) -> dict[str, int]:
     command = [sys.executable, "-m", "lorakit.planning.process_overhead", str(folder), dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -76,17 +76,17 @@ def _take_a_step(folder: Path, dtype: str) -> None:
 def _report(folder: Path, dtype: str) -> dict[str, int]:
     _take_a_step(folder, dtype)
     from lorakit.errors import RunError
-    from lorakit.quant.bnb import library
+    from lorakit.quant.bnb import bitsandbytes
 
-    found = {"plain": resident_bytes()}
+    found = {"plain": rss_bytes()}
     with contextlib.suppress(RunError):  # not installed
-        library()
-        found[PACKED] = resident_bytes() - found["plain"]
+        bitsandbytes()
+        found[PACKED] = rss_bytes() - found["plain"]
     for package in OPTIONAL:
         if importlib.util.find_spec(package) is not None:
-            before = resident_bytes()
+            before = rss_bytes()
             importlib.import_module(package)
-            found[package] = resident_bytes() - before
+            found[package] = rss_bytes() - before
     return found
 
 

@@ -2,7 +2,7 @@
 
 from lorakit.planning.advise import Advice, Row
 from lorakit.planning.backends import LAYOUTS
-from lorakit.planning.estimate import Way, Weigher
+from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import GB
 from lorakit.planning.memory import CATEGORIES, MARGIN
 from lorakit.planning.sharding import base_bytes
@@ -13,12 +13,12 @@ HEADS = {
 }  # fmt: skip
 
 
-def text_of(weigher: Weigher, advice: Advice) -> str:
+def text_of(weigher: Estimator, advice: Advice) -> str:
     """The whole plan."""
     return "\n".join([*_facts(weigher, advice), "", *_table(weigher, advice), "", *_advice(weigher, advice)])
 
 
-def _facts(weigher: Weigher, advice: Advice) -> list[str]:
+def _facts(weigher: Estimator, advice: Advice) -> list[str]:
     shapes, work = weigher.shapes(), advice.rows[-1].way.work
     total, trained = sum(p.num_values for p in shapes.base), sum(p.numel for p in shapes.adapter)
     packed = f" packed as {shapes.packing}" if shapes.packing else ""
@@ -34,7 +34,7 @@ def _facts(weigher: Weigher, advice: Advice) -> list[str]:
     ]
 
 
-def _table(weigher: Weigher, advice: Advice) -> list[str]:
+def _table(weigher: Estimator, advice: Advice) -> list[str]:
     on_gpu = weigher.machine.gpu is not None
     size = _in_gigabytes if max(row.way.memory.peak for row in advice.rows) >= 10 * GB else _in_megabytes
     heads = [f"{size(GB)[1]} of a process", *(HEADS[name] for name in CATEGORIES), "peak", "load", "save"]
@@ -57,13 +57,13 @@ def _aligned(row: list[str], widths: list[int]) -> list[str]:
     return [f"{row[0]:<{widths[0]}}", *numbers, row[-1]]
 
 
-def _advice(weigher: Weigher, advice: Advice) -> list[str]:
+def _advice(weigher: Estimator, advice: Advice) -> list[str]:
     best, asked = advice.best, weigher.recipe.parallel.backend
     lines = []
     for row in advice.rows:
         if not row.way.fits:
             helps = f"; fits with {row.change.words()}, {_peak(row.change)}" if row.change else ""
-            lines.append(f"{row.way.backend:<11} needs {row.way.lacks}{helps}")
+            lines.append(f"{row.way.backend:<11} needs {row.way.shortfall}{helps}")
     if refused := [name for name in LAYOUTS if name not in weigher.backends]:
         lines.append(f"left out    {', '.join(refused)}: refused with optimizer {weigher.recipe.train.optimizer}")
     if best is None:
@@ -86,19 +86,19 @@ def cheapest_words(advice: Advice) -> str:
     return f"the cheapest change: parallel.backend={way.backend}{_and(way)}, {_peak(way)}"
 
 
-def _name(way: Way) -> str:
+def _name(way: Candidate) -> str:
     return f"{way.backend} x {way.num_processes}" if way.num_processes > 1 else way.backend
 
 
-def _with(way: Way) -> str:
+def _with(way: Candidate) -> str:
     return f" with {way.words()}" if way.changes else ""
 
 
-def _and(way: Way) -> str:
+def _and(way: Candidate) -> str:
     return f", {way.words()}" if way.changes else ""
 
 
-def _peak(way: Way) -> str:
+def _peak(way: Candidate) -> str:
     return f"{way.memory.peak / GB:,.2f} GB at the peak of a process"
 
 
@@ -108,7 +108,7 @@ def _verdict(row: Row, advice: Advice) -> str:
     return "fits" if row.way.fits else "too large"
 
 
-def _seconds(way: Way) -> str:
+def _seconds(way: Candidate) -> str:
     seconds = way.step.total
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:#.3g}"
 

@@ -9,7 +9,7 @@ from typing import Final
 from lorakit.planning.communication import Traffic
 from lorakit.planning.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Machine
 from lorakit.planning.memory import Setting
-from lorakit.planning.model_shapes import Shapes
+from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.planning.workload import Workload
 
@@ -21,7 +21,7 @@ GPU_LATENCY, CPU_LATENCY = 30e-6, 300e-6  # seconds of a message, however small
 
 
 @dataclass(frozen=True)
-class Duration:
+class StepTime:
     """Seconds of a step: ``computing``, and ``waiting`` for messages and offloaded state."""
 
     computing: float
@@ -33,8 +33,8 @@ class Duration:
 
 
 def duration(
-    shapes: Shapes, setting: Setting, work: Workload, machine: Machine, dtype: str, *, checkpointing: bool
-) -> Duration:
+    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, dtype: str, *, checkpointing: bool
+) -> StepTime:
     """Of one step.
 
     Arithmetic per token: 4 M + 6 w s L + 6 a (forward 2 M, gradient of the inputs 2 M; M weights in products, w
@@ -50,7 +50,7 @@ def duration(
     arithmetic = tokens * (2 * passes * matmul + attention + 6 * trained) / flops
     reading = work.micro_batches * passes * base_bytes(shapes) / memory_rate
     traffic = setting.layout.traffic(shapes, setting.num_processes, work.micro_batches)
-    return Duration(arithmetic + reading, _waiting(shapes, setting, work, machine, traffic, arithmetic + reading))
+    return StepTime(arithmetic + reading, _waiting(shapes, setting, work, machine, traffic, arithmetic + reading))
 
 
 def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, float]:
@@ -63,7 +63,7 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
 
 
 def _waiting(
-    shapes: Shapes, setting: Setting, work: Workload, machine: Machine, traffic: Traffic, computing: float
+    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, traffic: Traffic, computing: float
 ) -> float:
     """On GPUs what is gathered ahead hides behind arithmetic; on CPUs only what is streamed from files does."""
     offloaded = _offloaded(shapes, setting, work)
@@ -77,7 +77,7 @@ def _waiting(
     return max(0.0, gathering - computing) + traffic.adapter_bytes / rate + GPU_LATENCY * traffic.num_messages
 
 
-def _offloaded(shapes: Shapes, setting: Setting, work: Workload) -> float:
+def _offloaded(shapes: ModelShapes, setting: Setting, work: Workload) -> float:
     """Seconds in which what rests elsewhere comes and goes: parts of the base twice a micro-batch, A once a step."""
     disk = DISK_RATE / setting.local_processes
     rates = {"cpu": HOST_LINK_RATE, "nvme": disk, "stream": HOST_LINK_RATE if setting.on_gpu else disk}

@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 
 from lorakit.base.load import load_tokenizer
-from lorakit.data import Batches, TokenRows
+from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.rows import SUFFIXES
 from lorakit.data.sampler import epoch_order
 from lorakit.errors import DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
-from lorakit.training.job import count_steps, read_rows
+from lorakit.training.job import count_steps, load_split
 
 FEW_BYTES: Final = 20_000_000  # of rows: some seconds to tokenise
 LOOKED_AT: Final = 4_000_000  # rows of a run whose micro-batches are looked at one by one
@@ -44,33 +44,33 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Rows:
+class KnownRows:
     """The rows of a recipe, as far as they are known without much work."""
 
-    training: TokenRows | None
-    evaluation: TokenRows | None
+    training: TokenDataset | None
+    evaluation: TokenDataset | None
     why_not: str = ""
 
 
-def look_at_rows(recipe: Recipe, folder: Path) -> Rows:
+def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """The tokenised rows, unless that would take long or they are not there."""
     data = recipe.data
     names = [data.train, *([data.eval] if data.eval is not None else [])]
     files = [path for name in names for path in _files(name)]
     if not all(path.is_file() for path in files):
-        return Rows(None, None, "the rows are not on this machine")
+        return KnownRows(None, None, "the rows are not on this machine")
     if sum(path.stat().st_size for path in files) > FEW_BYTES:
-        return Rows(None, None, f"the rows are more than {FEW_BYTES // 1_000_000} MB")
+        return KnownRows(None, None, f"the rows are more than {FEW_BYTES // 1_000_000} MB")
     try:
         tokenizer = load_tokenizer(folder)
-        training = read_rows(data, data.train, data.hub_split, tokenizer)
-        evaluation = None if data.eval is None else read_rows(data, data.eval, data.hub_eval_split, tokenizer)
+        training = load_split(data, data.train, data.hub_split, tokenizer)
+        evaluation = None if data.eval is None else load_split(data, data.eval, data.hub_eval_split, tokenizer)
     except DataError as problem:
-        return Rows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
-    return Rows(training, evaluation)
+        return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
+    return KnownRows(training, evaluation)
 
 
-def workload(recipe: Recipe, rows: Rows, num_processes: int) -> Workload:
+def workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
     """The workload of each of ``num_processes`` processes."""
     train = recipe.train
     size = train.micro_batch_size or min(8, train.batch_size)
@@ -97,9 +97,9 @@ def _files(name: str | tuple[str, ...]) -> Iterator[Path]:
         yield from (p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
 
 
-def _longest(recipe: Recipe, rows: TokenRows, size: int, steps: int, num_processes: int) -> MicroBatch:
+def _longest(recipe: Recipe, rows: TokenDataset, size: int, steps: int, num_processes: int) -> MicroBatch:
     """Of the micro-batches that this very run makes; or, of a very long run, of all that could be made."""
-    batches = Batches(
+    batches = BatchSampler(
         rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed, num_ranks=num_processes
     )
     if steps * recipe.train.batch_size > LOOKED_AT:
@@ -107,7 +107,7 @@ def _longest(recipe: Recipe, rows: TokenRows, size: int, steps: int, num_process
     return _heaviest(recipe, rows, _micro_batches(batches, steps))
 
 
-def _micro_batches(batches: Batches, steps: int) -> Iterator[list[int]]:
+def _micro_batches(batches: BatchSampler, steps: int) -> Iterator[list[int]]:
     per_epoch = batches.steps_per_epoch
     for epoch in range(math.ceil(steps / per_epoch)):
         order = epoch_order(batches, epoch)
@@ -117,13 +117,13 @@ def _micro_batches(batches: Batches, steps: int) -> Iterator[list[int]]:
             yield from (chosen[i : i + size].tolist() for i in range(0, len(chosen), size))
 
 
-def _longest_in_order(recipe: Recipe, rows: TokenRows, size: int) -> MicroBatch:
+def _longest_in_order(recipe: Recipe, rows: TokenDataset, size: int) -> MicroBatch:
     """Of evaluation, which takes rows by their length."""
-    batches = Batches(rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed)
-    return _heaviest(recipe, rows, batches.every_row_once())
+    batches = BatchSampler(rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed)
+    return _heaviest(recipe, rows, batches.eval_batches())
 
 
-def _heaviest(recipe: Recipe, rows: TokenRows, micro_batches: Iterator[list[int]] | list[list[int]]) -> MicroBatch:
+def _heaviest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterator[list[int]] | list[list[int]]) -> MicroBatch:
     """The form of the longest, with the most labels that any of the longest has."""
     lengths = np.asarray(rows.lengths)
 

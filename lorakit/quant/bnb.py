@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import RunError
-from lorakit.lora.layer_kinds import LINEAR, Kind, PackedLinear
+from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear
 
 FOUR_BITS: Final = ("nf4", "fp4")
-PACKINGS: Final = (*FOUR_BITS, "int8")
+SCHEMES: Final = (*FOUR_BITS, "int8")
 BLOCK: Final = 64
 NESTED_BLOCK: Final = 256
 PIECE_ELEMENTS: Final = 1 << 18  # on a CPU packing takes 64 bytes for every value that it packs at a time
@@ -29,11 +29,11 @@ OPTIMIZERS: Final = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bi
 
 
 @dataclass(frozen=True)
-class Packing:
+class QuantScheme:
     """How weights are packed: ``nf4`` or ``fp4`` in blocks of 64 values, ``int8`` by rows."""
 
     name: str
-    double: bool = False
+    double_quant: bool = False
     """whether the scales of the blocks are packed too, in 8 bits"""
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -43,7 +43,7 @@ class Packing:
         size = out_features * in_features
         blocks = math.ceil(size / BLOCK)
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((math.ceil(size / 2),), torch.uint8)}
-        if not self.double:
+        if not self.double_quant:
             return found | {"block_scale": ((blocks,), torch.float32)}
         nested = ((math.ceil(blocks / NESTED_BLOCK),), torch.float32)
         return found | {
@@ -59,9 +59,9 @@ class Packing:
         )
 
 
-def pack(W: Tensor, packing: Packing) -> dict[str, Tensor]:
+def quantize(W: Tensor, packing: QuantScheme) -> dict[str, Tensor]:
     """The tensors of a packed weight (out, in), as bitsandbytes packs it."""
-    bnb = library().functional
+    bnb = bitsandbytes().functional
     W = W.detach().contiguous()
     if packing.name == "int8":
         weight, scale, _ = bnb.int8_vectorwise_quant(W.to(torch.float16))
@@ -69,7 +69,7 @@ def pack(W: Tensor, packing: Packing) -> dict[str, Tensor]:
     flat = W.view(-1)
     parts = [bnb.quantize_4bit(part, blocksize=BLOCK, quant_type=packing.name) for part in flat.split(PIECE_ELEMENTS)]
     weight, scale = torch.cat([part.view(-1) for part, _ in parts]), torch.cat([state.absmax for _, state in parts])
-    if not packing.double:
+    if not packing.double_quant:
         return {"weight": weight, "block_scale": scale}
     offset = scale.mean()
     packed, state = bnb.quantize_blockwise(scale - offset, blocksize=NESTED_BLOCK)
@@ -78,22 +78,22 @@ def pack(W: Tensor, packing: Packing) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def unpack(
-    tensors: Mapping[str, Tensor | None], packing: Packing, shape: tuple[int, int], dtype: torch.dtype
+def dequantize(
+    tensors: Mapping[str, Tensor | None], packing: QuantScheme, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     """The weight (out, in) that packed tensors stand for."""
-    weight, bnb = tensors["weight"], library().functional
+    weight, bnb = tensors["weight"], bitsandbytes().functional
     assert weight is not None
     if packing.name == "int8":
         unpacked: Tensor = bnb.int8_vectorwise_dequant(weight, tensors["row_scale"]).to(dtype)
         return unpacked
     codes = code_tables(packing.name, weight.device)
     state2 = None
-    if packing.double:
+    if packing.double_quant:
         state2 = bnb.QuantState(
             tensors["nested_scale"], code=codes[1], blocksize=NESTED_BLOCK, dtype=torch.float32
         )  # fmt: skip
-    offset = tensors["offset"] if packing.double else None
+    offset = tensors["offset"] if packing.double_quant else None
     state = bnb.QuantState(
         tensors["block_scale"], shape=torch.Size(shape), code=codes[0], blocksize=BLOCK, quant_type=packing.name,
         dtype=dtype, offset=None if offset is None else offset.view(()), state2=state2,
@@ -105,15 +105,15 @@ def unpack(
 @lru_cache(maxsize=8)
 def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of the 16 codes, and of the 256 codes of packed scales."""
-    bnb = library().functional
+    bnb = bitsandbytes().functional
     return bnb.get_4bit_type(name, device=device), bnb.create_dynamic_map().to(device)
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeight:
     """What the tensors of a packed layer stand for."""
 
-    packing: Packing
+    packing: QuantScheme
     shape: tuple[int, int]
     """(out, in)"""
     dtype: torch.dtype
@@ -137,8 +137,8 @@ class _Product(torch.autograd.Function):
 
 def floats(layer: nn.Module) -> Tensor:
     """The weight (out, in) of a packed layer, in the dtype it computes in."""
-    facts: Packed = layer.packed  # type: ignore[assignment]
-    return unpack(layer._parameters, facts.packing, facts.shape, facts.dtype)
+    facts: QuantizedWeight = layer.packed  # type: ignore[assignment]
+    return dequantize(layer._parameters, facts.packing, facts.shape, facts.dtype)
 
 
 def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,20 +147,20 @@ def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    facts: Packed = layer.packed  # type: ignore[assignment]
+    facts: QuantizedWeight = layer.packed  # type: ignore[assignment]
     return facts.shape
 
 
-PACKED: Final = Kind("Linear", _sizes, F.linear, False, LINEAR.shrink, _run, floats, ("packed",))
+PACKED: Final = LayerKind("Linear", _sizes, F.linear, False, LINEAR.shrink, _run, floats, ("packed",))
 
 
 @final
-class QuantLinear(PackedLinear):
+class QuantLinear(QuantizedLinear):
     """A linear layer with a packed weight; its tensors are all its own parameters, so that engines can cut them."""
 
     kind = PACKED
 
-    def __init__(self, facts: Packed, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
+    def __init__(self, facts: QuantizedWeight, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()
         self.packed, self.dtype, self.name = facts, facts.dtype, facts.packing.name
         self.out_features, self.in_features = facts.shape
@@ -175,7 +175,7 @@ class QuantLinear(PackedLinear):
         return f"{self.in_features} -> {self.out_features}, {self.packed.packing.name}"
 
 
-def packed_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """An optimizer of bitsandbytes over groups of float32 tensors.
 
     Raises:
@@ -183,7 +183,7 @@ def packed_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: An
     """
     groups = list(groups)
     check_optimizer(name, on_gpu=all(tensor.device.type == "cuda" for group in groups for tensor in group["params"]))
-    optimizer: torch.optim.Optimizer = getattr(library().optim, OPTIMIZERS[name])(groups, **settings)
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes().optim, OPTIMIZERS[name])(groups, **settings)
     return optimizer
 
 
@@ -195,7 +195,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
     """
     if name == "adamw":
         return
-    library()
+    bitsandbytes()
     if name.startswith("paged") and not on_gpu:
         raise RunError(
             f"train.optimizer: {name} pages its state out of a GPU's memory, and there is none; use adamw8bit"
@@ -203,7 +203,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
 
 
 @lru_cache(maxsize=1)
-def library() -> Any:
+def bitsandbytes() -> Any:
     """bitsandbytes, imported without its notes.
 
     Raises:

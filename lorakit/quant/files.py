@@ -12,27 +12,27 @@ from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
-from lorakit.files.safetensors import Entry
-from lorakit.quant.bnb import BLOCK, FOUR_BITS, NESTED_BLOCK, Packing, code_tables
+from lorakit.files.safetensors import TensorEntry
+from lorakit.quant.bnb import BLOCK, FOUR_BITS, NESTED_BLOCK, QuantScheme, code_tables
 
 STATE: Final = ".quant_state.bitsandbytes__"
-BYTE_ROWS: Final = "SCB"
+INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
 CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class StoredPacked:
+class QuantizedEntry:
     """A weight that is packed in its file."""
 
     name: str
-    packing: Packing
+    packing: QuantScheme
     shape: tuple[int, int]
     offset: float
     device: torch.device
 
 
-def packing_config(folder: Path) -> dict[str, Any] | None:
+def quantization_config(folder: Path) -> dict[str, Any] | None:
     """What config.json says of packed weights; None when they are in floats.
 
     Raises:
@@ -50,12 +50,12 @@ def packing_config(folder: Path) -> dict[str, Any] | None:
     return told
 
 
-def is_packed(folder: Path) -> bool:
+def is_quantized(folder: Path) -> bool:
     """Whether config.json says that the weights are packed; errors as ``packing_config``."""
-    return packing_config(folder) is not None
+    return quantization_config(folder) is not None
 
 
-def stored_packed(files: BaseFiles, device: torch.device) -> dict[str, StoredPacked]:
+def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, QuantizedEntry]:
     """Stored weight name -> how it is packed, for every weight that is.
 
     Raises:
@@ -63,14 +63,14 @@ def stored_packed(files: BaseFiles, device: torch.device) -> dict[str, StoredPac
         past its end; or it is packed in a way that is not read.
     """
     found = {}
-    for name in files.holder:
+    for name in files.shard_of:
         if STATE in name:
             one = _four_bits(files, name.partition(STATE)[0], name, device)
-        elif name.endswith(f".{BYTE_ROWS}"):
-            weight = f"{name.removesuffix(BYTE_ROWS)}weight"
-            shape = files.entry(weight).shape if weight in files.holder else ()
-            one = StoredPacked(
-                weight, Packing("int8"), (shape[0], math.prod(shape[1:])) if shape else (0, 0), 0.0, device
+        elif name.endswith(f".{INT8_SCALE}"):
+            weight = f"{name.removesuffix(INT8_SCALE)}weight"
+            shape = files.entry(weight).shape if weight in files.shard_of else ()
+            one = QuantizedEntry(
+                weight, QuantScheme("int8"), (shape[0], math.prod(shape[1:])) if shape else (0, 0), 0.0, device
             )
         else:
             continue
@@ -79,9 +79,9 @@ def stored_packed(files: BaseFiles, device: torch.device) -> dict[str, StoredPac
     return found
 
 
-def _four_bits(files: BaseFiles, weight: str, state: str, device: torch.device) -> StoredPacked:
+def _four_bits(files: BaseFiles, weight: str, state: str, device: torch.device) -> QuantizedEntry:
     try:
-        told = json.loads(bytes(files.holder[state].read(state).tolist()))
+        told = json.loads(bytes(files.shard_of[state].read(state).tolist()))
         name, block, nested = told["quant_type"], told["blocksize"], told.get("nested_blocksize")
         out, wide = (int(size) for size in told["shape"])
         offset = float(told.get("nested_offset", 0.0))
@@ -92,23 +92,23 @@ def _four_bits(files: BaseFiles, weight: str, state: str, device: torch.device) 
             f"{files.folder}: {weight}: packed as {name} in blocks of {block} ({nested} of scales); lorakit reads"
             f" blocks of {BLOCK} ({NESTED_BLOCK})"
         )
-    return StoredPacked(weight, Packing(name, nested is not None), (out, wide), offset, device)
+    return QuantizedEntry(weight, QuantScheme(name, nested is not None), (out, wide), offset, device)
 
 
-def _names(one: StoredPacked) -> dict[str, str]:
+def _names(one: QuantizedEntry) -> dict[str, str]:
     """Tensor of a packed weight -> its stored name."""
     if one.packing.name == "int8":
-        return {"weight": one.name, "row_scale": f"{one.name.removesuffix('weight')}{BYTE_ROWS}"}
+        return {"weight": one.name, "row_scale": f"{one.name.removesuffix('weight')}{INT8_SCALE}"}
     found = {"weight": one.name, "block_scale": f"{one.name}.absmax"}
-    return found | {"nested_scale": f"{one.name}.nested_absmax"} if one.packing.double else found
+    return found | {"nested_scale": f"{one.name}.nested_absmax"} if one.packing.double_quant else found
 
 
-def _check_sizes(files: BaseFiles, one: StoredPacked) -> None:
+def _check_sizes(files: BaseFiles, one: QuantizedEntry) -> None:
     expected = one.packing.shapes(*one.shape)
     for key, name in _names(one).items():
         shape, dtype = expected[key]
         size = math.prod(shape) * dtype.itemsize
-        entry = files.entry(name) if name in files.holder else None
+        entry = files.entry(name) if name in files.shard_of else None
         held = None if entry is None else math.prod(entry.shape) * entry.dtype.itemsize
         if held != size or (entry is not None and key != "weight" and entry.dtype != dtype):
             told = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
@@ -118,29 +118,29 @@ def _check_sizes(files: BaseFiles, one: StoredPacked) -> None:
     codes = code_tables(one.packing.name, CPU) if one.packing.name in FOUR_BITS else ()
     for key, codes_here in zip(("quant_map", "nested_quant_map"), codes, strict=False):
         name = f"{one.name}.{key}"
-        if name in files.holder and not torch.equal(files.holder[name].read(name).float().view(-1), codes_here):
+        if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), codes_here):
             raise BaseModelError(
                 f"{files.folder}: {name}: other values than bitsandbytes' own; they would be unpacked wrong"
             )
 
 
-def stored_tensors(files: BaseFiles, one: StoredPacked) -> dict[str, Tensor]:
+def stored_tensors(files: BaseFiles, one: QuantizedEntry) -> dict[str, Tensor]:
     """The tensors of a packed weight, read now."""
-    found = {key: files.holder[name].read(name).to(one.device) for key, name in _names(one).items()}
+    found = {key: files.shard_of[name].read(name).to(one.device) for key, name in _names(one).items()}
     if one.packing.name != "int8":
         found["weight"] = found["weight"].view(torch.uint8).reshape(-1)
-    if one.packing.double:
+    if one.packing.double_quant:
         found["offset"] = torch.tensor([one.offset], device=one.device)
     return found
 
 
-def promised(files: BaseFiles, stored: Mapping[str, StoredPacked]) -> dict[str, Entry]:
+def dequantized_entries(files: BaseFiles, stored: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
     """The stored tensors as they were before they were packed."""
     modules = {name.removesuffix(".weight") for name in stored}
-    parts = (f".{BYTE_ROWS}", ".weight_format")
+    parts = (f".{INT8_SCALE}", ".weight_format")
     return {
-        name: Entry(torch.float32, stored[name].shape, 0, 0) if name in stored else files.entry(name)
-        for name in files.holder
+        name: TensorEntry(torch.float32, stored[name].shape, 0, 0) if name in stored else files.entry(name)
+        for name in files.shard_of
         if name.partition(".weight.")[0] not in modules
         and not (name.endswith(parts) and name.rpartition(".")[0] in modules)
     }

@@ -67,7 +67,7 @@ class ParallelSection(Section):
         return self.backend == "auto"
 
     @property
-    def is_spread(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether processes of its own are started for the run, be it one."""
         return self.backend != "single"
 

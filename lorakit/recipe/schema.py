@@ -201,7 +201,7 @@ class Recipe(Section):
     """Folder of the run; the patch is written there."""
 
     @property
-    def left_open(self) -> tuple[str, ...]:
+    def auto_keys(self) -> tuple[str, ...]:
         """Keys whose value is `auto`: the plan chooses it where `lorakit train` starts the processes."""
         open_now = {
             "parallel.backend": self.parallel.is_auto,

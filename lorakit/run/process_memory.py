@@ -9,7 +9,7 @@ from typing import Final
 STATUS: Final = Path("/proc/self/status")
 
 
-def resident_bytes() -> int:
+def rss_bytes() -> int:
     """What this process holds now; outside Linux the most it has held."""
     if not STATUS.exists():
         return peak_resident_bytes()

@@ -37,7 +37,7 @@ class Report:
         self._trackers.log(values, number)
 
 
-class Silence:
+class NullReport:
     """What the other processes of a run report: the first one has the same numbers."""
 
     def step(self, number: int, report: StepReport, seconds: float) -> None: ...
@@ -49,10 +49,10 @@ class Silence:
 def reporting(
     output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
     shown: bool = True,
-) -> Iterator["Report | Silence"]:  # fmt: skip
+) -> Iterator["Report | NullReport"]:  # fmt: skip
     """A Report for a run that goes on after ``last_step``; everything is closed at the end of the block."""
     if not shown:
-        yield Silence()
+        yield NullReport()
         return
     trackers = Trackers(log_to, output, config)
     metrics = Metrics(output / "metrics.jsonl", last_step)

@@ -16,7 +16,7 @@ class StopRequest:
     """Whether a signal asked the run to stop. ``patient``: the loop will look; otherwise stop where we are."""
 
     def __init__(self) -> None:
-        self.patient = False
+        self.deferred = False
         self.asked_by: str | None = None
 
     def asked(self) -> bool:
@@ -24,11 +24,11 @@ class StopRequest:
 
     def wait(self) -> None:
         """From here on a signal interrupts nothing."""
-        self.patient = True
+        self.deferred = True
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         again, self.asked_by = self.asked() and number == signal.SIGINT, signal.Signals(number).name
-        if again or not self.patient:
+        if again or not self.deferred:
             raise TemporaryFailure(
                 f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint"
             )

@@ -10,10 +10,10 @@ from torch import nn
 
 from lorakit.base.load import load_tokenizer, num_tokens
 from lorakit.base.loading import LoadedBase, count_parameters, load_for_training
-from lorakit.data import TokenRows
+from lorakit.data import TokenDataset
 from lorakit.errors import BaseModelError, TargetError, did_you_mean
-from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, carriers, find_targets
-from lorakit.lora.coverage import Covering, covering
+from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, adapter_modules, find_targets
+from lorakit.lora.coverage import Coverage, covering
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extras
 from lorakit.parallel import Engine
@@ -25,7 +25,7 @@ class AdaptedBase:
     """A base with an untrained adapter on it."""
 
     base: LoadedBase
-    covering: Covering
+    covering: Coverage
     note: str | None
     """what is to be said of a covering that is small"""
     num_parameters: int
@@ -34,10 +34,10 @@ class AdaptedBase:
 
 
 def adapted_base(
-    recipe: Recipe, engine: Engine, folder: Path, dtype: torch.dtype, sets: Sequence[TokenRows | None]
+    recipe: Recipe, engine: Engine, folder: Path, dtype: torch.dtype, sets: Sequence[TokenDataset | None]
 ) -> AdaptedBase:
     """The base with an untrained adapter; without weights when the engine reads each process's part of them."""
-    base = load_for_training(recipe.base, folder, dtype, engine.device, in_parts=engine.shards_base)
+    base = load_for_training(recipe.base, folder, dtype, engine.device, sharded=engine.shards_base)
     for rows in filter(None, sets):
         check_vocabulary(base.model, rows)
     spec = adapter_spec(recipe.adapter, folder)
@@ -63,7 +63,7 @@ def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
 def adapted_names(model: nn.Module) -> list[str]:
     """The layers, and the parameters of experts, that carry low-rank factors."""
     names = []
-    for name, carrier in carriers(model):
+    for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
             names.append(name)
         elif isinstance(carrier, LoraExperts):
@@ -84,7 +84,7 @@ def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:
     return tuple(known[token] if isinstance(token, str) else token for token in tokens)
 
 
-def check_tokens_occur(tokens: tuple[int, ...], rows: TokenRows) -> None:
+def check_tokens_occur(tokens: tuple[int, ...], rows: TokenDataset) -> None:
     """Passes when every token whose row is to learn is in the rows.
 
     Raises:
@@ -102,7 +102,7 @@ def check_tokens_occur(tokens: tuple[int, ...], rows: TokenRows) -> None:
         )
 
 
-def check_vocabulary(model: nn.Module, rows: TokenRows) -> None:
+def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:
     """Passes when every token of the rows has a row in the base's embedding.
 
     Raises:

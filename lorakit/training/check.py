@@ -11,7 +11,7 @@ from torch import nn
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.base.loading import count_parameters
 from lorakit.base.skeleton import pack_skeleton
-from lorakit.data import TokenRows
+from lorakit.data import TokenDataset
 from lorakit.errors import LorakitError
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import covering
@@ -22,7 +22,7 @@ from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.record import open_record
 from lorakit.training.adapting import adapter_spec, check_vocabulary
-from lorakit.training.job import count_steps, count_warmup_steps, read_rows
+from lorakit.training.job import count_steps, count_warmup_steps, load_split
 from lorakit.training.model_checks import check_positions
 
 SHOWN_CHARACTERS = 1200
@@ -84,13 +84,13 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     return model
 
 
-def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> TokenRows:
+def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> TokenDataset:
     data = recipe.data
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
     say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'learnt':>12}")
     for name, source, split in sets:
-        rows = read_rows(data, source, split, tokenizer)
+        rows = load_split(data, source, split, tokenizer)
         c = rows.counts
         say(
             f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
@@ -103,11 +103,11 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
     steps = count_steps(recipe, len(first))
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
-    say(f"\nfirst row ({first.where(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
+    say(f"\nfirst row ({first.location(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
     return first
 
 
-def marked(rows: TokenRows, row: int, tokenizer: Any) -> str:
+def marked(rows: TokenDataset, row: int, tokenizer: Any) -> str:
     """A row as text, its learnt stretches between [[ and ]]."""
     parts: list[tuple[bool, list[int]]] = []
     for token, learnt in zip(rows.ids(row).tolist(), rows.learnt(row).tolist(), strict=True):

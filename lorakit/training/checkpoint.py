@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorakit.files.atomic import MANIFEST, committed_folder, remove_folder, verifies, write_json, write_manifest
+from lorakit.files.atomic import MANIFEST, atomic_folder, remove_folder, manifest_matches, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine
 
@@ -40,15 +40,15 @@ class Checkpoints:
     def save(self, engine: Engine, progress: Progress) -> None:
         """Commit a checkpoint of this step, then drop the oldest ones; the best step's stays."""
         target = self._path(progress.step)
-        if not engine.group.lead(lambda: target.exists() and verifies(target)):
+        if not engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
             adapter, optimizer = engine.gather(), engine.gather_optimizer()
-            engine.group.lead(lambda: self._commit(target, adapter, optimizer, progress))
+            engine.group.run_on_rank_0(lambda: self._commit(target, adapter, optimizer, progress))
 
     def _commit(
         self, target: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], progress: Progress
     ) -> None:
         remove_folder(target)
-        with committed_folder(target) as staging:
+        with atomic_folder(target) as staging:
             _write(staging / "adapter.safetensors", adapter)
             _write(staging / "optimizer.safetensors", optimizer)
             write_json(staging / "progress.json", asdict(progress))
@@ -61,7 +61,7 @@ class Checkpoints:
         """The newest checkpoint that verifies, or None."""
         for step in sorted(self._steps(), reverse=True):
             folder = self._path(step)
-            if verifies(folder):
+            if manifest_matches(folder):
                 return Progress(**json.loads((folder / "progress.json").read_text())), folder
         return None
 
@@ -70,7 +70,7 @@ class Checkpoints:
 
         Only the first process reads it: other machines need not see the folder.
         """
-        found = engine.group.lead(self._newest_whole)
+        found = engine.group.run_on_rank_0(self._newest_whole)
         if found is None:
             return None
         progress, adapter, optimizer = found

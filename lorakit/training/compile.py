@@ -6,12 +6,12 @@ from typing import final
 
 from torch import nn
 
-from lorakit.base.layers import layers_of
+from lorakit.base.layers import repeated_layers
 from lorakit.errors import RunError
 
 
 @final
-class Compiled:
+class CompiledLayers:
     """A model's repeated layers, compiled when they are first called.
 
     ``num_graphs``: pieces that were compiled so far; ``last_step``: the step in which the last of them was.
@@ -23,7 +23,7 @@ class Compiled:
     def __init__(self, model: nn.Module) -> None:
         import torch._dynamo.config
 
-        layers = list(layers_of(model))
+        layers = list(repeated_layers(model))
         if not layers:
             raise RunError(f"train.compile: {type(model).__name__} has no repeated layers to compile; leave it out")
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than going on uncompiled, without a word
@@ -33,7 +33,7 @@ class Compiled:
         self.num_graphs = self.last_step = 0
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def raising_run_errors(self) -> Iterator[None]:
         """What torch's compiler cannot do, in words: RunError."""
         from torch._dynamo.exc import TorchDynamoException
 
@@ -45,13 +45,13 @@ class Compiled:
                 f"train.compile: torch cannot compile this model's layers; leave it out. It says: {said}"
             ) from None
 
-    def after(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Note what a step has compiled."""
         found = _count() - self._before
         if found != self.num_graphs:
             self.num_graphs, self.last_step = found, step
 
-    def told(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Both numbers, for a run's record."""
         return {"graphs": self.num_graphs, "last_step": self.last_step}
 

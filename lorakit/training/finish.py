@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.patch import adapter_patch, read_patch, remove_patch, write_patch
+from lorakit.patch import patch_from_model, read_patch, remove_patch, write_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
@@ -23,8 +23,8 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
     recipe = job.recipe
     best = recipe.train.select == "best" and progress.best_step not in (None, progress.step)
     tensors = {} if best else job.engine.gather()
-    ranks = job.engine.group.all(job.engine.observed() | {"peak_memory_bytes": peak_memory_bytes()})
-    job.engine.group.lead(lambda: write_all(job, progress, record, seconds, tensors, ranks))
+    ranks = job.engine.group.all_gather(job.engine.observed() | {"peak_memory_bytes": peak_memory_bytes()})
+    job.engine.group.run_on_rank_0(lambda: write_all(job, progress, record, seconds, tensors, ranks))
 
 
 def write_all(
@@ -48,7 +48,7 @@ def write_all(
         "results": {key: value for key, value in losses.items() if value is not None},
         "step": progress.best_step if best else progress.step,
     }
-    patch = adapter_patch(job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision)
+    patch = patch_from_model(job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision)
     write_patch(
         job.output, patch, overwrite=True,
         card=model_card(
@@ -61,7 +61,7 @@ def write_all(
         steps=progress.step, tokens=progress.tokens, label_tokens=progress.label_tokens, results=facts["results"],
         engine=ranks[0], ranks=ranks[1:], peak_memory_bytes=ranks[0]["peak_memory_bytes"],
         seconds_of_last_start=round(seconds, 2),
-        **({"compiled": job.compiled.told()} if job.compiled else {}),
+        **({"compiled": job.compiled.stats()} if job.compiled else {}),
     )  # fmt: skip
     job.checkpoints.remove()
 

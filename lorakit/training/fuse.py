@@ -3,20 +3,20 @@
 from torch import nn
 
 from lorakit.lora.linear import LoraLinear
-from lorakit.ops.gated_mlp import keep_gates_alone
-from lorakit.ops.rms_norm import keep_what_norms_read
-from lorakit.ops.rope import turn_with_less
+from lorakit.ops.gated_mlp import fuse_gated_mlps
+from lorakit.ops.rms_norm import fuse_rms_norms
+from lorakit.ops.rope import fuse_rope
 
 
-def take_less(model: nn.Module) -> None:
+def fuse_model(model: nn.Module) -> None:
     """Let the parts that are known take less memory and fewer passes over it; the outputs are the same bits."""
-    keep_gates_alone(model)
-    keep_what_norms_read(model)
-    turn_with_less(model)
+    fuse_gated_mlps(model)
+    fuse_rms_norms(model)
+    fuse_rope(model)
 
 
-def leave_as_written(model: nn.Module) -> None:
+def use_plain_lora(model: nn.Module) -> None:
     """Let adapted layers compute in plain operations, which a compiler can see through and join."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
-            module.in_one = False
+            module.fused = False

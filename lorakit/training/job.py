@@ -12,17 +12,17 @@ from torch import nn
 
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.load import find_base, load_tokenizer
-from lorakit.base.loading import packing_facts
-from lorakit.data import Batches, RowSettings, TokenRows, prepare_rows
+from lorakit.base.loading import quantization_facts
+from lorakit.data import BatchSampler, RowSettings, TokenDataset, tokenize_rows
 from lorakit.errors import RunError
-from lorakit.parallel import Engine, Group, ReadInto, StepSettings
+from lorakit.parallel import Engine, Group, FillParameter, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe
 from lorakit.training.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.training.checkpoint import Checkpoints
-from lorakit.training.compile import Compiled
-from lorakit.training.model_checks import check_positions, isolate_rows, take_shortcuts
+from lorakit.training.compile import CompiledLayers
+from lorakit.training.model_checks import check_positions, enable_packing, verify_shortcuts
 
 CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 
@@ -37,13 +37,13 @@ class Job:
     engine: Engine
     dtype: DtypeChoice
     adapted: AdaptedBase
-    batches: Batches
-    held_out: Batches | None
+    batches: BatchSampler
+    held_out: BatchSampler | None
     base_fingerprint: dict[str, Any]
     checkpoints: Checkpoints
     total_steps: int
     architecture: str
-    compiled: Compiled | None = None
+    compiled: CompiledLayers | None = None
 
     def data_facts(self) -> dict[str, Any]:
         """What the rows were: sources, digest, and what became of them."""
@@ -57,26 +57,26 @@ class Job:
         return {"model": self.recipe.base.model, "architecture": self.architecture, **self.base_fingerprint}
 
 
-def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job:
+def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job:
     """Load and connect all parts of a run. ``recorded`` holds what an interrupted run had chosen.
 
     Raises:
         LorakitError: base, data or targets are not usable; nothing has been written but the token cache.
     """
     group = engine.group
-    group.in_turn(lambda: read_all(recipe))  # one process of a machine makes what the others find made
-    folder, rows, held_out = group.together(lambda: read_all(recipe))
-    dtype = group.lead(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
+    group.local_rank_0_first(lambda: load_data(recipe))  # one process of a machine makes what the others find made
+    folder, rows, held_out = group.run_on_all(lambda: load_data(recipe))
+    dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     engine.phase("loading the base")
-    adapted = group.together(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
+    adapted = group.run_on_all(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
     model = adapted.base.model
     identity = fingerprint(open_base_files(folder), adapted_names(model))
-    if (packing := packing_facts(model)) is not None:
+    if (packing := quantization_facts(model)) is not None:
         identity["packed"] = packing
     digests = {"rows": rows.digest, "held-out rows": held_out.digest if held_out else None}
-    group.same("base and rows", {"base": identity, **digests})
+    group.check_same("base and rows", {"base": identity, **digests})
     job = Job(
         recipe, Path(recipe.output), model, engine, dtype, adapted, _batches(recipe, rows, group),
         _batches(recipe, held_out, group) if held_out else None, identity,
@@ -84,28 +84,28 @@ def assemble(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job
         count_steps(recipe, len(rows)), 
         type(model).__name__,
     )  # fmt: skip
-    group.together(lambda: check_positions(model, recipe.data.max_tokens))
+    group.run_on_all(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job, adapted.base.read)
-    take_shortcuts(engine.called, job.batches, engine.device, group)
+    verify_shortcuts(engine.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
-        isolate_rows(engine.called, job.batches, engine.device)
-    return replace(job, compiled=Compiled(model)) if recipe.train.compile else job
+        enable_packing(engine.loss_model, job.batches, engine.device)
+    return replace(job, compiled=CompiledLayers(model)) if recipe.train.compile else job
 
 
-def read_all(recipe: Recipe) -> tuple[Path, TokenRows, TokenRows | None]:
+def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """The base's folder and the tokenised rows."""
     folder = find_base(recipe.base.model, recipe.base.revision)
     tokenizer = load_tokenizer(folder)
-    rows = read_rows(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
+    rows = load_split(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
     if recipe.data.eval is None:
         return folder, rows, None
-    return folder, rows, read_rows(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
+    return folder, rows, load_split(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
 
 
-def read_rows(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenRows:
+def load_split(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
     """The tokenised rows of one part of the data section."""
     settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
-    return prepare_rows(names, split, tokenizer, settings)
+    return tokenize_rows(names, split, tokenizer, settings)
 
 
 def count_steps(recipe: Recipe, num_rows: int) -> int:
@@ -158,15 +158,15 @@ def _kept_on_host(recompute: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-def _batches(recipe: Recipe, rows: TokenRows, group: Group) -> Batches:
+def _batches(recipe: Recipe, rows: TokenDataset, group: Group) -> BatchSampler:
     settings = recipe.train
     micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
-    return Batches(
+    return BatchSampler(
         rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, group.rank, group.size
     )
 
 
-def _prepare_engine(job: Job, read: ReadInto | None) -> None:
+def _prepare_engine(job: Job, read: FillParameter | None) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(job.model, on_host=settings.activation_offload)

@@ -7,19 +7,19 @@ from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lorakit.data import Ahead
+from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
-from lorakit.files.atomic import disk_full_is_temporary, sweep_folder
+from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
 from lorakit.parallel import Engine, NonFiniteStep
-from lorakit.parallel.setup import joined
+from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
 from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
-from lorakit.run.report import Report, Silence, reporting
+from lorakit.run.report import Report, NullReport, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.checkpoint import Progress
 from lorakit.training.finish import already_finished, discard, finish
-from lorakit.training.job import Job, assemble
+from lorakit.training.job import Job, build_job
 from lorakit.training.summary import announce, end_summary, start_summary
 
 REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
@@ -38,8 +38,8 @@ def run(
         LorakitError: something the user can fix; what was saved before is kept.
         TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
     """
-    with catching_signals() as stop, joined(recipe, stop.wait) as engine:
-        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.leads else silent)
+    with catching_signals() as stop, distributed_engine(recipe, stop.wait) as engine:
+        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.is_rank_0 else discard)
 
 
 def run_on(
@@ -48,35 +48,35 @@ def run_on(
     """``run`` in one of the run's processes. The first of them alone writes, shows and says."""
     output, group, began = Path(recipe.output), engine.group, time.monotonic()
     settings = recipe.model_dump(mode="json")
-    with disk_full_is_temporary(output), ExitStack() as held:
-        record = group.lead(lambda: claim(output, settings, held, fresh=fresh))
+    with disk_full_as_retryable(output), ExitStack() as held:
+        record = group.run_on_rank_0(lambda: open_output_folder(output, settings, held, fresh=fresh))
         if record.finished:
-            group.lead(lambda: already_finished(recipe, output, say))
+            group.run_on_rank_0(lambda: already_finished(recipe, output, say))
             return output
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
-        job = assemble(recipe, engine, record.values)
+        job = build_job(recipe, engine, record.values)
         if fresh:  # only now: a recipe that cannot run discards nothing
-            group.lead(lambda: discard(output))
+            group.run_on_rank_0(lambda: discard(output))
         progress = job.checkpoints.restore(engine) or Progress()
-        ranks = group.all(engine.observed())
-        group.lead(lambda: record.start(
+        ranks = group.all_gather(engine.observed())
+        group.run_on_rank_0(lambda: record.start(
             data=job.data_facts(), base=job.base_facts(), dtype=job.dtype.name, dtype_why=job.dtype.why,
             engine=ranks[0], ranks=ranks[1:], total_steps=job.total_steps, **({"auto": why} if why else {}),
         ))  # fmt: skip
         say(start_summary(job, progress, ranks, why))
         with reporting(
             output, last_step=progress.step, total_steps=job.total_steps, log_to=recipe.train.log_to,
-            config=flatten(settings), shown=group.leads,
+            config=flatten(settings), shown=group.is_rank_0,
         ) as report:  # fmt: skip
-            stop.patient = True
-            with closing(Ahead(job.batches, job.total_steps)) as batches:
+            stop.deferred = True
+            with closing(Prefetcher(job.batches, job.total_steps)) as batches:
                 loop(job, batches, progress, report, stop)
         finish(job, progress, record, time.monotonic() - began)
         say(end_summary(job, progress))
     return output
 
 
-def claim(output: Path, settings: dict[str, Any], held: ExitStack, *, fresh: bool) -> RunRecord:
+def open_output_folder(output: Path, settings: dict[str, Any], held: ExitStack, *, fresh: bool) -> RunRecord:
     """The output folder for this run alone until ``held`` ends, swept of what dead processes left."""
     held.enter_context(locked(output))
     for folder in (output, output / "checkpoints"):
@@ -84,16 +84,16 @@ def claim(output: Path, settings: dict[str, Any], held: ExitStack, *, fresh: boo
     return open_record(output, settings, fresh=fresh)
 
 
-def silent(text: str) -> None:
+def discard(text: str) -> None:
     """What the other processes say."""
 
 
-def loop(job: Job, batches: Ahead, progress: Progress, report: Report | Silence, stop: StopRequest) -> None:
+def loop(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport, stop: StopRequest) -> None:
     """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
-        cut_short = evaluation_is_due(job, progress)  # a signal came while it ran: it is made after resuming
-        done = not cut_short and (progress.step >= job.total_steps or no_longer_improves(job, progress))
+        evaluation_interrupted = evaluation_is_due(job, progress)  # a signal came while it ran: it is made after resuming
+        done = not evaluation_interrupted and (progress.step >= job.total_steps or no_longer_improves(job, progress))
         due = progress.step % job.recipe.train.save_every_steps == 0
         stopping = job.engine.group.any(stop.asked())  # all stop after the same step
         if progress.step and (due or done or improved or stopping):
@@ -102,7 +102,7 @@ def loop(job: Job, batches: Ahead, progress: Progress, report: Report | Silence,
         if done:
             return
         if stopping:
-            asked_by = next(filter(None, job.engine.group.all(stop.asked_by)))
+            asked_by = next(filter(None, job.engine.group.all_gather(stop.asked_by)))
             raise TemporaryFailure(f"{asked_by}: {saved(progress)}; the same command goes on from there")
         take_step(job, batches, progress, report)
 
@@ -112,12 +112,12 @@ def saved(progress: Progress) -> str:
     return f"saved after step {progress.step}" if progress.step else "before the first step"
 
 
-def take_step(job: Job, batches: Ahead, progress: Progress, report: Report | Silence) -> None:
+def take_step(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport) -> None:
     """One optimizer step."""
     began = time.perf_counter()
     job.engine.phase(f"step {progress.step + 1}")
     try:
-        with job.compiled.explained() if job.compiled else nullcontext():
+        with job.compiled.raising_run_errors() if job.compiled else nullcontext():
             result = job.engine.step(progress.step, batches.step(progress.step))
     except NonFiniteStep as problem:
         raise RunError(explain_non_finite(job, progress, problem)) from None
@@ -125,9 +125,9 @@ def take_step(job: Job, batches: Ahead, progress: Progress, report: Report | Sil
     progress.tokens += result.num_tokens
     progress.label_tokens += result.num_label_tokens
     if job.compiled:
-        job.compiled.after(progress.step)
+        job.compiled.record_step(progress.step)
     report.step(progress.step, result, time.perf_counter() - began)
-    if progress.step >= min(REACH_STEPS, job.total_steps) and (unreached := job.engine.unreached()):
+    if progress.step >= min(REACH_STEPS, job.total_steps) and (unreached := job.engine.tensors_without_gradient()):
         raise RunError(
             f"{len(unreached)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
             f" {', '.join(unreached[:4])}. Leave their layers out with adapter.exclude"
@@ -141,13 +141,13 @@ def evaluation_is_due(job: Job, progress: Progress) -> bool:
     return progress.step % job.recipe.train.eval_every_steps == 0 or progress.step >= job.total_steps
 
 
-def evaluate(job: Job, progress: Progress, report: Report | Silence, stop: StopRequest) -> bool:
+def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: StopRequest) -> bool:
     """Held-out loss of this step into ``progress``; True when it is the best and the best is to be kept."""
     held_out = job.held_out
     assert held_out is not None
     job.engine.phase(f"step {progress.step}: held-out rows")
     loss = job.engine.evaluate(
-        (batch for rows in held_out.every_row_once() for batch in held_out.cut(rows)), stop.asked
+        (batch for rows in held_out.eval_batches() for batch in held_out.micro_batches(rows)), stop.asked
     )
     if loss is None:
         return False
@@ -178,7 +178,7 @@ def no_longer_improves(job: Job, progress: Progress) -> bool:
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:
     """What happened, where, and what to do."""
     rows = job.batches.rows
-    named = ", ".join(rows.where(row) for row in problem.rows[:SHOWN_ROWS])
+    named = ", ".join(rows.location(row) for row in problem.rows[:SHOWN_ROWS])
     more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
     newest = job.checkpoints.newest()
     kept = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.data import Batches, collate
-from lorakit.data.batch import IGNORED
+from lorakit.data import BatchSampler, collate
+from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.packed_attention import Rows, attend_as_before, attend_row_by_row
-from lorakit.ops.varlen import Trial, kernel_for
+from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
+from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 
 MAX_TOKENS = 64
@@ -39,7 +39,7 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
             )
 
 
-def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> None:
+def enable_packing(called: LossModel, batches: BatchSampler, device: torch.device) -> None:
     """Make packed rows give the outputs they give alone.
 
     Their attention goes row by row where the model allows it, in one call where a kernel gives the same. Elsewhere it
@@ -55,12 +55,12 @@ def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> N
     try:
         called.eval()
         alone = torch.cat([_logits(called, [row]) for row in probe], 1)
-        if _takes_rows(model) and attend_row_by_row(model):
+        if _takes_rows(model) and enable_packed_attention(model):
             called.by_row = True
             if _by_row(called, probe, alone, device):
                 return
             called.by_row = False
-            attend_as_before(model)
+            disable_packed_attention(model)
         off = _difference(_logits(called, probe), alone)
     except TypeError as problem:
         raise RunError(
@@ -77,10 +77,10 @@ def isolate_rows(called: LossModel, batches: Batches, device: torch.device) -> N
 
 def _by_row(called: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device) -> bool:
     """Whether rows that attend row by row give what they give alone; if so, whether they may in one call is found."""
-    rows = Rows([row["input_ids"].shape[1] for row in probe])
-    kernel = kernel_for(device)
-    trial = called.kernel = None if kernel is None else Trial(kernel)
-    good = _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.reached
+    rows = RowLengths([row["input_ids"].shape[1] for row in probe])
+    kernel = varlen_kernel(device)
+    trial = called.kernel = None if kernel is None else KernelProbe(kernel)
+    good = _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.was_used
     called.kernel = None
     if good and trial is not None:  # asked on every rank alike, also where the trial failed: engines gather
         called.kernel = kernel if trial.problem is None else None
@@ -91,16 +91,16 @@ def _by_row(called: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, de
     return good
 
 
-def take_shortcuts(called: LossModel, batches: Batches, device: torch.device, group: Group) -> None:
+def verify_shortcuts(called: LossModel, batches: BatchSampler, device: torch.device, group: Group) -> None:
     """Keep of the loss in chunks and of leaving out tokens what gives the loss of the model's own logits."""
-    ways = dict.fromkeys(product((called.in_chunks, False), (called.leaves_out, False)))
-    for called.in_chunks, called.leaves_out in ways:
-        plain = not called.in_chunks and not called.leaves_out
-        if plain or not group.any(not knows_logits(called, batches, device)):
+    ways = dict.fromkeys(product((called.chunked, False), (called.leaves_out, False)))
+    for called.chunked, called.leaves_out in ways:
+        plain = not called.chunked and not called.leaves_out
+        if plain or not group.any(not loss_matches_logits(called, batches, device)):
             return
 
 
-def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> bool:
+def loss_matches_logits(called: LossModel, batches: BatchSampler, device: torch.device) -> bool:
     """Whether the loss of every other token is that of the model's own logits.
 
     What is left out is no number meanwhile, so that a loss in which it has any part is none either.
@@ -111,7 +111,7 @@ def knows_logits(called: LossModel, batches: Batches, device: torch.device) -> b
     for row in _probe(batches, device):
         ids = row["input_ids"]
         labels = ids.roll(-1, 1)
-        labels[:, 1::2] = IGNORED
+        labels[:, 1::2] = IGNORE_INDEX
         places = torch.arange(0, ids.shape[1], 2, device=device)
         with torch.no_grad(), called.leaving_out(math.nan):
             found = float(called(input_ids=ids, labels=labels, label_places=places))
@@ -127,7 +127,7 @@ def _takes_rows(model: nn.Module) -> bool:
     return any(one.kind is one.VAR_KEYWORD or one.name == "row_lengths" for one in taken)
 
 
-def _probe(batches: Batches, device: torch.device) -> list[dict[str, Tensor]]:
+def _probe(batches: BatchSampler, device: torch.device) -> list[dict[str, Tensor]]:
     """The beginnings of two rows."""
     chosen = [0, 1] if len(batches.rows) > 1 else [0, 0]
     made = [collate(batches.rows, [row], packing=True).to(device) for row in chosen]

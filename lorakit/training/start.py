@@ -10,7 +10,7 @@ from typing import Any
 from lorakit.base.load import find_base
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.launch.launcher import launch
-from lorakit.parallel.setup import place_of
+from lorakit.parallel.setup import current_process
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.training.loop import run
 
@@ -23,7 +23,7 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     """
     texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
     loaded = load_recipe(recipe, texts)
-    code = start(loaded, recipe, texts, fresh=fresh)
+    code = run_or_launch(loaded, recipe, texts, fresh=fresh)
     if code:
         raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
             "the run's processes ended with an error; it is printed above"
@@ -31,7 +31,7 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
     return Path(loaded.output)
 
 
-def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:
+def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:
     """Run the recipe; returns the exit code of its workers, or 0. ``path`` and ``overrides`` are what it was made of.
 
     What it leaves open (`auto`) is chosen first; ``why`` tells a worker what it was chosen for.
@@ -39,17 +39,17 @@ def start(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: 
     Raises:
         LorakitError: as ``lorakit.training.loop.run``, of a run in this process; or it cannot be started.
     """
-    if place_of(recipe, os.environ) is not None:
+    if current_process(recipe, os.environ) is not None:
         run(recipe, fresh=fresh, why=why)
         return 0
     values: Mapping[str, str] = {}
-    if recipe.left_open:
-        from lorakit.planning import choose
+    if recipe.auto_keys:
+        from lorakit.planning import resolve_auto
 
-        choice = choose(recipe, fresh=fresh)
+        choice = resolve_auto(recipe, fresh=fresh)
         recipe, values, why = choice.of(recipe), choice.values, choice.why
     parallel = recipe.parallel
-    if not parallel.is_spread:
+    if not parallel.is_distributed:
         run(recipe, fresh=fresh, why=why)
         return 0
     find_base(recipe.base.model, recipe.base.revision)  # said once here rather than by every worker

@@ -36,7 +36,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
             f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
             f" {settings.schedule} from {settings.learning_rate:g}",
         ),
-        *_slow_ways(job),
+        *_fallbacks(job),
         *([("auto", why)] if why else []),
         *([("compile", "each layer, in the first steps: they take up to a minute")] if job.compiled else []),
         ("engine", _engine(ranks)),
@@ -56,11 +56,11 @@ def _targets(job: Job) -> str:
     return f"{sum(kind.adapted for kind in kinds)} of {sum(kind.count for kind in kinds)} {what} ({names})"
 
 
-def _slow_ways(job: Job) -> list[tuple[str, str]]:
+def _fallbacks(job: Job) -> list[tuple[str, str]]:
     """Where a run takes more memory or time than it might, because of what its model or device is."""
-    called = job.engine.called
+    called = job.engine.loss_model
     lines = []
-    if not called.in_chunks:
+    if not called.chunked:
         why = (
             "something on the output head learns" if called.head is None else "its logits are not what its config says"
         )
