@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.lora import AdapterSpec, Target, find_targets
-from lorakit.quant.bnb import QuantizedWeight, QuantScheme, QuantLinear, quantize
+from lorakit.quant.bnb import QuantizedWeight, QuantLinear, QuantScheme, quantize
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -8,8 +8,8 @@ LorakitError                    exit code 2: one block, no traceback
 ├── PatchError                  a patch that is cut, foreign, or belongs to another base
 ├── MergeError                  a merge that would lose or misplace part of an adapter
 ├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
-├── ElsewhereError              another process of the run failed; its exit code is that one's
-└── TryAgainLater               exit code 75: state is kept, the same command continues
+├── PeerFailure              another process of the run failed; its exit code is that one's
+└── TemporaryFailure               exit code 75: state is kept, the same command continues
 """
 
 import difflib

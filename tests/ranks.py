@@ -75,7 +75,7 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
         engine.restore(saved["adapter"], saved["optimizer"])
         first = len(saved["losses"])
     losses, norms = [], []
-    with made_again() as numbers:
+    with recomputable() as numbers:
         for step in range(first, case.get("steps", 12)):
             report = engine.step(step, batches.step(step))
             losses.append(report.loss)
@@ -87,12 +87,12 @@ def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[st
         "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
         "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(), "ranks": engine.group.all_gather(engine.observed()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]
-        "made_again": sum(numbers),
+        "recomputable": sum(numbers),
     }  # fmt: skip
 
 
 @contextmanager
-def made_again() -> Iterator[list[int]]:
+def recomputable() -> Iterator[list[int]]:
     """A one for each time that a layer's input was made again instead of having been kept."""
     numbers: list[int] = []
     made = RecomputedInput.get

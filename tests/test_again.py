@@ -38,8 +38,8 @@ def plainly(model: nn.Module) -> nn.Module:
     """The same model, keeping all that autograd keeps."""
     for module in model.modules():
         vars(module).pop("forward", None)
-        if hasattr(module, "in_one"):
-            module.in_one = False
+        if hasattr(module, "fused"):
+            module.fused = False
     return model
 
 

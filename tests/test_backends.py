@@ -152,8 +152,8 @@ def test_offloading_changes_nothing(found: Find, backend: str) -> None:
 def test_what_can_be_made_again_is_kept_nowhere(found: Find, backend: str) -> None:
     """Also not where an engine takes weights away between forward and backward, or wraps what modules give."""
     in_a_step = 2 * 6 - 3 - 2  # but for o_proj, what reads an embedding, and what reads a choice of tokens
-    assert found("single", 1)["plain"]["made_again"] == 12 * in_a_step
-    assert found(backend, 2)["plain"]["made_again"] == 12 * in_a_step
+    assert found("single", 1)["plain"]["recomputable"] == 12 * in_a_step
+    assert found(backend, 2)["plain"]["recomputable"] == 12 * in_a_step
 
 
 def after_half(alone: Any, rest: Any) -> Any:

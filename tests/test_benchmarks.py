@@ -16,7 +16,7 @@ from benchmarks.__main__ import TARGETS, earlier
 from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
 from benchmarks.targets import measured
-from lorakit.quant.bnb import QuantScheme, QuantLinear
+from lorakit.quant.bnb import QuantLinear, QuantScheme
 
 ROOT = Path(__file__).parent.parent
 BARE = """

@@ -28,7 +28,7 @@ from lorakit.formats.metadata import ConversionSource
 from lorakit.formats.options import Base, Options
 from lorakit.formats.scales import PLAIN, exact_alpha
 from lorakit.lora import METHODS
-from lorakit.patch import PatchLayer, BaseShapes, check_base, new_patch, read_patch, write_patch
+from lorakit.patch import BaseShapes, PatchLayer, check_base, new_patch, read_patch, write_patch
 from tests.models import build, outputs
 from tests.test_merge import make_patch
 

@@ -165,7 +165,8 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
 
     assert spaced.decode(encoded.ids) == "A: yes</s>"
     assert (
-        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt]).strip() == "yes</s>"
+        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt]).strip()
+        == "yes</s>"
     )
 
 

@@ -11,9 +11,9 @@ import pytest
 from lorakit.errors import TemporaryFailure
 from lorakit.files.atomic import (
     atomic_folder,
+    manifest_matches,
     remove_folder,
     remove_stale_staging,
-    manifest_matches,
     write_file,
     write_files,
     write_manifest,
@@ -22,7 +22,7 @@ from lorakit.files.atomic import (
 DIES_AFTER = """
 import os, sys
 from pathlib import Path
-from lorakit.files.atomic import committed_folder, write_files, write_manifest
+from lorakit.files.atomic import atomic_folder, write_files, write_manifest
 target, left = Path(sys.argv[1]), int(sys.argv[2])
 def count(event, arguments=None):
     global left
@@ -35,7 +35,7 @@ os.fsync = lambda handle: (count("os.fsync"), fsync(handle))
 sys.addaudithook(count)
 """
 COMMIT = """
-with committed_folder(target) as staging:
+with atomic_folder(target) as staging:
     (staging / "a").write_text("a" * 1000)
     (staging / "b").write_text("b")
     write_manifest(staging)

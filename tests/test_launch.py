@@ -670,8 +670,8 @@ SHOW = (
     LIGHT
     + """
 import os
-from lorakit.launch.environment import find_world
-os.write(1, f"{find_world(os.environ)} {'torch' in sys.modules}\\n".encode())  # a line as one piece
+from lorakit.launch.environment import detect_world
+os.write(1, f"{detect_world(os.environ)} {'torch' in sys.modules}\\n".encode())  # a line as one piece
 """
 )
 REAL = {

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import lorakit.objectives.cross_entropy
 from lorakit import inject
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.lora import adapter_tensors
+from lorakit.objectives import cross_entropy
 from lorakit.objectives.cross_entropy import LogitTransform, LossHead, LossModel, loss_sum
 from tests.models import SMALL, build
 
@@ -44,7 +44,7 @@ def plain(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lorakit.loss, "CHUNK_BYTES", {"cpu": 4 * 64 * 4})  # four positions
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * 64 * 4})  # four positions
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -78,15 +78,15 @@ def trained(architecture: str) -> LossModel:
     return LossModel(model)
 
 
-@pytest.mark.parametrize("in_chunks", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "olmo2", "mistral"])
 def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes(
-    architecture: str, in_chunks: bool
+    architecture: str, chunked: bool
 ) -> None:
     called, batch = trained(architecture), a_batch().to(torch.device("cpu"))
     tensors = list(adapter_tensors(called.model).values())
     assert called.leaves_out
-    called.chunked = in_chunks
+    called.chunked = chunked
     layers = called.model.model.layers  # type: ignore[union-attr]
     seen: list[int] = []
     for layer in layers:
@@ -152,10 +152,10 @@ class Asking(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("in_chunks", [True, False])
-def test_where_labels_are_is_not_asked_of_the_device(in_chunks: bool) -> None:
+@pytest.mark.parametrize("chunked", [True, False])
+def test_where_labels_are_is_not_asked_of_the_device(chunked: bool) -> None:
     called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
-    called.chunked = in_chunks
+    called.chunked = chunked
     told = batch.to(torch.device("cpu"))
     losses = []
     for each, expected in ((batch, True), (told, False)):
@@ -203,7 +203,7 @@ class Biggest(TorchDispatchMode):
 
 
 def test_no_tensor_grows_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lorakit.loss, "CHUNK_BYTES", {"cpu": 4 * 1000 * 8})
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * 1000 * 8})
     head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitTransform(cap=3.0))
     hidden = torch.randn(500, 4, requires_grad=True)
     with Biggest() as seen:

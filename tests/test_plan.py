@@ -23,12 +23,12 @@ from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import bytes_held
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.planning import Machine, resolve_auto, machine_with_gpu, run
-from lorakit.planning.activations import LiveBytes, ActivationTracer
+from lorakit.planning import Machine, machine_with_gpu, resolve_auto, run
+from lorakit.planning.activations import ActivationTracer, LiveBytes
 from lorakit.planning.machine import GB, cgroup_rooms, named_gpu
 from lorakit.planning.memory import MARGIN
 from lorakit.planning.memory_counter import MicroBatch
-from lorakit.planning.model_shapes import TensorShape, ModelShapes, read_shapes
+from lorakit.planning.model_shapes import ModelShapes, TensorShape, read_shapes
 from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
 from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
@@ -139,7 +139,11 @@ def test_layers_that_are_alike_are_counted_once_and_multiplied(tmp_path: Path, t
 def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
     def needs(width: int, recompute: bool) -> float:
         form = MicroBatch(1, width, width, packed=True, masked=False, row_lengths=(width,))
-        return ActivationTracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute).training(form).saved
+        return (
+            ActivationTracer(base, of(base), AdapterSection(), torch.float32, checkpointing=recompute)
+            .training(form)
+            .saved
+        )
 
     assert needs(64, True) < needs(64, False) < needs(128, False)
 

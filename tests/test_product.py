@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorakit.lora import LoraLinear, adapter_tensors, inject
-from lorakit.ops.lora_linear import lora_linear, apply_dropout
+from lorakit.ops.lora_linear import apply_dropout, lora_linear
 
 SIZES = {"T": 24, "in": 16, "out": 12, "r": 4}
 
@@ -123,15 +123,15 @@ def test_autocast_is_left_to_torch() -> None:
     assert all(tensor.grad is not None for tensor in adapter_tensors(model).values())
 
 
-@pytest.mark.parametrize(("settings", "in_one"), [
+@pytest.mark.parametrize(("settings", "fused"), [
     ({}, True), ({"method": "rslora"}, True), ({"method": "lora_fa"}, True), ({"dropout": 0.1}, True),
     ({"method": "dora"}, False), ({"init": "pissa"}, False),
 ])  # fmt: skip
-def test_methods_that_are_more_than_a_low_rank_product_keep_their_own(settings: dict[str, Any], in_one: bool) -> None:
+def test_methods_that_are_more_than_a_low_rank_product_keep_their_own(settings: dict[str, Any], fused: bool) -> None:
     model = inject(nn.Sequential(nn.Linear(8, 8)), rank=2, **settings)
     layer = model[0]
     assert isinstance(layer, LoraLinear)
-    assert layer.fused == in_one
+    assert layer.fused == fused
 
 
 def test_dropout_thins_as_often_as_asked_and_keeps_the_mean() -> None:

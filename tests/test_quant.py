@@ -191,7 +191,7 @@ from lorakit.base.load import load_skeleton
 folder = Path(sys.argv[1])
 load_skeleton(folder)
 before = peak_resident_bytes()
-model = load_for_training(BaseSection(model="x", quantize="nf4"), folder, torch.bfloat16, torch.device("cpu"), in_parts=False).model
+model = load_for_training(BaseSection(model="x", quantize="nf4"), folder, torch.bfloat16, torch.device("cpu"), sharded=False).model
 print(peak_resident_bytes() - before, sum(p.nbytes for p in model.parameters()))
 """
 

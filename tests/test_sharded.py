@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Llama
 
 from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base, load_skeleton
-from lorakit.base.provenance import ORIGIN, Recomputed, WeightSource, StoredTensor, Interleaved, origin_of, traced
+from lorakit.base.provenance import ORIGIN, Interleaved, Recomputed, StoredTensor, WeightSource, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
@@ -485,11 +485,11 @@ import os, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from lorakit.base.load import load_base
-from lorakit.base.lazy import BaseTensors, load_hollow
+from lorakit.base.lazy import LazyTensors, load_on_meta
 
 def half(folder, dtype):
-    model = load_hollow(folder, dtype)
-    tensors = BaseTensors(folder, model)
+    model = load_on_meta(folder, dtype)
+    tensors = LazyTensors(folder, model)
     return [tensors.read(name, 0, p.numel() // 2) for name, p in model.named_parameters()]
 
 def whole(folder, dtype):

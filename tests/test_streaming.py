@@ -100,17 +100,17 @@ def test_adapter_and_losses_are_those_of_a_whole_base(saved: Any, architecture: 
 
 def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
     engine = engine_on(saved("llama"), STREAM)
-    layers = engine.called.model.model.layers
+    layers = engine.loss_model.model.model.layers
     engine.step(0, batches(0))
 
     there = [layer.self_attn.q_proj.weight.numel() > 0 for layer in layers]
     assert there == [True, True, False, False, False]  # after backward, ready for the next forward
-    assert not any(tensor.is_meta for tensor in adapter_tensors(engine.called.model).values())
+    assert not any(tensor.is_meta for tensor in adapter_tensors(engine.loss_model.model).values())
 
     def nbytes(module: Any) -> int:
         return sum(p.nbytes for p in module.parameters() if not p.requires_grad)
 
-    others = nbytes(engine.called.model) - sum(map(nbytes, layers))
+    others = nbytes(engine.loss_model.model) - sum(map(nbytes, layers))
     assert engine.observed()["base_bytes"] == others + 2 * nbytes(layers[0])
     for part, width in (("self_attn.q_proj", 32), ("mlp.down_proj", 48), ("input_layernorm", 32)):
         with pytest.raises(RuntimeError, match="size|shapes"):
@@ -120,7 +120,7 @@ def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
 def test_an_engine_that_held_all_layers_would_not_pass_for_one_that_streams(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamingEngine, "held", lambda engine: {"base": 10**9})
+    monkeypatch.setattr(StreamingEngine, "held_bytes", lambda engine: {"base": 10**9})
 
     with pytest.raises(Exception, match="a process holds 1,000,000,000 bytes of the base"):
         engine_on(saved("llama"), STREAM)
@@ -155,15 +155,15 @@ def test_weights_that_autograd_kept_are_not_taken_for_those_of_another_layer(sav
     stream: LayerStream = engine._stream
     ids = batches(0)[0].input_ids
     with torch.no_grad():
-        engine.called(input_ids=ids)  # layers 3 and 4 are there
-    weight = engine.called.model.model.layers[3].self_attn.q_proj.weight
+        engine.loss_model(input_ids=ids)  # layers 3 and 4 are there
+    weight = engine.loss_model.model.model.layers[3].self_attn.q_proj.weight
     kept = stream.pack(weight.T)
     found = stream.unpack(kept)
 
     assert torch.equal(found, weight.T)
     assert found.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     with torch.no_grad():
-        engine.called(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
+        engine.loss_model(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
     assert torch.equal(stream.unpack(kept), found)
     stream._load(1)
     with pytest.raises(RuntimeError, match="layer 3 are asked for while layers"):

@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit import isolation
 from lorakit.base.load import load_base
 from lorakit.data import RowSettings, tokenize_rows
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
-from lorakit.ops.varlen import CAUSAL, VarlenKernel, KernelProbe, varlen_kernel, row_bounds
+from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, row_bounds, varlen_kernel
+from lorakit.training import model_checks
 from lorakit.training.model_checks import enable_packing
 from lorakit.training.summary import _fallbacks
 from tests.models import SMALL
@@ -280,9 +280,11 @@ def batches(rows: Path, tokenizer: Any) -> BatchSampler:
     )
 
 
-def isolated(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch, kernel: VarlenKernel | None) -> LossModel:
+def isolated(
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch, kernel: VarlenKernel | None
+) -> LossModel:
     """After a run has asked the model, on a machine whose kernel is this one."""
-    monkeypatch.setattr(isolation, "kernel_for", lambda device: kernel)
+    monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: kernel)
     called = LossModel(load_base(base, torch.float32, CPU))
     enable_packing(called, batches, CPU)
     return called
@@ -290,7 +292,7 @@ def isolated(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch,
 
 def told(called: LossModel) -> list[tuple[str, str]]:
     job: Any = SimpleNamespace(
-        engine=SimpleNamespace(called=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
+        engine=SimpleNamespace(loss_model=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
     )
     return [line for line in _fallbacks(job) if line[0] == "packing"]
 
@@ -368,7 +370,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_run_says_so(
 def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
     base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "kernel_for", lambda device: a_kernel())
+    monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: a_kernel())
     called = LossModel(load_base(base, torch.float32, CPU))
     forward = called.model.forward
     called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]

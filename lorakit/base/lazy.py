@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakit.base.meta import ELSEWHERE, build_from_placeholders, tied_names
-from lorakit.base.provenance import ORIGIN, WeightSource, StoredTensor, TracedTensor, origin_of, traced
+from lorakit.base.provenance import ORIGIN, StoredTensor, TracedTensor, WeightSource, origin_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry
@@ -51,7 +51,7 @@ def load_on_meta(folder: Path, dtype: torch.dtype, promised: Mapping[str, Tensor
 
 @final
 class LazyTensors:
-    """The tensors of a base by the names of a model from ``load_hollow``, before or after adapters were attached.
+    """The tensors of a base by the names of a model from ``load_on_meta``, before or after adapters were attached.
 
     Values are those of ``load_base``, bit for bit. Make this before an engine replaces the model's parameters; it
     does not hold the model. Files stay open until it is let go.

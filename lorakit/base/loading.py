@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base
-from lorakit.base.quantized import QuantConfig, materialize, load_quantized
+from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.lora.inject import StoredWeight
 from lorakit.parallel.process_group import return_freed_memory
 from lorakit.quant.bnb import QuantScheme
@@ -32,7 +32,7 @@ class LoadedBase:
 def load_for_training(
     section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, sharded: bool
 ) -> LoadedBase:
-    """The base of a recipe's section; ``in_parts``: without its weights.
+    """The base of a recipe's section; ``sharded``: without its weights.
 
     Raises:
         BaseModelError: it cannot be loaded, or not packed as asked.
@@ -69,7 +69,7 @@ def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
         return None
     first = next(iter(found.values()))
     return {
-        "name": first.packing.name, "double": first.packing.double,
+        "name": first.packing.name, "double": first.packing.double_quant,
         "dtype": str(first.dtype).removeprefix("torch."), "layers": sorted(found),
     }  # fmt: skip
 

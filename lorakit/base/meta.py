@@ -20,7 +20,7 @@ def build_from_placeholders(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The causal language model of a folder as transformers builds it from stand-ins for the stored tensors.
 
-    transformers asks two things of a stand-in: ``stand_in[...]`` and ``.to(device=..., dtype=...)``. Beside the model
+    transformers asks two things of a stand-in: ``replacement[...]`` and ``.to(device=..., dtype=...)``. Beside the model
     its report: the keys ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
     ``packed``: the files are, and the stand-ins are not.
 

@@ -206,13 +206,17 @@ def _concatenated(
     return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each, run in zip(tensors, runs, strict=True)])
 
 
-def _stacked(shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0) -> list[StridedRun] | None:
+def _stacked(
+    shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
+) -> list[StridedRun] | None:
     dim %= len(shapes[index])
     run = math.prod(shapes[index][dim + 1 :])
     return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each in tensors])
 
 
-def _cut(shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0) -> list[StridedRun] | None:
+def _cut(
+    shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0
+) -> list[StridedRun] | None:
     """One of the pieces that a tensor is cut into along a dimension; their sizes are those of the results."""
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])

@@ -18,8 +18,8 @@ from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.bnb import SCHEMES, QuantizedWeight, QuantScheme, QuantLinear, floats, quantize
-from lorakit.quant.files import QuantizedEntry, is_quantized, dequantized_entries, quantized_entries, stored_tensors
+from lorakit.quant.bnb import SCHEMES, QuantizedWeight, QuantLinear, QuantScheme, floats, quantize
+from lorakit.quant.files import QuantizedEntry, dequantized_entries, is_quantized, quantized_entries, stored_tensors
 
 PACKED_ALREADY: Final = "its weights are packed in its files"
 
@@ -48,7 +48,7 @@ class QuantizedTensors:
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def read_into(self, name: str, start: int, tensor: Tensor) -> None:
-        """Fill a tensor with the elements of a parameter from ``start`` on; errors as ``BaseTensors.read_into``."""
+        """Fill a tensor with the elements of a parameter from ``start`` on; errors as ``LazyTensors.read_into``."""
         module, _, key = name.rpartition(".")
         if module not in self._packed or key == "bias":
             self._plain.read_into(name, start, tensor)
@@ -86,7 +86,7 @@ def load_quantized(
     ``device``: where weights are packed. ``quantization``: None for a base whose files are packed.
 
     Raises:
-        BaseModelError: as ``load_hollow``; or the files are packed in another way than asked, or not as
+        BaseModelError: as ``load_on_meta``; or the files are packed in another way than asked, or not as
         bitsandbytes packs.
     """
     files = open_base_files(folder)
@@ -148,7 +148,9 @@ def _bind_stored(
     return packed
 
 
-def layers_to_quantize(folder: Path, model: nn.Module, quantization: QuantConfig, dtype: torch.dtype) -> dict[str, QuantizedWeight]:
+def layers_to_quantize(
+    folder: Path, model: nn.Module, quantization: QuantConfig, dtype: torch.dtype
+) -> dict[str, QuantizedWeight]:
     """Every linear layer but the output head and what is to be skipped."""
     layers, modules = linear_layers(model), dict(model.named_modules())
     for pattern in quantization.skip:

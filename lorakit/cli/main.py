@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lorakit.cli import generate, launch, merge, plan, train
-from lorakit.errors import PeerFailure, LorakitError
+from lorakit.errors import LorakitError, PeerFailure
 from lorakit.version import VERSION
 
 

@@ -7,6 +7,14 @@ from lorakit.data.sampler import BatchSampler, collate
 from lorakit.data.token_cache import RowCounts, RowSettings, TokenDataset, tokenize_rows
 
 __all__ = [
-    "Prefetcher", "BatchSampler", "Encoder", "RowCounts", "RowSettings", "TokenDataset", "collate", "end_marker",
-    "find_sources", "tokenize_rows",
+    "BatchSampler",
+    "Encoder",
+    "Prefetcher",
+    "RowCounts",
+    "RowSettings",
+    "TokenDataset",
+    "collate",
+    "end_marker",
+    "find_sources",
+    "tokenize_rows",
 ]  # fmt: skip

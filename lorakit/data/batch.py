@@ -32,13 +32,13 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on a device."""
-        places = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
+        positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
         tensors = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in (
                 ("input_ids", self.input_ids), ("labels", self.labels),
                 ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
-                ("label_places", places),
+                ("label_positions", positions),
             )
         }  # fmt: skip
         return replace(self, **tensors)  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 from lorakit.base.load import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
-from lorakit.lora.low_rank import LowRankFit, sum_low_rank, sparsified
+from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
-from lorakit.patch.bases import base_differences, joint_fingerprint, rounding, comparable
+from lorakit.patch.bases import base_differences, comparable, joint_fingerprint, rounding
 from lorakit.patch.fingerprint import SCHEME
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.version import VERSION
@@ -184,7 +184,11 @@ def _combine(
     for name, own in parts.items():
         summands = [(dict(layer.tensors), factor) for layer, factor in own]
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-        one = sum_low_rank(summands, ranks[name]) if density is None else sparsified(summands, how, ranks[name], density, key)
+        one = (
+            sum_low_rank(summands, ranks[name])
+            if density is None
+            else sparsified(summands, how, ranks[name], density, key)
+        )
         combined[name] = one
         lines.append(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
@@ -208,7 +212,9 @@ def _layer(found: LowRankFit, like: PatchLayer) -> PatchLayer:
     return PatchLayer("lora", rank, found.s * rank, like.sizes, tensors, like.embedding)
 
 
-def _patch(sources: Sequence[WeightedPatch], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say) -> Patch:
+def _patch(
+    sources: Sequence[WeightedPatch], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say
+) -> Patch:
     configs = [one.patch.config for one in sources]
     named = next((config for config in configs if config.base_model), configs[0])
     base = _fingerprint(sources, list(layers), apart=bool(made["bases_differ"]))

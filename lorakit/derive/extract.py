@@ -17,7 +17,7 @@ from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank
-from lorakit.patch import BaseFiles, Caps, Patch, PatchLayer, BaseShapes, new_patch, open_base_files, write_new_patch
+from lorakit.patch import BaseFiles, BaseShapes, Caps, Patch, PatchLayer, new_patch, open_base_files, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS

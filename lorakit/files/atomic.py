@@ -23,7 +23,7 @@ def write_file(path: Path, content: bytes | str) -> None:
     """Replace ``path`` durably; a reader sees the old content or the new, never a mixture.
 
     Raises:
-        TryAgainLater: the disk is full; the old content is kept.
+        TemporaryFailure: the disk is full; the old content is kept.
     """
     staged = path.with_name(_staged_name(path))
     with disk_full_as_retryable(path), _removed_on_error(staged):
@@ -43,7 +43,7 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     anything old goes, so a full disk loses nothing.
 
     Raises:
-        TryAgainLater: the disk is full; the old files are kept.
+        TemporaryFailure: the disk is full; the old files are kept.
     """
     staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
     try:
@@ -76,7 +76,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: ``target`` is there already; it is never overwritten.
-        TryAgainLater: the disk is full; nothing is left behind.
+        TemporaryFailure: the disk is full; nothing is left behind.
     """
     if target.exists():
         raise FileExistsError(target)
@@ -176,7 +176,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_full_as_retryable(path: Path) -> Iterator[None]:
-    """Turns a full disk into TryAgainLater, so that scripts can free space and go on."""
+    """Turns a full disk into TemporaryFailure, so that scripts can free space and go on."""
     try:
         yield
     except OSError as problem:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.errors import BaseModelError, PatchError, did_you_mean
-from lorakit.files.safetensors import TensorEntry, SafetensorsFile, open_tensors
+from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -120,7 +120,9 @@ class RangeReader:
         return torch.frombuffer(view, dtype=entry.dtype)
 
 
-def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None) -> SafetensorsFile:
+def open_tensors(
+    path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None
+) -> SafetensorsFile:
     """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
 
     Tensors are read from the file when they are asked for.

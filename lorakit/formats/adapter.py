@@ -11,7 +11,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import SafetensorsFile
 from lorakit.formats.factors import FactorPair
-from lorakit.formats.metadata import OriginalMetadata, ConversionSource, read_kept
+from lorakit.formats.metadata import ConversionSource, OriginalMetadata, read_kept
 from lorakit.formats.options import Base, Options
 from lorakit.lora.layer_kinds import CONV1D
 from lorakit.patch import Patch, PatchLayer, new_patch

@@ -38,7 +38,7 @@ def write_peft(out: Path, patch: Patch, options: Options, origin: ConversionSour
     """A patch folder, as PEFT and lorakit read it.
 
     Raises:
-        TryAgainLater: the disk is full; nothing is left.
+        TemporaryFailure: the disk is full; nothing is left.
     """
     write_new_patch(out, patch)
     return ""
@@ -77,7 +77,7 @@ def convert(
 
     Raises:
         PatchError: the source is damaged or unknown, or something of it has no exact place in ``to``; names the
-        file, the tensor or setting, and what to do. BaseModelError: there is no such base. TryAgainLater: the disk is
+        file, the tensor or setting, and what to do. BaseModelError: there is no such base. TemporaryFailure: the disk is
         full. Nothing is left of a refused conversion.
     """
     source, out = Path(source), Path(out)
@@ -99,7 +99,9 @@ def convert(
     return out
 
 
-def _read(source: Path, name: str, file: SafetensorsFile | None, options: Options) -> tuple[Patch, ConversionSource, Options]:
+def _read(
+    source: Path, name: str, file: SafetensorsFile | None, options: Options
+) -> tuple[Patch, ConversionSource, Options]:
     """The patch, where it is from, and what is left to be said to the writer."""
     read = FORMATS[name].read
     if read is None or file is None:

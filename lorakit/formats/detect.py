@@ -79,7 +79,9 @@ def _by_keys(file: SafetensorsFile) -> str:
         if not file.entries:
             raise PatchError(f"{file.path}: holds no tensors")
         telling = next((key for key in file.entries if variant(key)), next(iter(file.entries)))
-        raise unknown_key_error(file, telling, {suffix: part for table in TABLES.values() for suffix, part in table.items()})
+        raise unknown_key_error(
+            file, telling, {suffix: part for table in TABLES.values() for suffix, part in table.items()}
+        )
     if len(found) > 1:
         mixture = ", ".join(f"{key} is of {name}" for name, key in found.items())
         raise PatchError(f"{file.path}: a mixture of formats: {mixture}; save each adapter in a file of its own")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import SafetensorsFile
 from lorakit.formats.adapter import ForeignAdapter
-from lorakit.formats.factors import Keys, FactorPair, Suffixes, group_keys, read_pairs, read_scalar
+from lorakit.formats.factors import FactorPair, Keys, Suffixes, group_keys, read_pairs, read_scalar
 from lorakit.formats.metadata import ConversionSource, metadata_of
 from lorakit.formats.options import Options
 from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
@@ -122,7 +122,9 @@ def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) 
     )
 
 
-def _config(file: SafetensorsFile, settings: Mapping[str, Any], found: Keys, pairs: Mapping[str, FactorPair]) -> PatchConfig:
+def _config(
+    file: SafetensorsFile, settings: Mapping[str, Any], found: Keys, pairs: Mapping[str, FactorPair]
+) -> PatchConfig:
     """The LoraConfig in the header; it has to be that of these tensors."""
     stray = next((keys["alpha"] for keys in found.values() if "alpha" in keys), None)
     if stray is not None:

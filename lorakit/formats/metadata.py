@@ -60,7 +60,9 @@ class OriginalMetadata:
             config.rank_of(name) == layer.rank and layers[name].scale == layer.scale
             for name, layer in patch.layers.items()
         )
-        return replace(patch, config=config, layers=layers, facts={**self.facts, **patch.metadata}) if same else patch
+        return (
+            replace(patch, config=config, layers=layers, metadata={**self.facts, **patch.metadata}) if same else patch
+        )
 
 
 def metadata_of(patch: Patch, origin: ConversionSource, *, lora_alpha: float | None = None) -> dict[str, str]:

@@ -43,7 +43,7 @@ def write_single(out: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     """One safetensors file, its tensors sorted by name: whole under its name, or not there.
 
     Raises:
-        TryAgainLater: the disk is full; nothing is left.
+        TemporaryFailure: the disk is full; nothing is left.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     ordered = dict(sorted(tensors.items()))

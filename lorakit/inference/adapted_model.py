@@ -19,9 +19,9 @@ from lorakit.inference.prompts import Prompt, PromptCodec
 from lorakit.lora.routing import Adapter, Route, SlotHook
 from lorakit.patch import (
     BaseIdentity,
+    BaseShapes,
     Caps,
     Patch,
-    BaseShapes,
     check_base,
     check_fits,
     open_base_files,
@@ -127,7 +127,9 @@ class AdaptedModel:
             self._mixed = ()
             self._adapters[name], self._sources[name] = (
                 Adapter(name, slots),
-                PatchSource(Path(path), patch.digest, unverified_note(patch, "the base") or quantization_note(patch, self.model)),
+                PatchSource(
+                    Path(path), patch.digest, unverified_note(patch, "the base") or quantization_note(patch, self.model)
+                ),
             )
 
     def unload_adapter(self, name: str) -> None:

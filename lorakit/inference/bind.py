@@ -15,7 +15,7 @@ from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.routing import Slot, SlotHook, copy_with
 from lorakit.lora.targets import tied_head
-from lorakit.patch import Patch, PatchLayer, BaseShapes
+from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
 
 
@@ -43,8 +43,8 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
     slots = {}
     for name in [*patch.layers, *(name for name in own if name not in patch.layers)]:
         layer = model.get_submodule(name)
-        stand_in = copy_with(layer, own[name]) if name in own else None
-        slots[name] = _slot(patch.layers.get(name), layer, stand_in)
+        replacement = copy_with(layer, own[name]) if name in own else None
+        slots[name] = _slot(patch.layers.get(name), layer, replacement)
     for name, held in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
         tokens = torch.tensor(held.tokens, device=weight.device)
@@ -139,17 +139,17 @@ def update_of(layer: PatchLayer) -> Update:
     return Update(layer.method, layer.scale, layer.tensors)
 
 
-def _slot(layer: PatchLayer | None, module: nn.Module, stand_in: nn.Module | None) -> Slot:
+def _slot(layer: PatchLayer | None, module: nn.Module, replacement: nn.Module | None) -> Slot:
     if layer is None:
-        return Slot(replacement=stand_in)
+        return Slot(replacement=replacement)
     like = _computes_in(module)
     A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
     gain = None
     if not METHODS[layer.method].additive:
-        gain = _gain(layer, stand_in or module)
+        gain = _gain(layer, replacement or module)
         B = gain[:, None] * B.to(gain.device)
         gain = _cast(gain, like, "gain")
-    return Slot(layer.scale, _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), stand_in, gain)
+    return Slot(layer.scale, _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), replacement, gain)
 
 
 def _computes_in(module: nn.Module) -> Tensor:

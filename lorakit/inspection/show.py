@@ -9,7 +9,7 @@ from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import read_json
 from lorakit.lora.coverage import covering
-from lorakit.patch import Patch, BaseShapes, check_base, check_fits, open_base_files, read_patch, unverified_note
+from lorakit.patch import BaseShapes, Patch, check_base, check_fits, open_base_files, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.fingerprint import full_digests
@@ -101,7 +101,9 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
         what = f"rows of {len(held.tokens)} tokens {_by(tuple(held.tensor.shape))}"
         rows.append((name, there, what, "no" if name in wrong else "yes"))
     rows += [
-        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.whole_shapes, *patch.token_rows}
+        (name, "yes", "-", "no")
+        for name in wrong
+        if name not in {*patch.layers, *patch.whole_shapes, *patch.token_rows}
     ]
     _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_alike(rows)])
     check_fits(patch, shapes, base)

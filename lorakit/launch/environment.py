@@ -146,7 +146,9 @@ def _refuse(what: str) -> NoReturn:
     raise RunError(f"{what} {HOW}")
 
 
-def _rendezvous_address(env: Mapping[str, str], rendezvous: str | None, *, alone: bool, of_step: bool) -> tuple[str, int]:
+def _rendezvous_address(
+    env: Mapping[str, str], rendezvous: str | None, *, alone: bool, of_step: bool
+) -> tuple[str, int]:
     """The launcher's address, else the recipe's, else this machine if no other takes part, else Slurm's first host.
 
     The daemons of mpirun run in a Slurm step of their own, without the first host: for them the job's list counts.

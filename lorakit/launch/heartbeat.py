@@ -141,7 +141,9 @@ def silent(beats: Sequence[Heartbeat], seconds: float) -> FailureReason:
 def absent(ranks: Sequence[int], address: str, seconds: float) -> FailureReason:
     """Ranks that never gave a sign of life."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    words = f"{names} gave no sign of life for {seconds:.0f} s: not started, or unable to reach {address}.\n{RETRY_HINT}"
+    words = (
+        f"{names} gave no sign of life for {seconds:.0f} s: not started, or unable to reach {address}.\n{RETRY_HINT}"
+    )
     return FailureReason(ranks[0], words, num_lost=len(ranks))
 
 

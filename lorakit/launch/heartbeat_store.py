@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lorakit.launch.heartbeat import Heartbeat, FailureReason
+from lorakit.launch.heartbeat import FailureReason, Heartbeat
 
 _REASON, _ENDED, _KNOWING = "lorakit/watch/reason", "lorakit/watch/ended", "lorakit/watch/knowing"
 _NOTHING: Final = "-"
@@ -40,7 +40,9 @@ class HeartbeatStore:
         self._host, self._port = store.host, store.port
         self.address = f"{self._host}:{self._port}"
 
-    def exchange(self, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool) -> StoreSnapshot:
+    def exchange(
+        self, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool
+    ) -> StoreSnapshot:
         """Write this rank's beat and what it offers as the reason, read the beats of ``ranks``.
 
         Raises:
@@ -59,7 +61,9 @@ class HeartbeatStore:
             socket.create_connection((self._host, self._port)).close()
         return self._store.clone()
 
-    def _exchange(self, store: Any, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool) -> StoreSnapshot:
+    def _exchange(
+        self, store: Any, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool
+    ) -> StoreSnapshot:
         for key in (_REASON, *map(_key, ranks)):  # asking for a key that is not there would wait for it
             if key not in self._made:
                 store.compare_set(key, "", _NOTHING)
@@ -73,8 +77,12 @@ class HeartbeatStore:
             self._said_knowing = store.add(_KNOWING, 1) > 0
         num_ended, num_knowing = store.add(_ENDED, 0), store.add(_KNOWING, 0)
         reason, *texts = (value.decode() for value in store.multi_get([_REASON, *map(_key, ranks)]))
-        said = {rank: Heartbeat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text != _NOTHING}
-        return StoreSnapshot(None if reason == _NOTHING else FailureReason(**json.loads(reason)), num_ended, num_knowing, said)
+        said = {
+            rank: Heartbeat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text != _NOTHING
+        }
+        return StoreSnapshot(
+            None if reason == _NOTHING else FailureReason(**json.loads(reason)), num_ended, num_knowing, said
+        )
 
 
 def _key(rank: int) -> str:

@@ -28,13 +28,13 @@ from lorakit.errors import RunError
 from lorakit.launch.exits import (
     COMMAND,
     TRY_AGAIN,
-    root_cause,
     exit_code,
     failure_message,
     for_other_machines,
-    severity,
     may_start_again,
     only_consequences,
+    root_cause,
+    severity,
     stopped,
 )
 from lorakit.launch.node_monitor import Failure, Machines, Over
@@ -63,7 +63,7 @@ def launch(
 
     Raises:
         RunError: the machines did not find each other; nothing was started.
-        TryAgainLater: another machine has gone.
+        TemporaryFailure: another machine has gone.
     """
     if processes % nodes:
         raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} machines")
@@ -147,7 +147,13 @@ class _Agent(SimpleElasticAgent):
     """Starts, watches and ends the workers of this machine; the rest is torch's."""
 
     def __init__(
-        self, spec: WorkerSpec, command: Sequence[str], threads: int | None, place: Place, asked: _StopSignals, to: TextIO
+        self,
+        spec: WorkerSpec,
+        command: Sequence[str],
+        threads: int | None,
+        place: Place,
+        asked: _StopSignals,
+        to: TextIO,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=10)
         self._command, self._threads, self._place, self._asked, self._to = command, threads, place, asked, to
@@ -213,7 +219,9 @@ class _Agent(SimpleElasticAgent):
     def _failed(self, workers: Workers, machines: Machines) -> RunResult:
         """End the others; then start all again, or say why not."""
         workers.wait(0 if self._asked.by else SETTLE_SECONDS)
-        if not self._asked.by and only_consequences(workers.failed):  # the cause is telling the others, and ends after them
+        if not self._asked.by and only_consequences(
+            workers.failed
+        ):  # the cause is telling the others, and ends after them
             workers.wait(CAUSE_SECONDS, until=lambda: not only_consequences(workers.failed))
         failed = list(workers.failed)
         first = root_cause(failed)

@@ -65,7 +65,7 @@ class Machines:
 
         Raises:
             Over: one of them has failed.
-            TryAgainLater: one of them, or the host of the store, has fallen silent.
+            TemporaryFailure: one of them, or the host of the store, has fallen silent.
         """
         if state == self._state and time.monotonic() - self._beaten < BEAT_SECONDS:
             return

@@ -134,7 +134,7 @@ def meeting(place: Place) -> Iterator[RendezvousHandler]:
 
     Raises:
         RunError: not all machines came in time, the port is in use, or two machines claim one node rank.
-        TryAgainLater: the machine that hosts the rendezvous has gone.
+        TemporaryFailure: the machine that hosts the rendezvous has gone.
     """
     handler = None
     try:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lorakit.errors import TemporaryFailure
 from lorakit.launch import heartbeat
-from lorakit.launch.heartbeat import Heartbeat, Peers, FailureReason
+from lorakit.launch.heartbeat import FailureReason, Heartbeat, Peers
 from lorakit.launch.heartbeat_store import HeartbeatStore
 
 _NEIGHBOURS: Final = 8  # a rank listens to rank 0 and the next 8: whatever group dies, a survivor is before it
@@ -60,7 +60,12 @@ class Watchdog:
         self._neighbours = sorted(other for other in others if other < size)
         self._others = Peers(self._neighbours)
         self._board = HeartbeatStore(store)
-        self._who = (socket.gethostname(), os.getpid(), heartbeat.machine_id(), heartbeat.process_start_time(os.getpid()))
+        self._who = (
+            socket.gethostname(),
+            os.getpid(),
+            heartbeat.machine_id(),
+            heartbeat.process_start_time(os.getpid()),
+        )
         self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
         self._news = threading.Condition()
         self._now = self._moved = self._answered = 0.0  # in seconds this process was awake since start()
@@ -70,7 +75,9 @@ class Watchdog:
         self._reason: tuple[FailureReason, float] | None = None
         self._main_notified: float | None = None  # when the main thread asked: it prints the words itself
         self._reached = self._ended = self._said_ended = self._said_knowing = self._stopped = False
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._exchange_loop, self._watch_loop)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._exchange_loop, self._watch_loop)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -104,7 +111,9 @@ class Watchdog:
         """The reason all ranks end with, once they know it: this one, or what another rank said before."""
         verb = "stopped" if exit_code == TemporaryFailure.exit_code else "failed"
         me = self._beat()
-        return self._agree_on_reason(FailureReason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code))
+        return self._agree_on_reason(
+            FailureReason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code)
+        )
 
     def explain(self, error: BaseException) -> FailureReason:
         """Why a collective failed here: another rank's failure, waited for; else the error, and where the ranks are."""

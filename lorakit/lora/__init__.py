@@ -1,12 +1,22 @@
 """The arithmetic of adapters. Torch only: no recipe, no transformers, no engine."""
 
-from lorakit.lora.inject import adapted_layers, adapter_tensors, attach, adapter_modules, fixed_tensors, inject
+from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors, attach, fixed_tensors, inject
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, Method
 from lorakit.lora.spec import AdapterSpec
 from lorakit.lora.targets import Target, find_targets
 
 __all__ = [
-    "METHODS", "AdapterSpec", "LoraLinear", "Method", "Target", "adapted_layers", "adapter_tensors", "attach",
-    "adapter_modules", "find_targets", "fixed_tensors", "inject",
+    "METHODS",
+    "AdapterSpec",
+    "LoraLinear",
+    "Method",
+    "Target",
+    "adapted_layers",
+    "adapter_modules",
+    "adapter_tensors",
+    "attach",
+    "find_targets",
+    "fixed_tensors",
+    "inject",
 ]  # fmt: skip

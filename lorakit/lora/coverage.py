@@ -48,7 +48,9 @@ class Coverage:
         if spec.targets != ALL_LINEAR or self.share >= LOW_COVERAGE:
             return None
         left = sorted(self.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
-        names = ", ".join(f"{kind.name} ({kind.parameters - kind.adapted_parameters:,})" for kind in left if not kind.adapted)
+        names = ", ".join(
+            f"{kind.name} ({kind.parameters - kind.adapted_parameters:,})" for kind in left if not kind.adapted
+        )
         unused = self.experts and not spec.target_parameters
         experts = "; target_parameters: all-experts reaches experts" if unused else ""
         return f"all-linear reaches {self.share:.0%} of the parameters in products; the rest is in {names}{experts}"
@@ -64,7 +66,9 @@ def covering(model: nn.Module, adapted: Collection[str]) -> Coverage:
     for kind, sizes in found.items():
         held = [name for name in sizes if name in adapted]
         adapted_parameters = sum(sizes[name] for name in held)
-        kinds.append(LayerKindCoverage(kind, next(iter(sizes)), len(held), len(sizes), sum(sizes.values()), adapted_parameters))
+        kinds.append(
+            LayerKindCoverage(kind, next(iter(sizes)), len(held), len(sizes), sum(sizes.values()), adapted_parameters)
+        )
     return Coverage(tuple(kinds), any(expert_parameters(model)))
 
 

@@ -52,7 +52,7 @@ class LoraExperts(FunctionalWrapper):
             )
         self.release_original()
 
-    def current(self, name: str) -> Tensor:
+    def effective_tensor(self, name: str) -> Tensor:
         W = self.get_parameter(name)
         if name not in self.adapted:
             return W

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, is_transposed, expert_parameters, stacked_sizes
+from lorakit.lora.experts import ExpertTarget, expert_parameters, is_transposed, stacked_sizes
 from lorakit.lora.init import RANDOM
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec

@@ -18,7 +18,7 @@ from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TiedTokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
-from lorakit.training.fuse import use_plain_lora, fuse_model
+from lorakit.training.fuse import fuse_model, use_plain_lora
 
 StoredWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model whose own are not there yet"""
@@ -112,7 +112,12 @@ def attach(
 
 
 def _attach_linear(
-    model: nn.Module, target: Target, spec: AdapterSpec, seed: int, read_weight: StoredWeight | None, extras: ExtraTargets
+    model: nn.Module,
+    target: Target,
+    spec: AdapterSpec,
+    seed: int,
+    read_weight: StoredWeight | None,
+    extras: ExtraTargets,
 ) -> None:
     layer, method = model.get_submodule(target.name), METHODS[spec.method]
 
@@ -197,13 +202,19 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``. Looked up now."""
     return {
-        f"{name}.{key}": tensor for name, layer in adapter_modules(model) for key, tensor in layer.adapter_tensors().items()
+        f"{name}.{key}": tensor
+        for name, layer in adapter_modules(model)
+        for key, tensor in layer.adapter_tensors().items()
     }
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Tensors that belong to the adapter and do not learn, by name."""
-    return {f"{name}.{key}": tensor for name, layer in adapter_modules(model) for key, tensor in layer.fixed_tensors().items()}
+    return {
+        f"{name}.{key}": tensor
+        for name, layer in adapter_modules(model)
+        for key, tensor in layer.fixed_tensors().items()
+    }
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lorakit.lora.layer_kinds import EMBEDDING, LayerKind
 from lorakit.lora.methods import METHODS, LayerInputs
 from lorakit.lora.module import AdapterModule
-from lorakit.ops.lora_linear import lora_linear, can_fuse
+from lorakit.ops.lora_linear import can_fuse, lora_linear
 
 
 @final

@@ -147,7 +147,9 @@ def sparsified(parts: Sequence[Summand], how: str, rank: int, density: float, se
     """``ties`` or ``dare`` of the dense s_i B_i A_i, brought down to ``rank``."""
     num_elements = math.prod((parts[0][0]["lora_B"].shape[0], parts[0][0]["lora_A"].shape[1]))
     dtype = torch.float64 if num_elements <= DOUBLE_ELEMENTS else torch.float32
-    return nearest_low_rank(SPARSIFIERS[how]([low_rank(*part).to(dtype).dense() for part in parts], density, seed), rank, seed)
+    return nearest_low_rank(
+        SPARSIFIERS[how]([low_rank(*part).to(dtype).dense() for part in parts], density, seed), rank, seed
+    )
 
 
 def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:

@@ -66,7 +66,9 @@ def add_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     dtype = inputs.y.dtype
     delta = F.linear(inputs.shrink(tensors["lora_A"].to(dtype)), tensors["lora_B"].to(dtype))
     if "lora_A0" in tensors:
-        delta = delta - F.linear(inputs.shrink_without_dropout(tensors["lora_A0"].to(dtype)), tensors["lora_B0"].to(dtype))
+        delta = delta - F.linear(
+            inputs.shrink_without_dropout(tensors["lora_A0"].to(dtype)), tensors["lora_B0"].to(dtype)
+        )
     return torch.add(inputs.y, delta, alpha=s)
 
 
@@ -126,7 +128,7 @@ LORA = Method(lambda alpha, r: alpha / r, add_low_rank, merge_low_rank)
 RSLORA = replace(LORA, scale=lambda alpha, r: alpha / math.sqrt(r))  # Kalajdzievski 2023 (arXiv 2312.03732)
 LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.03303)
 DORA = replace(
-    LORA, apply=apply_dora, merge=merge_dora, measure=measure_rows, fixed=("weight_norm",), derived=("weight_norm",),
+    LORA, apply=apply_dora, merge=merge_dora, extra_tensors=measure_rows, fixed=("weight_norm",), derived=("weight_norm",),
     additive=False, low_rank=False,
 )  # fmt: skip
 RSDORA = replace(DORA, scale=RSLORA.scale)

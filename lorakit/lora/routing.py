@@ -182,7 +182,9 @@ def _with_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if x.is_floating_point():
         return replace_logit_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
     found = x[..., None] == slot.tokens
-    return torch.where(found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scale_embedding(layer, slot.rows)), y)
+    return torch.where(
+        found.any(-1, keepdim=True), F.embedding(found.int().argmax(-1), scale_embedding(layer, slot.rows)), y
+    )
 
 
 def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import load_base, num_tokens
-from lorakit.base.quantized import QuantConfig, materialize, load_quantized
+from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.merging.dequantized import CPU, TrainedQuantization
 from lorakit.merging.tensors import WeightedPatch
-from lorakit.merging.verify import with_patches, prompt_ids
+from lorakit.merging.verify import prompt_ids, with_patches
 from lorakit.quant.files import is_quantized
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import MergeError
-from lorakit.files.safetensors import TensorEntry, RangeReader, SafetensorsFile
+from lorakit.files.safetensors import RangeReader, SafetensorsFile, TensorEntry
 from lorakit.patch import BaseFiles, Patch
-from lorakit.quant.bnb import QuantScheme, quantize, dequantize
+from lorakit.quant.bnb import QuantScheme, dequantize, quantize
 from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
 
 CPU: Final = torch.device("cpu")

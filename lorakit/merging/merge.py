@@ -16,10 +16,17 @@ from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json
 from lorakit.merging.compare import measure_error
-from lorakit.merging.dequantized import DEQUANTIZED, REASONS, TrainedQuantization, choose_target, trained_quantization, unpacked_files
+from lorakit.merging.dequantized import (
+    DEQUANTIZED,
+    REASONS,
+    TrainedQuantization,
+    choose_target,
+    trained_quantization,
+    unpacked_files,
+)
 from lorakit.merging.folder import write_config_and_tokenizer
 from lorakit.merging.plan import MergePlan, plan_merge, shared_places
-from lorakit.merging.requantize import requantize
+from lorakit.merging.requantize import requantize_folder
 from lorakit.merging.staging import Lines, Staging, staged
 from lorakit.merging.tensors import WeightedPatch
 from lorakit.merging.verify import verify_merge
@@ -63,7 +70,7 @@ def merge(
 
     Raises:
         MergeError: ``out`` exists, or a layer cannot be merged; nothing is left. PatchError: a patch is damaged or of
-        another base. TryAgainLater: the disk is full; what is finished is kept.
+        another base. TemporaryFailure: the disk is full; what is finished is kept.
     """
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
@@ -86,7 +93,7 @@ def merge(
         _check_ledger(plan, shapes, weighted, lines)
         write_config_and_tokenizer(files, plan, staging.model)
         if seen is not None and requantize:
-            requantize(staging.model, seen, linear)
+            requantize_folder(staging.model, seen, linear)
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
@@ -103,7 +110,9 @@ def merge(
     return out
 
 
-def _check_options(onto: str | None, seen: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool) -> None:
+def _check_options(
+    onto: str | None, seen: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool
+) -> None:
     if requantize and seen is None:
         raise MergeError("requantize: no patch says that it was trained on a packed base; merge without --requantize")
     if requantize and dtype is not None:
@@ -148,7 +157,12 @@ def _check_bases(
 
 
 def _measured(
-    base: Path, weighted: Sequence[WeightedPatch], merged: Path, plan: MergePlan, seen: TrainedQuantization, say: Callable[[str], None]
+    base: Path,
+    weighted: Sequence[WeightedPatch],
+    merged: Path,
+    plan: MergePlan,
+    seen: TrainedQuantization,
+    say: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """The error against what was trained, or None where that cannot be run beside the merged model."""
     experts = any(layer.num_experts for one in weighted for layer in one.patch.layers.values())
@@ -185,7 +199,9 @@ def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Wei
     return weighted
 
 
-def _write_shards(plan: MergePlan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
+def _write_shards(
+    plan: MergePlan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]
+) -> Lines:
     """Every file of the model. One is made durable while the next is computed."""
     lines: Lines = []
     _check_space(plan, staging, out)
@@ -242,7 +258,8 @@ def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch], settings: list[
     """A digest of everything the merge is made from, so that only the same one is taken up again."""
     base = {path.name: file_signature(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
     patches = [
-        (one.patch.digest, one.patch.config.raw, one.weight, file_signature(one.folder / TENSOR_FILE)) for one in weighted
+        (one.patch.digest, one.patch.config.raw, one.weight, file_signature(one.folder / TENSOR_FILE))
+        for one in weighted
     ]
     everything = [VERSION, str(files.folder.resolve()), base, patches, settings]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()

@@ -11,9 +11,9 @@ from torch import Tensor
 from lorakit.errors import MergeError, PatchError
 from lorakit.files.safetensors import tensor_bytes
 from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, squared_norm
-from lorakit.merging.dequantized import reading, dequantized_names
-from lorakit.merging.tensors import Contribution, OutputTensor, ExpertMerger
-from lorakit.patch.fingerprint import DTYPES, WeightDigest, mismatch_message, full_digests
+from lorakit.merging.dequantized import dequantized_names, reading
+from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
+from lorakit.patch.fingerprint import DTYPES, WeightDigest, full_digests, mismatch_message
 from lorakit.patch.lazy import LazyTensors
 
 Write = Callable[[memoryview, int], None]
@@ -176,4 +176,6 @@ class _BaseChecks:
         found = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, told, rounded_to in self._told:
             if found[rounded_to] != told and self._piece is not None:
-                raise PatchError(mismatch_message(part.of.patch, self._piece.file.path.parent, f"values of {part.place}"))
+                raise PatchError(
+                    mismatch_message(part.of.patch, self._piece.file.path.parent, f"values of {part.place}")
+                )

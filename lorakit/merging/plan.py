@@ -12,7 +12,7 @@ from lorakit.merging.experts import expert_places
 from lorakit.merging.places import OutputTensors
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, WeightedPatch
 from lorakit.merging.vocabulary import Vocabulary, plan_vocabulary
-from lorakit.patch import BaseFiles, Patch, BaseShapes, check_fits
+from lorakit.patch import BaseFiles, BaseShapes, Patch, check_fits
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -43,7 +43,12 @@ class MergePlan:
 
 
 def plan_merge(
-    files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], *, dtype: str | None = None, untie: bool = False
+    files: BaseFiles,
+    base: BaseShapes,
+    adapters: Sequence[WeightedPatch],
+    *,
+    dtype: str | None = None,
+    untie: bool = False,
 ) -> MergePlan:
     """Bind every layer and whole tensor of every patch to the stored tensor it changes, each exactly once.
 

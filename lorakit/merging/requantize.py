@@ -19,7 +19,7 @@ from lorakit.quant.files import INT8_SCALE, METHOD, STATE
 STATE_BYTES: Final = 256
 
 
-def requantize(model: Path, seen: TrainedQuantization, linear: list[str]) -> None:
+def requantize_folder(model: Path, seen: TrainedQuantization, linear: list[str]) -> None:
     """Pack the weights of a model folder that training saw packed. ``linear``: every linear layer of the model."""
     files = open_base_files(model)
     weights = {files.weight_name(module) for module in seen.layers}

@@ -70,7 +70,7 @@ def staged(target: Path, inputs: str) -> Iterator[Staging]:
     An interruption or a full disk leaves it for the next run; an error that another run would meet again removes it.
 
     Raises:
-        MergeError: ``target`` exists, or another process merges into it. TryAgainLater: the disk is full.
+        MergeError: ``target`` exists, or another process merges into it. TemporaryFailure: the disk is full.
     """
     staging = Staging(target, inputs)
     staging.folder.mkdir(parents=True, exist_ok=True)

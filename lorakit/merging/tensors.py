@@ -104,5 +104,8 @@ class OutputTensor:
     def copied(self) -> bool:
         """Whether its bytes are the base's."""
         entry = self.file.entries[self.stored]
-        as_it_is = self.stored not in dequantized_names(self.file) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
+        as_it_is = self.stored not in dequantized_names(self.file) and (entry.dtype, entry.shape) == (
+            self.dtype,
+            self.shape,
+        )
         return as_it_is and not self.updates and not self.wholes

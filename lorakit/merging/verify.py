@@ -27,7 +27,11 @@ FLOAT32_SLACK: Final = 1e-5
 
 
 def verify_merge(
-    base: Path, weighted: Sequence[WeightedPatch], merged: Path, lines: Iterable[dict[str, Any]], say: Callable[[str], None]
+    base: Path,
+    weighted: Sequence[WeightedPatch],
+    merged: Path,
+    lines: Iterable[dict[str, Any]],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run prompts through base + adapters and through the merged model, both in float32; returns what was found.
 
@@ -108,7 +112,9 @@ Compare = Callable[[str, BaseShapes, nn.Module, Tensor, Tensor], None]
 
 
 @contextmanager
-def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], comparing: Compare | None = None) -> Iterator[None]:
+def with_patches(
+    model: nn.Module, weighted: Sequence[WeightedPatch], comparing: Compare | None = None
+) -> Iterator[None]:
     """The model with all patches on it at once, each layer compared as it runs."""
     shapes = BaseShapes.of(model)
     for one in weighted:
@@ -153,10 +159,10 @@ def _sum(slots: list[tuple[WeightedPatch, Slot]]) -> Slot:
     factors = [
         (slot.A, one.weight * slot.scale * slot.B) for one, slot in slots if slot.A is not None and slot.B is not None
     ]
-    stand_in = stand_ins[0][1] if stand_ins else None
+    replacement = stand_ins[0][1] if stand_ins else None
     if not factors:
-        return Slot(replacement=stand_in)
-    return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), stand_in)
+        return Slot(replacement=replacement)
+    return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), replacement)
 
 
 def prompt_ids(base: Path, size: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lorakit.errors import MergeError
 from lorakit.lora.layer_kinds import EMBEDDING
-from lorakit.patch import Patch, BaseShapes
+from lorakit.patch import BaseShapes, Patch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from lorakit.errors import MergeError
-from lorakit.files.safetensors import SafetensorsFile, with_length_prefix, header_bytes
+from lorakit.files.safetensors import SafetensorsFile, header_bytes, with_length_prefix
 from lorakit.merging.piece import write_piece
 from lorakit.merging.tensors import OutputTensor
 
@@ -20,7 +20,9 @@ MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def write_shard(path: Path, file: SafetensorsFile, pieces: list[OutputTensor], *, check_base: bool) -> list[dict[str, Any]]:
+def write_shard(
+    path: Path, file: SafetensorsFile, pieces: list[OutputTensor], *, check_base: bool
+) -> list[dict[str, Any]]:
     """Write the pieces as a safetensors file; returns the ledger's lines, one for every part that went in.
 
     ``file``: the base's file that this one follows. ``check_base``: compare every value of the touched tensors with

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.ops.gated_mlp import choose, last_gate
 from lorakit.ops.packed_attention import RowLengths
-from lorakit.ops.varlen import VarlenKernel, KernelProbe
+from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of float32 logits that are there at a time."""
@@ -44,7 +44,7 @@ class LogitTransform:
 class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the sum of its label tokens' losses out.
 
-    ``in_chunks``: whether logits are made in chunks. ``leaves_out``: whether the last MLP may leave out tokens with no
+    ``chunked``: whether logits are made in chunks. ``leaves_out``: whether the last MLP may leave out tokens with no
     label. ``by_row``: whether packed rows attend row by row.
     ``kernel``: what then attends to all rows in one call; ``kernel_problem``: why none does, on a device that has one.
     """
@@ -74,7 +74,7 @@ class LossModel(nn.Module):
             self._choose(None, 0, 0.0)
 
     def forward(
-        self, labels: Tensor | None = None, row_lengths: RowLengths | None = None, label_places: Tensor | None = None,
+        self, labels: Tensor | None = None, row_lengths: RowLengths | None = None, label_positions: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor:  # fmt: skip
         """The sum of token losses, a scalar; without labels the logits (lines, tokens, vocabulary)."""
@@ -83,16 +83,16 @@ class LossModel(nn.Module):
             row_lengths.kernel = self.kernel
             model_inputs["row_lengths"] = row_lengths
         if self._choose is not None and self._left is not None:
-            self._choose(label_places, 0 if labels is None else labels.numel(), self._left)
+            self._choose(label_positions, 0 if labels is None else labels.numel(), self._left)
         if labels is None:
             logits: Tensor = self.model(**model_inputs).logits
             return logits
         if self.chunked:
             assert self.head is not None
             hidden: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            summed: Tensor = self.head(hidden, labels, label_places)
+            summed: Tensor = self.head(hidden, labels, label_positions)
             return summed
-        logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_places)
+        logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
@@ -104,7 +104,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     else:
         inputs["position_ids"] = batch.position_ids
     rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
-    summed: Tensor = model(**inputs, **rows, label_places=batch.label_positions)
+    summed: Tensor = model(**inputs, **rows, label_positions=batch.label_positions)
     return summed
 
 

@@ -78,7 +78,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         if for_B:
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # in this order of the two, twice as fast on CPUs
         if for_A:
-            x = kept[0] if ctx.again is None else ctx.again.made().reshape(-1, A.shape[1])
+            x = kept[0] if ctx.again is None else ctx.again.get().reshape(-1, A.shape[1])
             dA = (D.T @ apply_dropout(x, ctx.dropout, ctx.seed)).to(A.dtype)
         if for_x:
             # dropout multiplies by numbers that do not depend on x, so its gradient is itself

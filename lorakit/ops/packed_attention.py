@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.ops.varlen import CAUSAL, VarlenKernel, KernelProbe, Window, row_bounds
+from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, Window, row_bounds
 
 PREFIX: Final = "rows_"
 SUPPORTED: Final = ("sdpa", "eager")
@@ -53,7 +53,7 @@ def enable_packed_attention(model: nn.Module) -> bool:
 
 
 def disable_packed_attention(model: nn.Module) -> None:
-    """Undo ``attend_row_by_row``."""
+    """Undo ``enable_packed_attention``."""
     now = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(now.removeprefix(PREFIX))  # type: ignore[operator, union-attr]
 

@@ -65,7 +65,7 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
 
 def _kept_elsewhere() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and not getattr(hooks[0], "gives_back_often", False)
+    return hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False)
 
 
 def _maker(node: Any, dtype: torch.dtype) -> Make | None:
@@ -113,5 +113,5 @@ def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:
 
 RECOMPUTERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
     "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _ours,
-    "_NormedBackward": _ours,
+    "_RMSNormBackward": _ours,
 }  # fmt: skip

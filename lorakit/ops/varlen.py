@@ -41,11 +41,17 @@ class VarlenKernel:
         typed = query.dtype == key.dtype == value.dtype and query.dtype in self._dtypes
         causal = asked.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return fits and typed and causal and not asked.get("dropout") and all(asked.get(n) is None for n in UNSUPPORTED_ARGUMENTS)
+        return (
+            fits
+            and typed
+            and causal
+            and not asked.get("dropout")
+            and all(asked.get(n) is None for n in UNSUPPORTED_ARGUMENTS)
+        )
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor,
-        bounds: Tensor, max_seqlen: int, window: Window, scale: float | None,
+        cu_seqlens: Tensor, max_seqlen: int, window: Window, scale: float | None,
     ) -> Tensor:  # fmt: skip
         """query (1, heads, tokens, size), key and value (1, key heads, tokens, size) -> (1, tokens, heads, size).
 
@@ -56,7 +62,7 @@ class VarlenKernel:
             key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value))
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         made: Tensor = self._function(
-            q, k, v, bounds, bounds, max_seqlen, max_seqlen, scale=scale, window_size=window, **shared
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window, **shared
         )
         return made[None]
 
@@ -69,7 +75,7 @@ class KernelProbe:
     """
 
     def __init__(self, kernel: VarlenKernel) -> None:
-        self.kernel, self.does = kernel, kernel.supports
+        self.kernel, self.supports = kernel, kernel.supports
         self.problem: str | None = UNASKED
 
     def __call__(self, query: Tensor, key: Tensor, *asked: Any) -> None:
@@ -100,7 +106,9 @@ def row_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _relative_error(kernel: VarlenKernel, query: Tensor, num_key_heads: int, window: Window, scale: float | None) -> float:
+def _relative_error(
+    kernel: VarlenKernel, query: Tensor, num_key_heads: int, window: Window, scale: float | None
+) -> float:
     """How far output and gradients on random rows are from float32 and one by one, the worst in norm; NaN if any is."""
     device, (_, heads, _, size) = query.device, query.shape
     drawn = torch.Generator(device).manual_seed(0)
@@ -108,7 +116,12 @@ def _relative_error(kernel: VarlenKernel, query: Tensor, num_key_heads: int, win
         torch.randn(1, number, sum(LENGTHS), size, device=device, generator=drawn).to(query.dtype)
         for number in (heads, num_key_heads, num_key_heads, heads)
     )
-    asked: Any = {"bounds": row_bounds(LENGTHS, device), "longest": max(LENGTHS), "window": window, "scale": scale}
+    asked: Any = {
+        "cu_seqlens": row_bounds(LENGTHS, device),
+        "max_seqlen": max(LENGTHS),
+        "window": window,
+        "scale": scale,
+    }
     found = _with_gradients(partial(kernel, **asked), (q, k, v), outer)
     expected = _with_gradients(
         partial(_one_by_one, window=window, scale=scale), (q.float(), k.float(), v.float()), outer.float()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from lorakit.errors import RunError, did_you_mean
 from lorakit.launch.environment import World
-from lorakit.parallel.engine import Engine, NonFiniteStep, FillParameter, StepReport, StepSettings
+from lorakit.parallel.engine import Engine, FillParameter, NonFiniteStep, StepReport, StepSettings
 from lorakit.parallel.group import Group
 from lorakit.parallel.process_group import device_of
 from lorakit.parallel.single import SingleEngine
@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # a step needs no recipe, and none of what reads one
     from lorakit.recipe import ParallelSection
 
 BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
-    "ddp": ("ddp", "ReplicatedEngine"),
+    "ddp": ("ddp", "DdpEngine"),
     "zero1": ("zero", "ZeroEngine"),
     "zero2": ("zero", "ZeroEngine"),
     "zero3": ("zero", "ZeroEngine"),
-    "fsdp2": ("fsdp2", "ShardedEngine"),
+    "fsdp2": ("fsdp2", "Fsdp2Engine"),
 }
 """Backend -> file and class, imported when it is asked for: torch's part of fsdp2 alone takes 0.7 s."""
 
@@ -45,4 +45,4 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     return engine
 
 
-__all__ = ["BACKENDS", "Engine", "Group", "NonFiniteStep", "FillParameter", "StepReport", "StepSettings", "open_engine"]
+__all__ = ["BACKENDS", "Engine", "FillParameter", "Group", "NonFiniteStep", "StepReport", "StepSettings", "open_engine"]

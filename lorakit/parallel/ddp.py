@@ -27,9 +27,9 @@ class DdpEngine(SingleEngine):
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(called.model))
-        prepared: nn.Module = self._accelerator.prepare(called)
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+        self._optimizer = build(adapter_tensors(loss_model.model))
+        prepared: nn.Module = self._accelerator.prepare(loss_model)
         return prepared
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -40,6 +40,6 @@ class DdpEngine(SingleEngine):
     def backward(self, loss: Tensor) -> None:
         (loss * self.world_size).backward()  # it averages over ranks
 
-    def kind(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         wrapped = isinstance(self._forward, DistributedDataParallel)
         return {"engine": type(self._forward).__name__, "backend": "ddp" if wrapped else "single"}

@@ -19,7 +19,7 @@ from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
-from lorakit.parallel.process_group import return_freed_memory, init_process_group
+from lorakit.parallel.process_group import init_process_group, return_freed_memory
 from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import buffers_to, to_cpu
 from lorakit.recipe import ParallelSection
@@ -35,9 +35,9 @@ class Fsdp2Engine(SingleEngine):
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         return_freed_memory(self.device)
-        model = called.model
+        model = loss_model.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
@@ -45,14 +45,14 @@ class Fsdp2Engine(SingleEngine):
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
             )
-        fully_shard(called, mesh=mesh, offload_policy=policy)
+        fully_shard(loss_model, mesh=mesh, offload_policy=policy)
         self._rests_on = torch.device("cpu") if offload else self.device
-        materialize_shards(called, self._rests_on, self.rank, read)
+        materialize_shards(loss_model, self._rests_on, self.rank, read)
         buffers_to(model, self.device)
         self._optimizer = build(adapter_tensors(model))
-        return called
+        return loss_model
 
-    def part_of(self, shape: Sequence[int]) -> int:
+    def shard_numel(self, shape: Sequence[int]) -> int:
         return math.ceil(shape[0] / self.world_size) * math.prod(shape[1:])
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -73,14 +73,14 @@ class Fsdp2Engine(SingleEngine):
     def gather(self) -> dict[str, Tensor]:
         return {name: _full_tensor(tensor, self.device) for name, tensor in checkpoint_tensors(self._model).items()}
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         return {
             f"{name}.{key}": _full_tensor(value, self.device)
             for name, tensor in adapter_tensors(self._model).items()
             for key, value in self._optimizer.state[tensor].items()
         }
 
-    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
             _local(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
@@ -97,14 +97,14 @@ class Fsdp2Engine(SingleEngine):
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def held(self) -> dict[str, int]:
-        for module in self.called.modules():
+    def held_bytes(self) -> dict[str, int]:
+        for module in self.loss_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return super().held()
+        return super().held_bytes()
 
-    def kind(self) -> dict[str, Any]:
-        parts = sum(isinstance(module, FSDPModule) for module in self.called.modules())
+    def describe(self) -> dict[str, Any]:
+        parts = sum(isinstance(module, FSDPModule) for module in self.loss_model.modules())
         every = all(isinstance(p, DTensor) for p in self._model.parameters())
         return {
             "engine": f"FSDPModule ({parts} groups)" if parts else type(self._model).__name__,
@@ -112,13 +112,13 @@ class Fsdp2Engine(SingleEngine):
         }
 
 
-def materialize_shards(called: LossModel, device: torch.device, rank: int, read: FillParameter | None) -> None:
+def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, read: FillParameter | None) -> None:
     """Memory for the shards that are on meta, and this rank's rows of the base in them."""
-    waiting = [name for name, parameter in called.model.named_parameters() if parameter.is_meta]
-    called._apply(  # type: ignore[no-untyped-call]
+    waiting = [name for name, parameter in loss_model.model.named_parameters() if parameter.is_meta]
+    loss_model._apply(  # type: ignore[no-untyped-call]
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
     )
-    parameters = dict(called.model.named_parameters())
+    parameters = dict(loss_model.model.named_parameters())
     for name in waiting:
         parameter = parameters[name]
         assert isinstance(parameter, DTensor)

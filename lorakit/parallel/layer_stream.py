@@ -171,7 +171,7 @@ class LayerStream:
         assert layer is not None
         return SlotReference(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    pack.gives_back_often = True  # type: ignore[attr-defined]
+    pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
     def unpack(self, kept: Tensor | SlotReference) -> Tensor:
         """The tensor again. Raises RuntimeError when its layer is not there."""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lorakit.errors import PeerFailure, LorakitError, RunError, TemporaryFailure
+from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.heartbeat import is_collective_error
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import Watchdog
 from lorakit.parallel import open_engine
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.process_group import torch_environment, destroy_process_group
+from lorakit.parallel.process_group import destroy_process_group, torch_environment
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
@@ -46,7 +46,7 @@ def distributed_engine(recipe: Recipe, ending: Callable[[], None]) -> Iterator[E
 
     Raises:
         RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
-        TryAgainLater: another process is gone; what was saved is kept.
+        TemporaryFailure: another process is gone; what was saved is kept.
     """
     world = current_process(recipe, os.environ)
     if recipe.auto_keys:

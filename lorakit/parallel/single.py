@@ -18,9 +18,9 @@ from lorakit.parallel.stepping import BaseEngine, as_held, to_cpu, to_keep
 class SingleEngine(BaseEngine):
     """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
-        self._optimizer = build(adapter_tensors(called.model))
-        return called
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+        self._optimizer = build(adapter_tensors(loss_model.model))
+        return loss_model
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -47,14 +47,14 @@ class SingleEngine(BaseEngine):
     def gather(self) -> dict[str, Tensor]:
         return {name: to_cpu(tensor) for name, tensor in checkpoint_tensors(self._model).items()}
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         return {
             f"{name}.{key}": to_keep(value)
             for name, tensor in adapter_tensors(self._model).items()
             for key, value in self._optimizer.state[tensor].items()
         }
 
-    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         tensors = adapter_tensors(self._model)
         with torch.no_grad():
             for name, tensor in checkpoint_tensors(self._model).items():
@@ -62,7 +62,7 @@ class SingleEngine(BaseEngine):
         for name, parts in state.items():
             self._optimizer.state[tensors[name]] = {part: as_held(value, self.device) for part, value in parts.items()}
 
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())
         known = {id(tensor) for tensor in adapter}
         return {
@@ -72,5 +72,5 @@ class SingleEngine(BaseEngine):
             "optimizer": bytes_held(v for state in self._optimizer.state.values() for v in state.values()),
         }
 
-    def kind(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {"engine": type(self._model).__name__, "backend": "single"}

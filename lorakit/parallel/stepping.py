@@ -19,7 +19,7 @@ from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.parallel.accounting import Collectives, process_group_name
-from lorakit.parallel.engine import BuildOptimizer, NonFiniteStep, FillParameter, StepReport, StepSettings
+from lorakit.parallel.engine import BuildOptimizer, FillParameter, NonFiniteStep, StepReport, StepSettings
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import KEY, LossScale
 from lorakit.parallel.verify import Expected, verify_layout, verify_step
@@ -39,7 +39,7 @@ class BaseEngine(ABC):
     # --- what a backend fills in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def wrap(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
         """Spread the model and build its optimizer; returns the module to call for a forward pass."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class BaseEngine(ABC):
     def prepare(
         self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: FillParameter | None = None
     ) -> None:
-        self.called, self._model, self._settings = LossModel(model).train(), model, settings
+        self.loss_model, self._model, self._settings = LossModel(model).train(), model, settings
         self._unreached = set(adapter_tensors(model))
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -99,7 +99,7 @@ class BaseEngine(ABC):
             self.resident_base_bytes(base),
         )  # fmt: skip
         with quiet_libraries():
-            self._forward = self.wrap(self.called, optimizer, read)
+            self._forward = self.wrap(self.loss_model, optimizer, read)
         self.group.run_on_all(lambda: verify_layout(self._expected, self.observed()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
@@ -126,7 +126,7 @@ class BaseEngine(ABC):
     def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], labels: float) -> list[Tensor]:
         losses = []
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.called.leaving_out():
+        with torch.random.fork_rng(devices), self.loss_model.leaving_out():
             for number, batch in enumerate(micro_batches):
                 place = number * self.world_size + self.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, place))
@@ -139,14 +139,16 @@ class BaseEngine(ABC):
     def _suspects(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
         """The rows of the micro-batches whose loss is not finite, or all rows when only a gradient is; of all ranks."""
         bad = [batch for batch, loss in zip(micro_batches, losses, strict=True) if not math.isfinite(float(loss))]
-        found = self.group.all_gather(([row for b in bad for row in b.rows], [row for b in micro_batches for row in b.rows]))
+        found = self.group.all_gather(
+            ([row for b in bad for row in b.rows], [row for b in micro_batches for row in b.rows])
+        )
         return tuple(row for mine, _ in found for row in mine) or tuple(row for _, mine in found for row in mine)
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
         total, num_label_tokens = 0.0, 0
         self._forward.eval()
         try:
-            with torch.no_grad(), self.called.leaving_out():
+            with torch.no_grad(), self.loss_model.leaving_out():
                 for batch in micro_batches:
                     if self.group.any(stop()):
                         return None
@@ -161,7 +163,7 @@ class BaseEngine(ABC):
         """Note adapter tensors that had a gradient."""
         self._unreached -= set(names)
 
-    def unreached(self) -> list[str]:
+    def tensors_without_gradient(self) -> list[str]:
         if self._unreached:  # the same question on every rank: once empty, empty everywhere
             self._unreached = set.intersection(*self.group.all_gather(self._unreached))
         return sorted(self._unreached)

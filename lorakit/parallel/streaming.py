@@ -22,17 +22,17 @@ class StreamingEngine(SingleEngine):
 
     shards_base = True
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
-        layers = streamed_layers(called.model)
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+        layers = streamed_layers(loss_model.model)
         if read is None or not layers:
             raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
         source = HostSource(read, layers) if self.device.type == "cuda" else FileSource(read)
         self._stream = LayerStream(layers, source, self.device)
-        fill_others(called, ids_of(layers), read, self.device)
-        self._optimizer = build(adapter_tensors(called.model))
-        return called
+        fill_others(loss_model, ids_of(layers), read, self.device)
+        self._optimizer = build(adapter_tensors(loss_model.model))
+        return loss_model
 
-    def rests(self, base: Sequence[Tensor]) -> int:
+    def resident_base_bytes(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
         streamed = ids_of(layers)
         return sum(p.nbytes for p in base if id(p) not in streamed) + 2 * max((one.nbytes for one in layers), default=0)
@@ -40,20 +40,20 @@ class StreamingEngine(SingleEngine):
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return self._stream.saved_tensors()
 
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         adapter = {id(tensor) for tensor in adapter_tensors(self._model).values()}
         others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.holds(p))
-        return super().held() | {"base": bytes_held(others) + self._stream.nbytes}
+        return super().held_bytes() | {"base": bytes_held(others) + self._stream.nbytes}
 
-    def kind(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
 
 
-def fill_others(called: LossModel, streamed: Container[int], read: FillParameter, device: torch.device) -> None:
+def fill_others(loss_model: LossModel, streamed: Container[int], read: FillParameter, device: torch.device) -> None:
     """Memory and values for the tensors that are not streamed, each once wherever it hangs; the rest to the device."""
-    names = {id(tensor): name for name, tensor in called.model.named_parameters()}
+    names = {id(tensor): name for name, tensor in loss_model.model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
-    for module in called.modules():
+    for module in loss_model.modules():
         for key, tensor in module._parameters.items():
             if tensor is None or id(tensor) in streamed:
                 continue
@@ -64,4 +64,4 @@ def fill_others(called: LossModel, streamed: Container[int], read: FillParameter
                 made[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
                 read(names[id(tensor)], 0, made[id(tensor)].detach())
             module._parameters[key] = made[id(tensor)]
-    buffers_to(called.model, device)
+    buffers_to(loss_model.model, device)

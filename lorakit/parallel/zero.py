@@ -18,12 +18,12 @@ from lorakit.lora.inject import adapter_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import bytes_held
 from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
-from lorakit.parallel.deepspeed_requirements import check_deepspeed, announce_compile, disable_shm_comm
+from lorakit.parallel.deepspeed_requirements import announce_compile, check_deepspeed, disable_shm_comm
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.process_group import return_freed_memory, init_process_group
+from lorakit.parallel.process_group import init_process_group, return_freed_memory
 from lorakit.parallel.stepping import BaseEngine, buffers_to, to_cpu
-from lorakit.parallel.zero3 import local_tensors, keep_adapter_gathered, partition, set_full_value, full_tensor
+from lorakit.parallel.zero3 import full_tensor, keep_adapter_gathered, local_tensors, partition, set_full_value
 from lorakit.parallel.zero3_saved import save_weights_by_reference
 from lorakit.recipe import ParallelSection
 
@@ -49,25 +49,25 @@ class ZeroEngine(BaseEngine):
         plugin.dschf = None  # while it lives transformers builds every model in parts of its own
         super().__init__(device, group, parallel.backend)
 
-    def take(self, called: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
-        limit, model = self._settings.max_grad_norm, called.model
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+        limit, model = self._settings.max_grad_norm, loss_model.model
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
             return_freed_memory(self.device)
-            partition(called, config, self.group, read)
+            partition(loss_model, config, self.group, read)
             buffers_to(model, self.device)
         adapter = adapter_tensors(model)
         for name, tensor in adapter.items():  # sees gradients that DeepSpeed moves elsewhere at once
             tensor.register_hook(lambda gradient, name=name: self.mark_reached([name]))
-        engine, _ = self._accelerator.prepare(called, build(adapter))
+        engine, _ = self._accelerator.prepare(loss_model, build(adapter))
         self._zero = engine.optimizer
         if self._stage == 3:
             keep_adapter_gathered(self._zero, adapter.values())
         prepared: nn.Module = engine
         return prepared
 
-    def part_of(self, shape: Sequence[int]) -> int:
+    def shard_numel(self, shape: Sequence[int]) -> int:
         return math.ceil(math.prod(shape) / (self.world_size if self.shards_base else 1))
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class ZeroEngine(BaseEngine):
             for name, tensor in adapter_tensors(self._model).items()
         } | {name: to_cpu(full_tensor(tensor)) for name, tensor in fixed_tensors(self._model).items()}
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = self._steps()
@@ -111,7 +111,7 @@ class ZeroEngine(BaseEngine):
         """Updates so far, or None before the first. The optimizer's own tensors are flat parts of many tensors."""
         return next((float(state["step"]) for state in self._zero.optimizer.state.values() if "step" in state), None)
 
-    def put_back(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         steps = next((parts["step"] for parts in state.values()), None)
@@ -139,7 +139,7 @@ class ZeroEngine(BaseEngine):
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()  # ties it to the tensors, as the first update would
 
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())
         known = {id(tensor) for tensor in adapter}
         base = [p for p in self._model.parameters() if id(p) not in known]
@@ -151,7 +151,7 @@ class ZeroEngine(BaseEngine):
             "optimizer": bytes_held(v for v in state if isinstance(v, Tensor)),
         }
 
-    def kind(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {
             "engine": type(self._forward).__name__,
             "backend": f"zero{self._forward.zero_optimization_stage()}",  # type: ignore[operator]

@@ -12,18 +12,18 @@ from lorakit.parallel.engine import FillParameter
 from lorakit.parallel.group import Group
 
 
-def partition(called: LossModel, config: dict[str, Any], group: Group, read: FillParameter | None) -> None:
+def partition(loss_model: LossModel, config: dict[str, Any], group: Group, read: FillParameter | None) -> None:
     """Give every parameter DeepSpeed's partitioned form; ``read`` fills this rank's part of those on meta.
 
     A whole frozen tensor never exists: memory is asked for, but only this rank's range of it is ever touched.
     """
     import deepspeed
 
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(called), enabled=True)
-    for name, parameter in list(called.model.named_parameters()):
+    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(loss_model), enabled=True)
+    for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
             assert read is not None
-            parameter = _replace(called, parameter, _touched_in_part(name, parameter, group, read))
+            parameter = _replace(loss_model, parameter, _touched_in_part(name, parameter, group, read))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         init._convert_to_deepspeed_param(parameter)

@@ -41,7 +41,7 @@ def _pack(saved: Tensor) -> Tensor | _Place:
     return _Place(owner, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
 
-_pack.gives_back_often = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
+_pack.unpacks_repeatedly = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
 
 
 def _unpack(kept: Tensor | _Place) -> Tensor:

@@ -10,7 +10,23 @@ from lorakit.patch.save import save_patch
 from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [
-    "BaseFiles", "BaseIdentity", "Caps", "Patch", "PatchLayer", "BaseShapes", "patch_from_model", "check_base", "check_fits",
-    "fingerprint", "new_patch", "open_base_files", "open_patch", "read_patch", "remove_patch", "save_patch",
-    "unverified_note", "write_new_patch", "write_patch",
+    "BaseFiles",
+    "BaseIdentity",
+    "BaseShapes",
+    "Caps",
+    "Patch",
+    "PatchLayer",
+    "check_base",
+    "check_fits",
+    "fingerprint",
+    "new_patch",
+    "open_base_files",
+    "open_patch",
+    "patch_from_model",
+    "read_patch",
+    "remove_patch",
+    "save_patch",
+    "unverified_note",
+    "write_new_patch",
+    "write_patch",
 ]  # fmt: skip

@@ -59,7 +59,9 @@ class BaseIdentity:
         path = self.files.folder / "tokenizer.json"
         if not path.is_file():
             return None
-        return _json_digest({key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")})
+        return _json_digest(
+            {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
+        )
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first.

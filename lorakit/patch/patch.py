@@ -132,7 +132,9 @@ def check_plain(patch: Patch, what: str) -> None:
     Raises:
         PatchError: it is more than that, which ``what`` does not do.
     """
-    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(patch.token_rows)
+    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
+        patch.token_rows
+    )
     if more:
         raise PatchError(
             f"{patch.folder}: {what} works on plain low-rank updates; this patch holds {len(more)} others,"

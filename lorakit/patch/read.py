@@ -56,7 +56,9 @@ def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
         return dict(LazyTensors(file, tensors.keys_in_file))
 
     layers = {name: replace(layer, tensors=taken(layer.tensors)) for name, layer in patch.layers.items()}
-    return replace(patch, layers=layers, whole=taken(patch.full_tensors), copies=taken(patch.copies), digest=found)
+    return replace(
+        patch, layers=layers, full_tensors=taken(patch.full_tensors), copies=taken(patch.copies), digest=found
+    )
 
 
 def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:

@@ -35,7 +35,9 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
         "base": fingerprint_live(model, names),
         "adapter": {"layers": len(names), **_settings(model)},
     }
-    return write_patch(folder, patch_from_model(model, tensors, facts=facts, base_model=base_model), overwrite=overwrite)
+    return write_patch(
+        folder, patch_from_model(model, tensors, facts=facts, base_model=base_model), overwrite=overwrite
+    )
 
 
 def _settings(model: nn.Module) -> dict[str, str]:

@@ -29,7 +29,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     Raises:
         PatchError: a patch or a README.md of others is there and ``overwrite`` is off, a value is not finite, or the
         settings would not give every layer its rank and alpha back; nothing was written.
-        TryAgainLater: the disk is full; what was there is kept.
+        TemporaryFailure: the disk is full; what was there is kept.
     """
     folder = Path(folder)
     if not overwrite:
@@ -67,7 +67,7 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
     """Write a patch into a folder that appears when it is whole; returns it. ``beside``: files copied into it.
 
     Raises:
-        FileExistsError: ``out`` is there. TryAgainLater: the disk is full; nothing is left.
+        FileExistsError: ``out`` is there. TemporaryFailure: the disk is full; nothing is left.
     """
     out = Path(out)
     with atomic_folder(out) as staging:

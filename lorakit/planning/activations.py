@@ -36,7 +36,9 @@ class LiveBytes:
     """At any other time."""
 
     def plus(self, other: "LiveBytes", times: float) -> "LiveBytes":
-        return LiveBytes(self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer)
+        return LiveBytes(
+            self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer
+        )
 
 
 @final

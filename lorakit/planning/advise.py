@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
-from lorakit.planning.estimate import Changes, Candidate, Estimator
+from lorakit.planning.estimate import Candidate, Changes, Estimator
 from lorakit.planning.machine import GB
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.base.dtype import DTYPES
-from lorakit.planning.activations import LiveBytes, ActivationTracer
+from lorakit.planning.activations import ActivationTracer, LiveBytes
 from lorakit.planning.backends import supported_backends
 from lorakit.planning.machine import GB, Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
@@ -134,7 +134,9 @@ class Estimator:
         return read_shapes(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype])
 
     def _make_tracer(self, dtype: str, checkpointing: bool) -> ActivationTracer:
-        return ActivationTracer(self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing)
+        return ActivationTracer(
+            self.folder, self.recipe.base, self.recipe.adapter, DTYPES[dtype], checkpointing=checkpointing
+        )
 
     def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> LiveBytes:
         tracer = self._tracer(dtype, checkpointing)

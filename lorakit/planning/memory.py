@@ -97,7 +97,9 @@ class Setting:
         return offloads_of(self.backend, self.parallel)
 
 
-def memory_of(shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None, process: int) -> Memory:
+def memory_of(
+    shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None, process: int
+) -> Memory:
     """Everything one process holds at the worst moment of a step."""
     n, layout = setting.num_processes, setting.layout
     start, layer, head = _phases(shapes, setting, live, evaluating)

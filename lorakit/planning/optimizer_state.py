@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.planning.model_shapes import TensorShape, ModelShapes
+from lorakit.planning.model_shapes import ModelShapes, TensorShape
 from lorakit.planning.sharding import ShardRule
 
 FLOATS_BELOW: Final = 4096  # elements: the moments of a smaller tensor stay float32
@@ -25,11 +25,15 @@ class OptimizerStateBytes:
 def state_of(name: str, shapes: ModelShapes, part: ShardRule, num_ranks: int, num_counters: int) -> OptimizerStateBytes:
     """Of rank 0 under the optimizer of a recipe's name; all but ``adamw`` hold whole tensors and count in Python."""
     if name == "adamw":
-        return OptimizerStateBytes(sum(2 * part(piece, num_ranks) for piece in shapes.adapter) + COUNTER_BYTES * num_counters)
+        return OptimizerStateBytes(
+            sum(2 * part(piece, num_ranks) for piece in shapes.adapter) + COUNTER_BYTES * num_counters
+        )
     eight, paged = name.endswith("8bit"), name.startswith("paged")
     sizes = [(piece.numel >= PAGED_FROM and paged, _moments(piece, eight=eight)) for piece in shapes.adapter]
     tables = TABLES_BYTES if eight and any(piece.numel >= FLOATS_BELOW for piece in shapes.adapter) else 0
-    return OptimizerStateBytes(sum(size for out, size in sizes if not out) + tables, sum(size for out, size in sizes if out))
+    return OptimizerStateBytes(
+        sum(size for out, size in sizes if not out) + tables, sum(size for out, size in sizes if out)
+    )
 
 
 def _moments(piece: TensorShape, *, eight: bool) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from lorakit.planning.model_shapes import TensorShape, ModelShapes
+from lorakit.planning.model_shapes import ModelShapes, TensorShape
 
 ShardRule = Callable[[TensorShape, int], int]
 """(tensor, N) -> bytes of rank 0's part of it, the largest"""

@@ -51,7 +51,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether config.json says that the weights are packed; errors as ``packing_config``."""
+    """Whether config.json says that the weights are packed; errors as ``quantization_config``."""
     return quantization_config(folder) is not None
 
 

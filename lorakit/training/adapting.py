@@ -12,7 +12,7 @@ from lorakit.base.load import load_tokenizer, num_tokens
 from lorakit.base.loading import LoadedBase, count_parameters, load_for_training
 from lorakit.data import TokenDataset
 from lorakit.errors import BaseModelError, TargetError, did_you_mean
-from lorakit.lora import AdapterSpec, LoraLinear, adapter_tensors, attach, adapter_modules, find_targets
+from lorakit.lora import AdapterSpec, LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, covering
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extras

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorakit.files.atomic import MANIFEST, atomic_folder, remove_folder, manifest_matches, write_json, write_manifest
+from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine
 

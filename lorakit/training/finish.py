@@ -48,7 +48,9 @@ def write_all(
         "results": {key: value for key, value in losses.items() if value is not None},
         "step": progress.best_step if best else progress.step,
     }
-    patch = patch_from_model(job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision)
+    patch = patch_from_model(
+        job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision
+    )
     write_patch(
         job.output, patch, overwrite=True,
         card=model_card(

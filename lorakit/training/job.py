@@ -15,7 +15,7 @@ from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import quantization_facts
 from lorakit.data import BatchSampler, RowSettings, TokenDataset, tokenize_rows
 from lorakit.errors import RunError
-from lorakit.parallel import Engine, Group, FillParameter, StepSettings
+from lorakit.parallel import Engine, FillParameter, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
 from lorakit.recipe import DataSection, Recipe

@@ -15,7 +15,7 @@ from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
 from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
-from lorakit.run.report import Report, NullReport, reporting
+from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.checkpoint import Progress
 from lorakit.training.finish import already_finished, discard, finish
@@ -36,10 +36,10 @@ def run(
 
     Raises:
         LorakitError: something the user can fix; what was saved before is kept.
-        TryAgainLater: stopped by a signal, or the disk is full; the same call goes on.
+        TemporaryFailure: stopped by a signal, or the disk is full; the same call goes on.
     """
     with catching_signals() as stop, distributed_engine(recipe, stop.wait) as engine:
-        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.is_rank_0 else discard)
+        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.is_rank_0 else _print_nothing)
 
 
 def run_on(
@@ -84,7 +84,7 @@ def open_output_folder(output: Path, settings: dict[str, Any], held: ExitStack, 
     return open_record(output, settings, fresh=fresh)
 
 
-def discard(text: str) -> None:
+def _print_nothing(text: str) -> None:
     """What the other processes say."""
 
 
@@ -92,7 +92,9 @@ def loop(job: Job, batches: Prefetcher, progress: Progress, report: Report | Nul
     """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
     while True:
         improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
-        evaluation_interrupted = evaluation_is_due(job, progress)  # a signal came while it ran: it is made after resuming
+        evaluation_interrupted = evaluation_is_due(
+            job, progress
+        )  # a signal came while it ran: it is made after resuming
         done = not evaluation_interrupted and (progress.step >= job.total_steps or no_longer_improves(job, progress))
         due = progress.step % job.recipe.train.save_every_steps == 0
         stopping = job.engine.group.any(stop.asked())  # all stop after the same step

@@ -114,7 +114,7 @@ def loss_matches_logits(called: LossModel, batches: BatchSampler, device: torch.
         labels[:, 1::2] = IGNORE_INDEX
         places = torch.arange(0, ids.shape[1], 2, device=device)
         with torch.no_grad(), called.leaving_out(math.nan):
-            found = float(called(input_ids=ids, labels=labels, label_places=places))
+            found = float(called(input_ids=ids, labels=labels, label_positions=places))
             expected = float(F.cross_entropy(called(input_ids=ids)[0].float(), labels[0], reduction="sum"))
         good = good and abs(found - expected) <= _tolerance(next(called.parameters())) * expected
     called.train(was_training)
