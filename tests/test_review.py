@@ -16,8 +16,8 @@ from lorakit.cli import main
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.patch import open_base_files
 from tests.conftest import make_base
-from tests.models import ARCHITECTURES, build
-from tests.test_merge import IDS, make_patch
+from tests.helpers.models import ARCHITECTURES, build
+from tests.merging.test_merge import IDS, make_patch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -75,7 +75,7 @@ class QuantizedTensors:
         if module in self._stored:
             return stored_tensors(self._files, self._stored[module])
         W = self._plain.read(f"{module}.weight", 0, facts.shape[0] * facts.shape[1]).view(facts.shape)
-        return quantize(W.to(self._device), facts.packing)
+        return quantize(W.to(self._device), facts.scheme)
 
 
 def load_quantized(
@@ -207,7 +207,7 @@ def replace_with_quantized(model: nn.Module, name: str, facts: QuantizedWeight) 
     old = model.get_submodule(name)
     tensors = {
         key: torch.empty(shape, dtype=dtype, device="meta")
-        for key, (shape, dtype) in facts.packing.shapes(*facts.shape).items()
+        for key, (shape, dtype) in facts.scheme.shapes(*facts.shape).items()
     }
     new: Any = QuantLinear(facts, tensors, old._parameters["bias"])
     parent, _, key = name.rpartition(".")

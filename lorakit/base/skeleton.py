@@ -46,9 +46,9 @@ def facts_of(layer: nn.Module) -> QuantizedWeight | None:
 def bytes_to_pack(facts: QuantizedWeight) -> int:
     """Taken while one weight is packed: the weight in floats, what packing it needs, and its parts before they meet."""
     size = facts.shape[0] * facts.shape[1]
-    four = facts.packing.name in FOUR_BITS
+    four = facts.scheme.name in FOUR_BITS
     needs = PACKING_BYTES * min(size, PIECE_ELEMENTS) if four else ROUNDING_BYTES * size
-    return size * facts.dtype.itemsize + needs + facts.packing.num_bytes(*facts.shape)
+    return size * facts.dtype.itemsize + needs + facts.scheme.num_bytes(*facts.shape)
 
 
 def _stored(folder: Path, model: nn.Module) -> QuantConfig | None:

@@ -159,7 +159,7 @@ def shapes_of(model: nn.Module, stored: torch.dtype | None) -> ModelShapes:
         type(model).__name__, pieces, _weight_name(model, "get_input_embeddings", names),
         _weight_name(model, "get_output_embeddings", names), hidden,
         heads * int(getattr(config, "head_dim", None) or hidden // heads), int(config.num_hidden_layers), stored,
-        packed[0].packing.name if packed else "", max(map(bytes_to_pack, packed), default=0),
+        packed[0].scheme.name if packed else "", max(map(bytes_to_pack, packed), default=0),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _values(model: nn.Module) -> dict[int, int]:
     found = {}
     for layer in model.modules():
         facts = facts_of(layer)
-        for name in () if facts is None else facts.packing.shapes(*facts.shape):
+        for name in () if facts is None else facts.scheme.shapes(*facts.shape):
             assert facts is not None
             found[id(layer.get_parameter(name))] = math.prod(facts.shape) if name == "weight" else 0
     return found

@@ -113,7 +113,7 @@ def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 class QuantizedWeight:
     """What the tensors of a packed layer stand for."""
 
-    packing: QuantScheme
+    scheme: QuantScheme
     shape: tuple[int, int]
     """(out, in)"""
     dtype: torch.dtype
@@ -138,7 +138,7 @@ class _Product(torch.autograd.Function):
 def floats(layer: nn.Module) -> Tensor:
     """The weight (out, in) of a packed layer, in the dtype it computes in."""
     facts: QuantizedWeight = layer.packed  # type: ignore[assignment]
-    return dequantize(layer._parameters, facts.packing, facts.shape, facts.dtype)
+    return dequantize(layer._parameters, facts.scheme, facts.shape, facts.dtype)
 
 
 def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class QuantLinear(QuantizedLinear):
 
     def __init__(self, facts: QuantizedWeight, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.packed, self.dtype, self.name = facts, facts.dtype, facts.packing.name
+        self.packed, self.dtype, self.name = facts, facts.dtype, facts.scheme.name
         self.out_features, self.in_features = facts.shape
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -172,7 +172,7 @@ class QuantLinear(QuantizedLinear):
         return _run(self, x, self._parameters["bias"])
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.packed.packing.name}"
+        return f"{self.in_features} -> {self.out_features}, {self.packed.scheme.name}"
 
 
 def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:

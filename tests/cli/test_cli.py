@@ -1,0 +1,177 @@
+"""What a person types and reads: output, messages and exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from tests.conftest import chat, write_rows
+from tests.merging.test_merge import make_patch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_check_says_what_a_recipe_would_do(run: Any, recipe: Any, rows: Path) -> None:
+    code, out, _ = run("check", recipe())
+
+    assert code == 0
+    for part in (
+        "q_proj                      2      2",
+        "lm_head                     0      1",
+        "steps      12 of 6 rows",
+    ):
+        assert part in out, out
+    assert f"first row ({rows}:1)" in out
+    assert "say 0<|end|><|assistant|>[[so 0<|end|>]]" in out
+    assert "nothing is wrong with this recipe" in out
+
+
+def test_overrides_may_follow_a_flag_and_what_is_neither_is_refused(run: Any, recipe: Any, tmp_path: Path) -> None:
+    code, said, _ = run("train", recipe(), "--fresh", "train.steps=3")
+    assert code == 0
+    assert "step 3 of 3" in said
+    for wrong in ("--stepz=3", "another.yaml"):
+        with pytest.raises(SystemExit) as caught:
+            run("train", recipe(), "--fresh", wrong)
+        assert caught.value.code == 2
+
+
+def test_check_reports_base_targets_and_data_at_once(run: Any, recipe: Any) -> None:
+    code, _, err = run("check", recipe(adapter={"targets": ["qproj"]}, data={"train": "absent.jsonl"}))
+
+    assert code == 2
+    assert "'qproj' matches none" in err
+    assert f"looked for {Path.cwd()}/absent.jsonl" in err
+
+
+def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: Any, base: Path, tmp_path: Path) -> None:
+    path, out = recipe(train={"steps": 3}), tmp_path / "out"
+    code, said, _ = run("train", path, "train.seed=3")
+    assert code == 0
+    assert f"patch      {out} (step 3 of 3)" in said
+
+    code, said, _ = run("show", out, "--for", base)
+    assert code == 0
+    for part in (
+        "status       finished",
+        "rank         4",
+        "layers       14",
+        "made by      lorakit",
+        f"fits {base}: the base it was trained on",
+        "vLLM       yes: --enable-lora --max-lora-rank 8",
+    ):
+        assert part in said, said
+    code, said, _ = run("show", base)
+    assert "LlamaForCausalLM" in said
+    assert "q_proj" in said
+
+    assert run("merge", base, out, "--out", tmp_path / "merged")[0] == 0
+    flags = ("--prompt", "say 1", "--max-new-tokens", 4, "--dtype", "float32")
+    adapted = run("generate", base, "--adapter", f"x={out}", *flags)[1]
+    assert run("generate", tmp_path / "merged", *flags)[1] == adapted
+    each = run("generate", base, "--adapter", f"x={out}", "--each", *flags)[1]
+    plain = run("generate", base, *flags)[1]
+    assert each == f"base  {plain}x     {adapted}"
+    assert run("generate", base, "--adapter", f"x={out}", "--use", "none", *flags)[1] == plain
+
+
+def test_score_counts_exact_answers_of_base_and_adapter(run: Any, base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    said = run("generate", base, "--adapter", f"x={patch}", "--prompt", "say", "--max-new-tokens", 4)[1].strip("\n")
+    data = write_rows(tmp_path / "eval.jsonl", [chat("say", said.strip()), chat("say", "something else")])
+
+    code, out, _ = run("score", base, "--adapter", f"x={patch}", "--data", f"x={data}", "--max-new-tokens", 4)
+
+    assert code == 0
+    assert out.splitlines()[1].split() == ["x", "2", "0%", "50%"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "absent.yaml"], 2, "absent.yaml: no such recipe"),
+        (["show", "absent/thing/x"], 2, "no folder"),
+        (["show", "."], 2, "neither a patch, nor a run, nor a model folder"),
+        (["generate", "builtin:tinny", "--prompt", "x"], 2, "'builtin:tinny' is not built in. Nearest: 'builtin:tiny'"),
+        (["generate", "builtin:tiny", "--adapter", "none=x"], 2, "'none' means the plain base"),
+        (["show", "README.md"], 2, "README.md is a file; a base is a folder"),
+        (["schema", "--out", "absent/folder/s.json"], 2, "No such file or directory"),
+        (["generate", "builtin:tiny", "--adapter", "x"], 2, "--adapter 'x': write it as NAME=PATH"),
+        (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "absent: no such folder; looked for"),
+        (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),
+        (["merge", "builtin:tiny", "absent", "--out", "lorakit"], 2, "lorakit exists already"),
+        (["merge", "builtin:tiny", "--adapter", "a:b", "--out", "new"], 2, "write it as DIR or DIR:WEIGHT"),
+    ],
+)
+def test_mistakes_end_in_one_block_and_exit_code_2(
+    run: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found, out, err = run(*arguments)
+
+    assert (found, out) == (code, "")
+    assert err.startswith(f"lorakit {arguments[0]}:")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    code, _, err = run("show", "nobody/nothing")
+
+    assert code == 2
+    assert f"no folder {Path.cwd()}/nobody/nothing. And the hub gave no 'nobody/nothing' (revision main)" in err
+
+
+def test_doctor_finds_nothing_broken_here(run: Any) -> None:
+    code, out, _ = run("doctor")
+
+    assert code == 0
+    assert "builtin:tiny is whole" in out
+    assert "dtype auto is" in out
+
+
+def test_sigterm_ends_training_with_exit_code_75_and_the_same_command_goes_on(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(train={"steps": 100_000, "save_every_steps": 1000, "eval_every_steps": 100_000})
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "step 1/" not in process.stderr.readline():
+            pass
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 75
+    assert "lorakit train: SIGTERM: saved after step" in err
+    assert "Traceback" not in err
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "running"
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
+
+
+def test_the_root_script_and_the_module_are_the_same_program() -> None:
+    for command in (["cli.py"], ["-m", "lorakit.cli"]):
+        done = subprocess.run(
+            [sys.executable, *command, "--version"], capture_output=True, text=True, check=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.stdout.startswith("lorakit 0.")

@@ -1,0 +1,298 @@
+"""What two models differ by comes back as a patch: all of it, or an error that names the rest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import lorakit
+from lorakit.base.load import load_base
+from lorakit.derive.extract import extract
+from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
+from lorakit.inspection.diff import diff
+from lorakit.lora.low_rank import nearest_low_rank
+from lorakit.patch import check_base, read_patch
+from tests.conftest import make_base
+from tests.derive.test_combine import apart, deltas
+from tests.helpers.models import build
+from tests.merging.test_merge import CPU, IDS, make_patch
+
+WEIGHTS = "model.safetensors"
+NORM = "model.layers.0.input_layernorm.weight"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
+    """The model with other tensors, and other settings."""
+    shutil.copytree(base, folder)
+    tensors = load_file(base / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if config:
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def nudged(*names: str) -> Callable[[dict[str, Tensor]], object]:
+    """Adds noise to some tensors."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name in names:
+            tensors[name] += 0.1 * torch.randn(tensors[name].shape, generator=generator)
+
+    return change
+
+
+@pytest.fixture
+def tuned(base: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """(a patch of rank 4, the base with it merged in)."""
+    patch = make_patch(base, tmp_path / "patch")
+    return patch, lorakit.merge(base, patch, out=tmp_path / "tuned", dtype="float32")
+
+
+def test_a_merged_patch_comes_back(base: Path, tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    out = extract(base, tuned[1], rank=4, out=tmp_path / "found", say=said.append)
+
+    patch, told = read_patch(out), deltas(tuned[0])
+    assert patch.layers.keys() == told.keys()
+    assert all(apart(delta, told[name]) < 1e-4 for name, delta in deltas(out).items())
+    assert {(layer.rank, layer.scale) for layer in patch.layers.values()} == {(4, 1.0)}
+    made = patch.metadata["extracted"]
+    assert 1 - 1e-8 < made["energy"] <= 1
+    assert made["energies"].keys() == told.keys()
+    assert made["unchanged"] == 2  # embedding and head
+    assert said[-1].split() == ["all", "layers", "4", "1.000000"]
+    assert len(said) == 2 + len(told)
+    again = lorakit.merge(base, out, out=tmp_path / "again", dtype="float32")
+    expected = lorakit.load(tuned[1], dtype="float32")(IDS).logits
+    assert apart(lorakit.load(again, dtype="float32")(IDS).logits, expected) < 1e-5
+    assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 1e-5
+    peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
+    assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
+
+
+def test_the_patch_knows_its_base(base: Path, tuned: tuple[Path, Path], tmp_path: Path, tokenizer: Any) -> None:
+    patch = read_patch(extract(base, tuned[1], rank=2, out=tmp_path / "found"))
+
+    check_base(patch, base, full=True)
+    assert patch.config.base_model == str(base)
+    assert patch.metadata["base"]["config"]
+    with pytest.raises(PatchError, match="14 of 14 adapted weights"):
+        check_base(patch, make_base(tmp_path / "other", tokenizer, seed=3))
+
+
+def test_the_energy_told_is_what_the_patch_keeps(base: Path, tmp_path: Path) -> None:
+    down = "model.layers.1.mlp.down_proj"
+    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", f"{down}.weight"))
+
+    out = extract(base, full, rank=5, out=tmp_path / "found")
+
+    made, before, after = read_patch(out).metadata["extracted"], load_file(base / WEIGHTS), load_file(full / WEIGHTS)
+    left = size = 0.0
+    for name, delta in deltas(out).items():
+        D = after[f"{name}.weight"].double() - before[f"{name}.weight"].double()
+        best = torch.linalg.svdvals(D)[:5].square().sum() / D.square().sum()
+        kept = 1 - (D - delta).square().sum() / D.square().sum()
+        assert made["energies"][name] == pytest.approx(float(kept), rel=1e-9)
+        assert float(kept) == pytest.approx(float(best), abs=1e-6)
+        left, size = left + float((D - delta).square().sum()), size + float(D.square().sum())
+    assert deltas(out).keys() == {Q, down}
+    assert 0.2 < made["energy"] == pytest.approx(1 - left / size, rel=1e-9)
+
+
+def test_a_change_of_full_rank_comes_back_at_full_rank(base: Path, tmp_path: Path) -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight", f"{Q}.weight"]
+    full = changed(base, tmp_path / "full", nudged(*names))
+
+    out = extract(base, full, rank=32, out=tmp_path / "found")
+
+    served = lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits
+    peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
+    expected = lorakit.load(full, dtype="float32")(IDS).logits
+    assert apart(served, expected) < 1e-5
+    assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
+    assert read_patch(out).layers["model.embed_tokens"].embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_of_other_dtypes_and_files_are_compared_by_their_values(
+    tuned: tuple[Path, Path], base: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def rounded(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    exact = changed(base, tmp_path / "rounded", rounded)
+    again = changed(base, tmp_path / "widened", lambda t: t.update({k: v.to(dtype).float() for k, v in t.items()}))
+    plus = changed(again, tmp_path / "plus", nudged(f"{Q}.weight"))
+    load_base(plus, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
+
+    out = extract(exact, tmp_path / "cut", rank=32, out=tmp_path / "found")
+
+    D = load_file(plus / WEIGHTS)[f"{Q}.weight"].double() - load_file(exact / WEIGHTS)[f"{Q}.weight"].double()
+    assert deltas(out).keys() == {Q}
+    assert apart(deltas(out)[Q], D) < 1e-6
+
+
+def test_what_is_no_linear_layer_is_refused_by_name_or_saved_whole(base: Path, tmp_path: Path) -> None:
+    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", NORM, "model.norm.weight"))
+
+    with pytest.raises(
+        PatchError, match=rf"in 2 tensors that get no low-rank update: {NORM}, model.norm.weight.*rest='save'"
+    ):
+        extract(base, full, rank=32, out=tmp_path / "found")
+    assert not (tmp_path / "found").exists()
+
+    out = extract(base, full, rank=32, out=tmp_path / "found", rest="save")
+    check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
+    assert read_patch(out).metadata["extracted"]["whole"] == [NORM, "model.norm.weight"]
+
+
+def check_same_function(base: Path, full: Path, out: Path, folder: Path, plain: Any) -> None:
+    """Served, merged and in PEFT the patch on the base is the full model."""
+    expected = lorakit.load(full, dtype="float32")(IDS).logits
+    merged = lorakit.merge(base, out, out=folder / "merged")
+    assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 2e-5
+    assert apart(lorakit.load(merged, dtype="float32")(IDS).logits, expected) < 2e-5
+    assert apart(PeftModel.from_pretrained(plain, out).eval()(input_ids=IDS).logits, expected) < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "gemma3_text"])
+def test_a_wholly_trained_model_comes_back_on_every_kind_of_layer(
+    tmp_path: Path, tokenizer: Any, architecture: str
+) -> None:
+    build(architecture).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    every = nudged(*sorted(set(load_file(tmp_path / "base" / WEIGHTS)) - {"embed_out.weight"}))
+    full = changed(tmp_path / "base", tmp_path / "full", every)
+
+    out = extract(tmp_path / "base", full, rank=32, out=tmp_path / "found", rest="save")
+
+    check_same_function(tmp_path / "base", full, out, tmp_path, build(architecture))
+    assert read_patch(out).config.raw["fan_in_fan_out"] is (architecture == "gpt2")
+
+
+def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "base", tokenizer, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(base / WEIGHTS)
+    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", "model.embed_tokens.weight"))
+    twice = changed(
+        full, tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 0})
+    )
+    torn = changed(full, tmp_path / "torn", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    untied = make_base(tmp_path / "untied", tokenizer)
+
+    with pytest.raises(PatchError, match="in 1 tensors that get no low-rank update: model.embed_tokens.weight"):
+        extract(base, full, rank=32, out=tmp_path / "found")
+    with pytest.raises(
+        BaseModelError, match="lm_head.weight and model.embed_tokens.weight are one tensor by its config"
+    ):
+        extract(base, torn, rank=32, out=tmp_path / "found")
+    with pytest.raises(BaseModelError, match="tie_word_embeddings is True in .*, False in"):
+        extract(base, untied, rank=32, out=tmp_path / "found")
+    out = extract(base, twice, rank=32, out=tmp_path / "found", rest="save")
+
+    patch = read_patch(out)
+    assert patch.layers.keys() == {Q}
+    assert torch.equal(patch.full_tensors["lm_head.weight"], patch.full_tensors["model.embed_tokens.weight"])
+    check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
+    head = changed(full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    again = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
+    assert diff(out, again, lambda text: None)
+
+
+def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
+    base: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    nan = float("nan")
+    cases: dict[str, tuple[Path, str]] = {
+        "a tensor less": (
+            changed(base, tmp_path / "a", lambda t: t.pop(f"{Q}.weight")), f"{Q}.weight is missing in .*a$"
+        ),
+        "a tensor more": (
+            changed(base, tmp_path / "b", lambda t: t.update(extra=torch.ones(1))), "extra is missing in .*llama$"
+        ),
+        "another shape": (
+            changed(base, tmp_path / "c", lambda t: t.update({NORM: torch.ones(31)})), rf"{NORM} is \(32,\) in .*, \(31,\)"
+        ),
+        "quantised": (
+            changed(base, tmp_path / "d", lambda t: t.update({f"{Q}.weight": torch.ones(32, 32).to(torch.int8)})),
+            rf"{Q}.weight is stored as \(32, 32\) torch.float32 and torch.int8: quantised",
+        ),
+        "no number": (
+            changed(base, tmp_path / "e", lambda t: t[f"{Q}.weight"].fill_(nan)), f"e: {Q}.weight holds values that are not"
+        ),
+        "no number in a norm": (changed(base, tmp_path / "f", lambda t: t[NORM].fill_(nan)), f"f: {NORM} holds values"),
+        "another setting": (changed(base, tmp_path / "g", nudged(NORM), rms_norm_eps=0.5), "rms_norm_eps is 1e-06 in"),
+        "another width": (make_base(tmp_path / "h", tokenizer, intermediate_size=64), "intermediate_size is 48 in"),
+    }  # fmt: skip
+    build("gpt2").save_pretrained(tmp_path / "gpt2")
+    cases["another architecture"] = (tmp_path / "gpt2", "a LlamaForCausalLM, .* a GPT2LMHeadModel")
+    for folder, message in cases.values():
+        with pytest.raises(BaseModelError, match=message):
+            extract(base, folder, rank=4, out=tmp_path / "found", rest="save")
+    with pytest.raises(BaseModelError, match=f"{Q}.weight is missing in .*; extra is missing"):
+        extract(cases["a tensor more"][0], cases["a tensor less"][0], rank=4, out=tmp_path / "found")
+    more = cases["a tensor more"][0]
+    other = changed(more, tmp_path / "i", nudged("extra"))
+    with pytest.raises(PatchError, match="extra differs, and a patch cannot hold it: no layer has"):
+        extract(more, other, rank=4, out=tmp_path / "found", rest="save")
+    assert not (tmp_path / "found").exists()
+
+
+def test_what_changes_no_logits_is_told_and_not_refused(base: Path, tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = changed(tuned[1], tmp_path / "other", lambda t: None, eos_token_id=7, attention_dropout=0.5)
+    (folder / "tokenizer.json").write_text('{"other": 1}')
+    said: list[str] = []
+
+    extract(base, folder, rank=2, out=tmp_path / "found", say=said.append)
+
+    assert "attention_dropout is 0.0 in" in said[0]
+    assert "eos_token_id" in said[1]
+    assert said[2].startswith("the tokenizers of")
+
+
+def test_nothing_to_extract_impossible_ranks_and_taken_places_are_refused(
+    base: Path, tuned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "found"
+    norms = changed(base, tmp_path / "norms", nudged(NORM))
+    with pytest.raises(PatchError, match="no linear layer of .* differs"):
+        extract(base, base, rank=4, out=out)
+    with pytest.raises(PatchError, match="no linear layer of .* differs"):
+        extract(base, norms, rank=4, out=out, rest="save")
+    for rank in (0, 33):
+        with pytest.raises(MergeError, match=f"rank: from 1 to 32, the smaller side of the largest layer, got {rank}"):
+            extract(base, tuned[1], rank=rank, out=out)
+    with pytest.raises(MergeError, match="rest: 'refuse' or 'save', got 'drop'"):
+        extract(base, tuned[1], rank=4, out=out, rest="drop")  # type: ignore[arg-type]
+    with pytest.raises(MergeError, match="exists already"):
+        extract(base, tuned[1], rank=4, out=tuned[0])
+    with pytest.raises(LorakitError, match="no folder"):
+        extract(base, tmp_path / "no such model", rank=4, out=out)
+    assert not out.exists()
+
+
+def test_the_same_models_give_the_same_bytes_and_nothing_is_drawn(
+    base: Path, tuned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    state = torch.random.get_rng_state()
+    one, two = (extract(base, tuned[1], rank=3, out=tmp_path / name / "x") for name in ("a", "b"))
+    assert all((two / path.name).read_bytes() == path.read_bytes() for path in one.iterdir())
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_matrix_without_change_keeps_all_its_energy() -> None:
+    found = nearest_low_rank(torch.zeros(5, 3, dtype=torch.float64), 2)
+    assert (found.size, found.residual_norm) == (0.0, 0.0)

@@ -1,0 +1,178 @@
+"""What goes with what: every kind of base with every method and target, tried; ``python -m tests.helpers.compatibility`` writes
+docs/support.md from what is found.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)  # fmt: skip
+
+from lorakit.base.load import find_base
+from lorakit.base.loading import load_for_training
+from lorakit.errors import LorakitError
+from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.recipe import BaseSection
+from tests.conftest import make_base
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+BACKENDS = ("single", "ddp", "zero2", "zero3", "fsdp2")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10,
+    "attention_bias": True,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "floats": {"base": "plain"},
+    "floats, tied head": {"base": "tied"},
+    "floats, Conv1D": {"base": "conv1d"},
+    "floats, experts": {"base": "experts"},
+    "nf4": {"base": "plain", "quantize": "nf4"},
+    "fp4": {"base": "plain", "quantize": "fp4"},
+    "int8": {"base": "plain", "quantize": "int8"},
+    "nf4 in its files": {"base": "files"},
+    "nf4, experts": {"base": "experts", "quantize": "nf4"},
+    "nf4, Conv1D": {"base": "conv1d", "quantize": "nf4"},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"method": "rslora"},
+    "lora_fa": {"method": "lora_fa"},
+    "dora": {"method": "dora"},
+    "rsdora": {"method": "rsdora"},
+    "init: pissa": {"init": "pissa"},
+    "init: olora": {"init": "olora"},
+    "dora, init: pissa": {"method": "dora", "init": "pissa"},
+    "embedding": {"targets": ["EMBEDDING", "ATTENTION"]},
+    "embedding and head alike": {"targets": ["EMBEDDING", "ATTENTION"], "tied_head": "both"},
+    "dora on both alike": {"targets": ["EMBEDDING", "ATTENTION"], "tied_head": "both", "method": "dora"},
+    "output head": {"targets": ["lm_head", "ATTENTION"], "tied_head": "untie"},
+    "bias: all": {"bias": "all"},
+    "modules_to_save": {"modules_to_save": ["NORM"]},
+    "trainable_tokens": {"trainable_tokens": [10, 11, 12]},
+    "target_parameters": {"target_parameters": "all-experts"},
+}
+NAMES = {"conv1d": {"EMBEDDING": "wpe", "ATTENTION": "c_attn", "NORM": "ln_f"}}
+USUAL = {"EMBEDDING": "embed_tokens", "ATTENTION": "q_proj", "NORM": "model.norm"}
+EXPERTS = [kind for kind, settings in KINDS.items() if settings["base"] == "experts"]
+NO_SENSE = {  # features that speak of what a kind has not
+    *((kind, f"{what} alike") for what in ("embedding and head", "dora on both") for kind in KINDS if "tied" not in kind),
+    *((kind, "target_parameters") for kind in KINDS if kind not in EXPERTS),
+    *((kind, "bias: all") for kind in EXPERTS), ("floats, tied head", "embedding"),
+}  # fmt: skip
+
+
+def make_bases(folder: Path, tokenizer: Any) -> None:
+    """One small random base of each kind."""
+    make_base(folder / "plain", tokenizer, **SHAPE | {"intermediate_size": 5000})  # packed, it is mostly bytes
+    make_base(folder / "tied", tokenizer, **SHAPE, tie_word_embeddings=True)
+    small = {"vocab_size": len(tokenizer), "initializer_range": 0.1}
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    models = {
+        "conv1d": GPT2LMHeadModel(GPT2Config(n_embd=36, n_layer=2, n_head=3, n_positions=256, **small, **still)),
+        "experts": MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                num_local_experts=3, num_experts_per_tok=2, **small,
+            )
+        ),
+        "files": AutoModelForCausalLM.from_pretrained(
+            folder / "plain", dtype=torch.float32, device_map="cpu",
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+            ),
+        ),
+    }  # fmt: skip
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def cell(kind: str, feature: str) -> dict[str, Any]:
+    """The settings of a cell, as tests.helpers.ranks takes them."""
+    names = USUAL | NAMES.get(KINDS[kind]["base"], {})
+    adapter = {
+        key: [names.get(name, name) for name in value]
+        if isinstance(value, list) and key != "trainable_tokens"
+        else value
+        for key, value in FEATURES[feature].items()
+    }
+    return {"name": f"{kind}/{feature}".replace("/", "-").replace(" ", "_"), **KINDS[kind], "adapter": adapter}
+
+
+def tried(folder: Path, kind: str, feature: str) -> str | None:
+    """None when every tensor of the adapter gets a finite gradient; else why it is refused."""
+    case = cell(kind, feature)
+    place = folder / case["base"]
+    section = BaseSection(model="base", quantize=case.get("quantize", "none"))
+    spec = AdapterSpec(rank=3, **{k: tuple(v) if isinstance(v, list) else v for k, v in case["adapter"].items()})
+    try:
+        model = load_for_training(section, place, torch.float32, torch.device("cpu"), sharded=False).model
+        attach(model, find_targets(model, spec), spec, 0)
+    except LorakitError as problem:
+        return str(problem).replace(f"{place}: ", "")
+    torch.manual_seed(1)
+    for tensor in adapter_tensors(model).values():
+        tensor.data += 0.05 * torch.randn_like(tensor)
+    model(input_ids=torch.arange(8, 32).reshape(2, 12)).logits.square().mean().backward()
+    for name, tensor in adapter_tensors(model).items():
+        assert tensor.grad is not None, name
+        assert tensor.grad.isfinite().all(), name
+        assert tensor.grad.abs().max() > 0, name
+    return None
+
+
+def page(refused: Mapping[tuple[str, str], str | None]) -> str:
+    """docs/support.md for what was found: (kind, feature) -> None, or why it is refused."""
+    lines = [
+        "# What goes with what",
+        "",
+        "Written by `python -m tests.helpers.compatibility` from what it tried; `tests/test_compatibility_matrix.py` fails when this page is not what"
+        " is found. Every `yes` is trained on one process there. With two processes on `ddp`, `zero2`, `zero3` and `fsdp2`"
+        " it is compared with one process: all cells by `make attack`, a choice of them on `zero3` and `fsdp2` by"
+        " `make test`. A refusal comes from `lorakit check`, before anything is loaded.",
+        "",
+        "| | " + " | ".join(KINDS) + " |",
+        "|---|" + "---|" * len(KINDS),
+    ]
+    notes: dict[str, int] = {}
+    for feature in FEATURES:
+        cells = []
+        for kind in KINDS:
+            why = refused[kind, feature]
+            if (kind, feature) in NO_SENSE:
+                cells.append("-")
+            elif why is None:
+                cells.append("yes")
+            else:
+                cells.append(f"no [{notes.setdefault(why, len(notes) + 1)}]")
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    lines += ["", "`-`: there is no such thing in this kind of base.", ""]
+    lines += [f"{number}. {why}" for why, number in notes.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def found(folder: Path) -> dict[tuple[str, str], str | None]:
+    """Every cell that makes sense, tried."""
+    return {
+        (kind, feature): None if (kind, feature) in NO_SENSE else tried(folder, kind, feature)
+        for kind in KINDS
+        for feature in FEATURES
+    }
+
+
+if __name__ == "__main__":
+    place = Path(tempfile.mkdtemp())
+    make_bases(place, AutoTokenizer.from_pretrained(find_base("builtin:tiny")))
+    PAGE.write_text(page(found(place)))
+    print(f"wrote {PAGE}")

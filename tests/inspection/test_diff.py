@@ -1,0 +1,249 @@
+"""Two patches, or two models, are the same when they do the same; what differs is named, most different first."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lorakit
+from lorakit.base.load import load_base
+from lorakit.derive.combine import combine
+from lorakit.errors import LorakitError
+from lorakit.inspection.diff import diff
+from lorakit.patch import read_patch
+from tests.conftest import make_base
+from tests.derive.test_combine import deltas, without_facts
+from tests.derive.test_extract import NORM, WEIGHTS, Q, changed, nudged
+from tests.merging.test_merge import CPU, make_patch
+from tests.patch.test_peft_patches import written
+
+TENSORS = "adapter_model.safetensors"
+
+
+class Said(list[str]):
+    """What was printed."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+    def row(self, start: str) -> list[str]:
+        """The words of the only line that begins so."""
+        (found,) = (text for text in self if text.startswith(start))
+        return found.split()
+
+    def rows(self, header: str) -> list[list[str]]:
+        """The words of every line of a table."""
+        begin = next(number for number, text in enumerate(self) if text.startswith(header)) + 1
+        end = next(number for number in range(begin, len(self)) if not self[number] or self[number].startswith("..."))
+        return [text.split() for text in self[begin:end]]
+
+
+@pytest.fixture
+def patch(base: Path, tmp_path: Path) -> Path:
+    return make_patch(base, tmp_path / "patch")
+
+
+def retensored(folder: Path, copy: Path, change: Any) -> Path:
+    """The patch with other tensors."""
+    without_facts(folder, copy, lambda facts: None)
+    tensors = load_file(copy / TENSORS)
+    change(tensors)
+    save_file(tensors, copy / TENSORS)
+    return copy
+
+
+def test_a_patch_is_the_same_as_itself(patch: Path, tmp_path: Path) -> None:
+    said = Said()
+    assert diff(patch, shutil.copytree(patch, tmp_path / "copy"), said)
+    assert said == ["the same: 14 updates and 0 whole tensors, exactly"]
+
+
+def test_patches_with_other_factors_and_the_same_updates_are_the_same(patch: Path, tmp_path: Path) -> None:
+    def rescaled(tensors: dict[str, torch.Tensor]) -> None:
+        for key, tensor in tensors.items():
+            tensors[key] = tensor * 8 if "lora_A" in key else tensor / 8
+
+    said = Said()
+    assert diff(patch, retensored(patch, tmp_path / "rescaled", rescaled), said)
+    assert said.row("lorakit") == ["lorakit", f'"{lorakit.__version__}"', "null"]
+    assert said[-1].startswith("the same: 14 updates and 0 whole tensors, updates within ")
+
+    said.clear()
+    assert diff(patch, combine(patch, out=tmp_path / "turned", how="ties", density=1, rank=4), said)
+    assert said.row("alpha") == ["alpha", "[6]", "[4]"]
+    assert said.row("scale") == ["scale", "[1.5]", "[1.0]"]
+    assert said[-1].startswith("the same: 14 updates and 0 whole tensors, updates within ")
+
+
+def test_what_differs_is_measured_on_the_updates_and_shown_most_different_first(base: Path, tmp_path: Path) -> None:
+    one = make_patch(base, tmp_path / "one", targets=["q_proj", "k_proj"])
+    two = make_patch(base, tmp_path / "two", seed=1, rank=3, targets=["q_proj", "v_proj"])
+    said = Said()
+
+    assert not diff(one, two, said)
+
+    rows = said.rows("update of")
+    a, b = deltas(one), deltas(two)
+    assert [row[0].rpartition(".")[2] for row in rows] == ["v_proj", "v_proj", "q_proj", "q_proj", "k_proj", "k_proj"]
+    assert [row[1:] for row in rows[:2]] == [["-", "3", "inf", "-"]] * 2
+    assert [row[1:] for row in rows[4:]] == [["4", "-", "1", "-"]] * 2
+    for name, *ranks, difference, cosine in rows[2:4]:
+        assert ranks == ["4", "3"]
+        assert float(difference) == pytest.approx(float((a[name] - b[name]).norm() / a[name].norm()), rel=5e-3)
+        assert float(cosine) == pytest.approx(
+            float((a[name] * b[name]).sum() / a[name].norm() / b[name].norm()), abs=1e-4
+        )
+    assert said.row("rank") == ["rank", "[4]", "[3]"]
+    assert said[-1] == "different: 6 of 6 updates, 0 of 0 whole tensors"
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_a_difference_below_float32_is_none_and_above_it_is_one(patch: Path, tmp_path: Path, part: str) -> None:
+    key = f"base_model.model.{Q}.{part}.weight"
+    near, far = (
+        retensored(patch, tmp_path / str(factor), lambda t, factor=factor: t.update({key: t[key] * factor}))
+        for factor in (1 + 2**-22, 1 + 2**-18)
+    )
+    said = Said()
+    assert diff(patch, near, said)
+    assert not diff(patch, far, said)
+    ((name, *_, difference, cosine),) = said.rows("update of")
+    assert (name, cosine) == (Q, "1.0000")
+    assert float(difference) == pytest.approx(2**-18, rel=0.01)
+    assert said[-1] == "different: 1 of 14 updates, 0 of 0 whole tensors"
+
+
+def test_long_tables_are_cut_after_the_most_different(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+    deep = make_base(tmp_path / "deep", tokenizer, num_hidden_layers=5)
+    one, two = (make_patch(deep, tmp_path / f"{n}", seed=n) for n in range(2))
+    said = Said()
+    assert not diff(one, two, said)
+    assert len(said.rows("update of")) == 20
+    assert said[-2:] == ["... and 15 more\n", "different: 35 of 35 updates, 0 of 0 whole tensors"]
+
+
+def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path) -> None:
+    def other(facts: dict[str, Any]) -> None:
+        facts["base"]["weights"][Q] = "0"
+
+    said = Said()
+    assert not diff(patch, without_facts(patch, tmp_path / "other", other), said)
+    assert f"made for different bases: the weights of 1 of 14 shared layers ({Q} first)\n" in said
+    assert said[-1] == "different: 0 of 14 updates, 0 of 0 whole tensors, and the bases they were made for"
+    assert diff(patch, without_facts(patch, tmp_path / "unknown"), said)
+
+    a, b = (
+        without_facts(patch, tmp_path / text, lambda facts, text=text: facts["base"].update(config=text))
+        for text in ("one", "two")
+    )
+    assert not diff(a, b, said)
+    assert "made for different bases: config\n" in said
+    assert diff(a, patch, said)
+
+
+def test_whole_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any) -> None:
+    config: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
+    _, one, _ = written(tmp_path / "a", "llama", tokenizer, **config)
+    _, small, _ = written(tmp_path / "b", "opt", tokenizer, target_modules=["q_proj"])
+    key = "base_model.model.lm_head.weight"
+    two = retensored(one, tmp_path / "two", lambda t: t.update({key: t[key] * 2}))
+    said = Said()
+
+    assert not diff(one, two, said)
+    assert said.rows("whole tensor")[0][::5] == [
+        "lm_head.weight",
+        f"{read_patch(one).full_tensors['lm_head.weight'].abs().max():.3g}",
+    ]
+    assert said[-1] == "different: 0 of 2 updates, 1 of 6 whole tensors"
+    said.clear()
+    assert not diff(one, small, said)
+    assert said[-1] == "different: 4 of 4 updates, 6 of 6 whole tensors"
+    assert diff(one, one, Said())
+
+
+def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp_path: Path) -> None:
+    load_base(base, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
+    shutil.copy(base / "tokenizer.json", tmp_path / "cut")
+    wide = changed(base, tmp_path / "wide", lambda t: t.update({NORM: t[NORM].bfloat16()}))
+    said = Said()
+
+    assert diff(base, base, said)
+    assert said == ["the same: 21 tensors of equal values"]
+    assert diff(base, tmp_path / "cut", said)
+    assert any(text.startswith("files: 1 of ") for text in said)
+    assert diff(base, wide, said)
+    assert f"dtype: 1 tensors differ (float32 and bfloat16; {NORM} first)\n" in said
+    assert said[-1] == "the same: 21 tensors of equal values, 1 in another dtype"
+    assert diff("builtin:tiny", "builtin:tiny", said)
+
+
+def test_tensors_that_differ_are_measured_one_by_one(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.modules["lorakit.inspection.diff"], "BLOCK_ELEMENTS", 100)
+    other = changed(base, tmp_path / "other", nudged(f"{Q}.weight", NORM))
+    said = Said()
+
+    assert not diff(base, other, said)
+
+    before, after = load_file(base / WEIGHTS), load_file(other / WEIGHTS)
+    rows = said.rows("tensor")
+    assert [row[0] for row in rows] == [f"{Q}.weight", NORM]
+    for name, *kinds, largest, difference in rows:
+        change = (after[name] - before[name]).double()
+        assert kinds == ["float32", "x".join(map(str, change.shape))] * 2
+        assert float(largest) == pytest.approx(float(change.abs().max()), rel=5e-3)
+        assert float(difference) == pytest.approx(float(change.norm() / before[name].norm()), rel=5e-3)
+    assert said[-1] == (
+        "different: 2 of 21 tensors (0 only in the first, 0 only in the second), 0 settings of config.json"
+    )
+
+
+def test_missing_misshaped_and_broken_tensors_and_settings_differ(base: Path, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop(f"{Q}.weight")
+        tensors["extra"] = torch.ones(2)
+        tensors[NORM] = torch.ones(3)
+        tensors["model.norm.weight"][0] = float("nan")
+
+    other = changed(base, tmp_path / "other", damage, rms_norm_eps=0.5, use_cache=False)
+    (other / "tokenizer.json").write_text("{}")
+    said = Said()
+
+    assert not diff(base, other, said)
+
+    assert {row[0] for row in said.rows("tensor ")} == {f"{Q}.weight", "extra", NORM, "model.norm.weight"}
+    assert said.row("extra") == ["extra", "-", "float32", "2", "-", "-"]
+    assert said.row("model.norm.weight")[-2:] == ["nan", "inf"]
+    assert [row[0] for row in said.rows("config")] == ["rms_norm_eps", "use_cache"]
+    assert said[-1] == (
+        "different: 4 of 22 tensors (1 only in the first, 1 only in the second), 1 settings of config.json, the tokenizer"
+    )
+    assert diff(other, other, said)  # the same bits, numbers or not
+
+
+def test_models_with_other_tokenizers_are_not_the_same(base: Path, tmp_path: Path) -> None:
+    (shutil.copytree(base, tmp_path / "other") / "tokenizer.json").write_text("{}")
+    said = Said()
+    assert not diff(base, tmp_path / "other", said)
+    assert said[-1].endswith(", 0 settings of config.json, the tokenizer")
+
+
+def test_what_names_the_file_and_not_the_model_is_shown_and_no_difference(base: Path, tmp_path: Path) -> None:
+    other = changed(base, tmp_path / "other", lambda t: None, transformers_version="4", torch_dtype="float32")
+    said = Said()
+    assert diff(base, other, said)
+    assert json.loads(said.row("transformers_version")[2]) == "4"
+
+
+def test_a_patch_and_a_model_are_not_compared(base: Path, patch: Path, tmp_path: Path) -> None:
+    for pair in ((base, patch), (patch, base)):
+        with pytest.raises(
+            LorakitError, match=f"{patch} is a patch, {base} is not. `lorakit show {patch} --for {base}`"
+        ):
+            diff(*pair, Said())
+    with pytest.raises(LorakitError, match="no folder"):
+        diff(base, tmp_path / "absent folder", Said())

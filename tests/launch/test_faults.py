@@ -1,0 +1,450 @@
+"""What goes wrong with the processes of one host: each fault ends all of them, in words, with a code a script can use.
+
+2: the user can fix it. 75: try again, what was saved is kept. Nobody is left running, nobody prints a traceback.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorakit.run.metrics import read_metrics
+from lorakit.training.checkpoint import Checkpoints
+
+from tests.conftest import chat, make_base, write_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
+
+Recipe = Callable[..., Path]
+PATIENCE_SECONDS = 180  # a hang guard, no expectation
+TRAIN = [sys.executable, "-m", "lorakit.cli", "train"]
+DDP = ("parallel.backend=ddp", "parallel.processes=2", "parallel.silent_seconds=5")
+MARK = "LORAKIT_TEST_FAULTS"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A command whose processes, and theirs, all carry a mark; at the end of the test none of them may be left."""
+    mark, commands = f"{MARK}={tmp_path}", []
+
+    def begin(command: list[str], cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(tmp_path)} | variables, cwd=cwd,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        commands.append(process)
+        return process
+
+    yield begin
+    left = marked(mark)
+    until = time.monotonic() + 10
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        left = marked(mark)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in commands:
+        process.communicate()
+    assert not left, "processes were left running"
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes with this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+            if not dead and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said = process.communicate(timeout=PATIENCE_SECONDS)[0]
+    return process.returncode, said
+
+
+def assert_in_words(said: str) -> None:
+    assert "lorakit train:" in said or "lorakit: stopped, because" in said, said
+    assert "Traceback" not in said, said
+    assert len(said.splitlines()) < 60, said
+
+
+def torchrun(recipe: Path, *overrides: str) -> list[str]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
+    return [*run, "-m", "lorakit.cli", "train", str(recipe), *overrides]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_rank(rank: int, port: int) -> dict[str, str]:
+    """The variables of a launcher that does nothing else: no one ends a rank but itself."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def at_start(folder: Path, code: str) -> dict[str, str]:
+    """Variables with which Python runs ``code`` before anything else."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """rank -> process of lorakit's own launcher."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    ranks = {}
+    for pid in map(int, found):
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks.update({int(item[5:]): pid for item in told if item.startswith(b"RANK=")})
+    return ranks
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not what():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def steps_of(out: Path) -> int:
+    return max((line["step"] for line in read_metrics(out / "metrics.jsonl")), default=0)
+
+
+def saved_step(out: Path) -> int:
+    """The step of the newest checkpoint that verifies."""
+    newest = Checkpoints(out / "checkpoints", 3).newest()
+    return newest[0].step if newest else 0
+
+
+@pytest.fixture
+def endless(recipe: Recipe) -> Path:
+    """A run that is not over before something happens to it."""
+    return recipe(
+        train={"steps": 5000, "save_every_steps": 3, "batch_size": 6, "micro_batch_size": 2, "eval_every_steps": 5000},
+        adapter={"dropout": 0.0},
+    )
+
+
+# ------------------------------------------------------------------------------------------- refused at the start
+
+
+def test_another_number_of_processes_than_torchruns_is_refused(recipe: Recipe, start: Any) -> None:
+    code, said = ended(start(torchrun(recipe(), "parallel.backend=ddp", "parallel.processes=4")))
+
+    assert code == 1  # torchrun's
+    assert "torchrun started 2 processes, parallel.processes is 4" in said
+    assert "lorakit/parallel/" not in said  # no traceback but torchrun's own
+
+
+def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
+    recipe: Recipe, start: Any, tmp_path: Path
+) -> None:
+    hidden = at_start(tmp_path / "hidden", "import sys; sys.modules['deepspeed'] = None")
+
+    code, said = ended(start([*TRAIN, str(recipe()), "parallel.backend=zero2", "parallel.processes=2"], **hidden))
+
+    assert code == 2
+    assert said.count("needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or fsdp2") == 1
+    assert_in_words(said)
+
+
+def test_a_lock_that_a_cut_off_compile_left_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
+    lock = tmp_path / "extensions" / "async_io" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    nvme = ["parallel.backend=zero3", "parallel.offload=nvme", f"parallel.nvme_path={tmp_path / 'disk'}"]
+    command = [*TRAIN, str(recipe()), *nvme, "parallel.processes=2"]
+
+    code, said = ended(start(command, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))
+
+    assert code == 2
+    assert said.count(f"remove it: rm {lock}") == 1
+    assert_in_words(said)
+
+
+def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start: Any) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        path = recipe()
+        first = start([*TRAIN, str(path), *DDP, "parallel.stuck_seconds=10"], **as_rank(0, port))
+
+        code, said = ended(first)
+
+    assert code == 2, said
+    assert f"127.0.0.1:{port}" in said
+    assert "in use by another program" in said
+    assert_in_words(said)
+
+
+@pytest.mark.attack
+def test_a_rank_that_never_comes_is_missed_in_words(recipe: Recipe, start: Any) -> None:
+    port = free_port()
+
+    code, said = ended(start([*TRAIN, str(recipe()), *DDP, "parallel.stuck_seconds=5"], **as_rank(0, port)))
+
+    assert code == 75, said
+    assert f"127.0.0.1:{port}" in said
+    assert_in_words(said)
+
+
+# --------------------------------------------------------------------------------------- ranks that are not alike
+
+
+def test_ranks_with_other_recipes_and_versions_are_told_which(recipe: Recipe, start: Any, tmp_path: Path) -> None:
+    port = free_port()
+    other = at_start(
+        tmp_path / "patched",
+        "import importlib.metadata as m\nasked = m.version\n"
+        "m.version = lambda name: '1.2.3' if name == 'transformers' else asked(name)\n",
+    )
+    both = (
+        start([*TRAIN, str(recipe()), *DDP], **as_rank(0, port)),
+        start([*TRAIN, str(recipe()), *DDP, "train.learning_rate=0.5"], **as_rank(1, port), **other),
+    )
+
+    for code, said in map(ended, both):
+        assert code == 2, said
+        assert "train.learning_rate: rank 0 0.01, rank 1 0.5" in said
+        assert "rank 1 '1.2.3'" in said
+        assert_in_words(said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, start: Any, tmp_path: Path) -> None:
+    port, path, both = free_port(), recipe(data={"train": "here.jsonl", "eval": None}), []
+    for rank in range(2):
+        folder = tmp_path / f"machine{rank}"
+        folder.mkdir()
+        write_rows(folder / "here.jsonl", [chat(f"say {i}", f"it {i * (1 + rank)}") for i in range(20)])
+        code = [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {os.getcwd()!r}); from lorakit.cli import main; sys.exit(main(sys.argv[1:]))",
+        ]
+        both.append(start([*code, "train", str(path), *DDP], cwd=folder, **as_rank(rank, port)))
+
+    for code, said in map(ended, both):
+        assert code == 2, said
+        assert "the processes disagree on base and rows" in said
+        assert "rows: rank 0 " in said
+        assert_in_words(said)
+
+
+# ------------------------------------------------------------------------------------------------- while training
+
+
+def killed(rank: int, number: int) -> Callable[[subprocess.Popen[str]], None]:
+    return lambda process: os.kill(ranks_of(process)[rank], number)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param(killed(0, signal.SIGKILL), "rank 0 was killed by SIGKILL", id="rank 0 killed"),
+        pytest.param(killed(1, signal.SIGSTOP), "have not been heard of|has not been heard of", id="rank 1 stopped"),
+        pytest.param(killed(0, signal.SIGSTOP), "not answer|not been heard of", id="rank 0 stopped"),
+    ],
+)
+def test_a_rank_that_is_gone_ends_the_run_and_is_named(
+    endless: Path, start: Any, tmp_path: Path, fault: Any, words: str
+) -> None:
+    process = start([*TRAIN, str(endless), *DDP])
+    wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
+
+    fault(process)
+    code, said = ended(process)
+
+    assert code == 75, said
+    assert any(word in said for word in words.split("|")), said
+    assert "goes on" in said
+    assert_in_words(said)
+    assert saved_step(tmp_path / "out") >= 3
+
+
+@pytest.mark.attack
+def test_a_rank_that_is_stopped_or_killed_ends_the_other_without_any_launcher(
+    endless: Path, start: Any, tmp_path: Path
+) -> None:
+    port = free_port()
+    one, other = (start([*TRAIN, str(endless), *DDP], **as_rank(rank, port)) for rank in range(2))
+    wait_for(lambda: steps_of(tmp_path / "out") >= 4, one)
+
+    os.kill(other.pid, signal.SIGSTOP)
+    code, said = ended(one)
+
+    assert code == 75, said
+    assert "rank 1 (" in said
+    assert "has not been heard of for 5 s" in said
+    assert_in_words(said)
+    os.kill(other.pid, signal.SIGCONT)
+    code, said = ended(other)
+    assert code == 75, said
+    assert_in_words(said)
+
+
+@pytest.mark.attack
+def test_a_rank_that_dies_while_loading_is_named(endless: Path, start: Any, tmp_path: Path) -> None:
+    process = start([*TRAIN, str(endless), *DDP])
+    wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)  # rank 0 begins to load
+
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    code, said = ended(process)
+
+    assert code == 75, said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert_in_words(said)
+
+
+def test_a_rank_without_memory_says_so_and_ends_all(endless: Path, start: Any, tmp_path: Path) -> None:
+    process = start([*TRAIN, str(endless), *DDP], MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="0")
+    wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
+
+    resource.prlimit(ranks_of(process)[1], resource.RLIMIT_DATA, (2**20, 2**20))
+    code, said = ended(process)
+
+    assert code in (2, 75), said
+    assert "memory" in said, said
+    assert "rank 1" in said, said
+    assert_in_words(said)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_names_its_row(
+    recipe: Recipe, start: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    base = make_base(tmp_path / "base", tokenizer)
+    weights = load_file(base / "model.safetensors")
+    strange = tokenizer("Q", add_special_tokens=False)["input_ids"][-1]
+    weights["model.embed_tokens.weight"][strange] = torch.nan
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("say", "so Q" if i == 12 else f"it {i}") for i in range(24)])
+    path = recipe(
+        base={"model": str(base)}, data={"train": str(rows), "eval": None, "packing": False},
+        train={"batch_size": 6, "micro_batch_size": 1},
+    )  # fmt: skip
+
+    code, said = ended(start([*TRAIN, str(path), *DDP]))
+
+    assert code == 2, said
+    assert said.count(f"Rows in it: {rows}:13.") == 1
+    assert said.count("nothing was updated") == 1
+    assert_in_words(said)
+
+
+# ------------------------------------------------------------------------------------------------------ the output
+
+
+@pytest.mark.attack
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_with_more_space(
+    recipe: Recipe, start: Any, tmp_path: Path
+) -> None:
+    path = recipe(train={"steps": 150, "save_every_steps": 2, "batch_size": 6, "eval_every_steps": 150})
+    disk, out = tmp_path / "disk", tmp_path / "disk" / "out"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        process = start([*TRAIN, str(path), *DDP, f"output={out}"])
+        wait_for(lambda: steps_of(out) >= 7, process)
+        with open(disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+            for size in (4096, 1):
+                with contextlib.suppress(OSError):
+                    while filler.write(b"x" * size):
+                        pass
+        code, said = ended(process)
+
+        assert code == 75, said
+        assert "the disk is full" in said, said
+        assert "run the same command again" in said
+        assert_in_words(said)
+        before = saved_step(out)
+        assert before >= 2
+
+        (disk / "filler").unlink()
+        code, said = ended(start([*TRAIN, str(path), *DDP, f"output={out}"]))
+        assert code == 0, said
+        assert f"after step {before}" in said
+        steps = [line["step"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+        assert steps == list(range(1, 151))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.attack
+def test_a_second_run_is_refused_and_signals_that_come_again_are_one_request(
+    endless: Path, start: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = start([*TRAIN, str(endless), *DDP])
+    wait_for(lambda: steps_of(out) >= 4, process)
+
+    code, said = ended(start([*TRAIN, str(endless), *DDP]))
+
+    assert code == 2, said
+    assert said.count(f"output: {out} is in use by process {ranks_of(process)[0]} on {socket.gethostname()}") == 1
+    assert_in_words(said)
+
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+
+    assert code == 75, said
+    assert "SIGTERM: saved after step" in said
+    assert f"saved after step {saved_step(out)};" in said
+    assert_in_words(said)
+
+
+@pytest.mark.attack
+def test_torchruns_whole_process_group_may_be_asked_to_stop(endless: Path, start: Any, tmp_path: Path) -> None:
+    """As Kubernetes, Slurm and Ctrl-C do: each worker gets the signal twice, from outside and from torchrun."""
+    process = start(torchrun(endless, *DDP))
+    wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
+
+    for pid in marked(f"{MARK}={tmp_path}"):
+        os.kill(pid, signal.SIGTERM)
+    _, said = ended(process)
+
+    assert f"SIGTERM: saved after step {saved_step(tmp_path / 'out')};" in said
+    assert "stopped at once" not in said
+
+
+@pytest.mark.attack
+def test_a_killed_launcher_leaves_nobody(endless: Path, start: Any, tmp_path: Path) -> None:
+    process = start([*TRAIN, str(endless), *DDP])
+    wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
+    assert len(marked(f"{MARK}={tmp_path}")) == 3
+
+    process.kill()
+
+    until = time.monotonic() + 10
+    while marked(f"{MARK}={tmp_path}"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert saved_step(tmp_path / "out") >= 3

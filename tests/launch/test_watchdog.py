@@ -1,0 +1,618 @@
+"""When a rank of a run fails, is gone, or stands still, every rank ends, and says in words which one it was.
+
+Real processes with real gloo. A stage imports torch once; for each scene it forks the ranks, which act like the train
+command: they ask the watch about a collective that failed, and tell it about an error of their own.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []
+
+from lorakit.launch.heartbeat import is_collective_error  # noqa: E402
+from lorakit.launch.watchdog import Watchdog  # noqa: E402
+
+pytestmark = pytest.mark.spread
+
+SILENT = 4.0  # seconds; a rank speaks ten times as often
+HANG_SECONDS = 60.0
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1",
+    "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks DNS for the name of every peer
+}  # fmt: skip
+APART = -1  # the process that holds the store when no rank does
+
+
+class UserError(Exception):
+    """What a rank finds wrong by itself."""
+
+
+# -- the scenes: what each rank does, and what becomes of the ranks from outside -------------------------------------
+
+
+def reduce_for_ever(watch: Watchdog) -> None:
+    for step in range(10**9):
+        watch.set_phase(f"step {step}: all-reduce")
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(0.01)
+
+
+def wait_elsewhere(watch: Watchdog, phase: str = "step 3: reading rows") -> None:
+    watch.set_phase(phase)
+    time.sleep(HANG_SECONDS)
+
+
+def later(seconds: float, number: signal.Signals) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+
+
+def one_is_killed(watch: Watchdog) -> None:
+    if watch.rank == 1:
+        later(3, signal.SIGKILL)
+    reduce_for_ever(watch)
+
+
+def one_is_killed_while_nobody_talks_to_it(watch: Watchdog) -> None:
+    if watch.rank == 1:
+        later(3, signal.SIGKILL)
+    if watch.rank == 0:
+        watch.set_phase("step 3: receiving")
+        dist.recv(torch.ones(1), src=2)  # blocked inside torch, waiting for a rank that is well
+    wait_elsewhere(watch)
+
+
+def the_store_is_killed(watch: Watchdog) -> None:
+    if watch.rank == 0:
+        later(3, signal.SIGKILL)
+    wait_elsewhere(watch)
+
+
+def the_store_is_killed_but_its_port_stays_open(watch: Watchdog) -> None:
+    """As when a process that loads rows outlives the rank that forked it."""
+    if watch.rank == 0 and os.fork() == 0:
+        time.sleep(4 * SILENT)
+        os._exit(0)
+    the_store_is_killed(watch)
+
+
+def one_is_stopped(watch: Watchdog) -> None:
+    if watch.rank == 1:
+        later(3, signal.SIGSTOP)
+    reduce_for_ever(watch)
+
+
+def two_are_stopped(watch: Watchdog) -> None:
+    if watch.rank > 0:
+        later(2.7 + 0.3 * watch.rank, signal.SIGSTOP)
+    reduce_for_ever(watch)
+
+
+def the_store_is_stopped(watch: Watchdog) -> None:
+    if watch.rank == 0:
+        later(3, signal.SIGSTOP)
+    reduce_for_ever(watch)
+
+
+def one_finds_an_error(watch: Watchdog) -> None:
+    if watch.rank == 1:
+        for step in range(3):
+            watch.set_phase(f"step {step}: all-reduce")
+            dist.all_reduce(torch.ones(1000))
+        watch.set_phase("step 3: reading rows")
+        raise UserError("rows.jsonl:7: no text\nGive it one.")
+    reduce_for_ever(watch)
+
+
+def the_host_of_the_store_finds_an_error(watch: Watchdog) -> None:
+    if watch.rank == 0:
+        watch.set_phase("step 3: reading rows")
+        raise UserError("rows.jsonl:7: no text")
+    wait_elsewhere(watch)
+
+
+def each_finds_an_error_at_once(watch: Watchdog) -> None:
+    watch.set_phase("reading the recipe")
+    time.sleep(2 - time.time() % 1 + watch.rank / 30)  # before it is heard of the others
+    raise UserError(f"error {watch.rank} of the user")
+
+
+def they_wait_for_each_other(watch: Watchdog) -> None:
+    for step in range(3):
+        watch.set_phase(f"step {step}: all-reduce")
+        dist.all_reduce(torch.ones(1000))
+    watch.set_phase("step 3: reading rows")
+    if watch.rank == 1:
+        wait_for_a_row()
+    watch.set_phase("step 3: all-reduce")
+    dist.all_reduce(torch.ones(1000))
+
+
+def wait_for_a_row() -> None:
+    threading.Event().wait(HANG_SECONDS)
+
+
+def a_collective_breaks_although_all_live(watch: Watchdog) -> None:
+    if watch.rank == 1:
+        wait_elsewhere(watch)
+    reduce_for_ever(watch)
+
+
+def the_first_ends_well_long_before(watch: Watchdog) -> None:
+    if watch.rank > 0:
+        time.sleep(2 * SILENT)
+
+
+def another_ends_well_long_before(watch: Watchdog) -> None:
+    if watch.rank != 1:
+        time.sleep(2 * SILENT)
+
+
+def all_work_hard(watch: Watchdog) -> None:
+    """More busy ranks than cores; each now and then keeps the interpreter's lock in a C call."""
+    until = time.monotonic() + 2 * SILENT
+    while time.monotonic() < until:
+        watch.set_phase("step 1: forward")
+        sum(number * number for number in range(200_000))
+        ctypes.PyDLL(None).usleep(int(SILENT / 4 * 1e6))
+
+
+def host_stops(rank: int) -> None:
+    time.sleep(1 if rank == 0 else 2)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Scene(NamedTuple):
+    act: Callable[[Watchdog], None]
+    size: int = 3
+    settings: dict[str, float] = {}  # noqa: RUF012
+    group: bool = True
+    group_seconds: float = HANG_SECONDS
+    delays: dict[int, float] = {}  # noqa: RUF012
+    """seconds by which a rank starts late"""
+    store: int = 0
+    """the rank that holds the store"""
+    ending_seconds: float = 2
+    """how long a rank that was told why takes to end: longer than the grace"""
+    first: Callable[[int], None] = lambda rank: None
+    """what a rank does between joining the store and watching"""
+    together: bool = True
+    """whether nothing happens before every rank was heard of, however busy the machine is"""
+    meanwhile: Callable[[dict[int, int]], None] = lambda pids: None
+    """done from outside to the ranks' processes"""
+
+
+def continue_the_stopped(pids: dict[int, int]) -> None:
+    """Once all others have ended."""
+
+    def is_stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    while not all(is_stopped(pid) for pid in pids.copy().values()):
+        time.sleep(0.1)
+    for pid in pids.copy().values():
+        os.kill(pid, signal.SIGCONT)
+
+
+def continue_the_host(pids: dict[int, int]) -> None:
+    time.sleep(2 + 2 * SILENT)
+    os.kill(pids[0], signal.SIGCONT)
+
+
+def pause_all(pids: dict[int, int]) -> None:
+    time.sleep(1)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids.values():
+            os.kill(pid, number)
+        time.sleep(2 * SILENT)
+
+
+SCENES = {
+    "killed": Scene(one_is_killed),
+    "killed, others do not end": Scene(one_is_killed, ending_seconds=HANG_SECONDS),
+    "killed, others blocked": Scene(one_is_killed_while_nobody_talks_to_it),
+    "killed among many": Scene(
+        lambda watch: (later(3, signal.SIGKILL) if watch.rank == 11 else None, wait_elsewhere(watch))[1],
+        size=12, group=False,
+    ),
+    "store killed": Scene(the_store_is_killed, group=False),
+    "store killed, port open": Scene(the_store_is_killed_but_its_port_stays_open, group=False),
+    "store apart killed": Scene(wait_elsewhere, size=2, group=False, store=APART),
+    "stopped": Scene(one_is_stopped, meanwhile=continue_the_stopped),
+    "two stopped": Scene(two_are_stopped, meanwhile=continue_the_stopped),
+    "store stopped": Scene(the_store_is_stopped, meanwhile=continue_the_stopped),
+    "error": Scene(one_finds_an_error),
+    "host's error": Scene(the_host_of_the_store_finds_an_error, group=False),
+    "errors at once": Scene(each_finds_an_error_at_once, size=4, group=False),
+    "deadlock": Scene(they_wait_for_each_other, settings={"stuck_seconds": 3}),
+    "deadlock of many": Scene(
+        lambda watch: wait_elsewhere(watch, f"step {3 - (watch.rank == 11)}: reading rows"),
+        size=12, group=False, settings={"stuck_seconds": 2},
+    ),
+    "broken": Scene(a_collective_breaks_although_all_live, group_seconds=4),
+    "first ends": Scene(the_first_ends_well_long_before),
+    "another ends": Scene(another_ends_well_long_before),
+    "starts late": Scene(
+        lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, together=False, delays={2: 2 * SILENT},
+    ),
+    "store answers late": Scene(
+        lambda watch: time.sleep(3 * SILENT), group=False, together=False, first=host_stops, meanwhile=continue_the_host,
+    ),
+    "never starts": Scene(
+        wait_elsewhere, group=False, together=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS},
+    ),
+    "hard work": Scene(all_work_hard, size=4, group=False),
+    "paused": Scene(lambda watch: time.sleep(3 * SILENT), group=False, meanwhile=pause_all),
+}  # fmt: skip
+
+
+# -- the stage --------------------------------------------------------------------------------------------------------
+
+
+def act(scene: Scene, watch: Watchdog, join: Callable[[], None]) -> int:
+    """A rank as the train command would run it; its exit code."""
+    watch.start()
+    try:
+        join()
+        scene.act(watch)
+    except UserError as problem:
+        reason = watch.fail(str(problem), 2)
+        print(f"lorakit: {problem if reason.rank == watch.rank else reason}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if not is_collective_error(error):
+            raise
+        reason = watch.explain(error)
+        print(f"lorakit: {reason}", file=sys.stderr, flush=True)
+        time.sleep(scene.ending_seconds)
+        return reason.exit_code
+    watch.close()
+    return 0
+
+
+def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
+    """One forked process of a scene."""
+    time.sleep(scene.delays.get(rank, 0))
+    here = rank == scene.store
+    if not here:
+        os.close(listening)
+    store = TCPStore(
+        "127.0.0.1", port, is_master=here, wait_for_workers=False, master_listen_fd=listening if here else None
+    )
+    if rank == APART:
+        wait_until_together(store, scene.size)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def join() -> None:
+        if scene.group:
+            seconds = timedelta(seconds=scene.group_seconds)
+            inner = PrefixStore("group", store)
+            dist.init_process_group("gloo", store=inner, rank=rank, world_size=scene.size, timeout=seconds)
+        if scene.together:
+            come_together(store, scene.size)
+            if here:  # nobody asks it any more when it goes with this rank
+                wait_until_together(store, scene.size)
+
+    scene.first(rank)
+    settings: Any = {"silent_seconds": SILENT, "grace_seconds": 1.0, **scene.settings}
+    return act(scene, Watchdog(PrefixStore("watch", store), rank, scene.size, **settings), join)
+
+
+def come_together(store: TCPStore, size: int) -> None:
+    """Until every rank is in its third round, so that the answer to an earlier one has come to it."""
+    watched = PrefixStore("watch", store)
+    for key in [f"lorakit/watch/{rank}" for rank in range(size)]:
+        while (said := watched.get(key).decode()) == "-" or json.loads(said)["count"] < 3:
+            time.sleep(0.1)
+    store.add("together", 1)
+
+
+def wait_until_together(store: TCPStore, size: int) -> None:
+    while store.add("together", 0) < size:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def listening_socket() -> Iterator[tuple[int, int]]:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1], listener.fileno()
+
+
+def fork(folder: Path, name: str, work: Callable[[], int]) -> int:
+    """A process that does this, what it prints going to a file; its number."""
+    if (pid := os.fork()) > 0:
+        return pid
+    code = 1
+    try:
+        told = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(told, 1)
+        os.dup2(told, 2)
+        code = work()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def play(name: str, folder: Path) -> int:
+    """Forks the ranks of a scene, and writes down the exit codes once all have ended; None: had to be killed."""
+    scene, until = SCENES[name], time.monotonic() + HANG_SECONDS
+    codes: dict[int, int | None] = {}
+    with listening_socket() as (port, listening):
+        ranks = [*range(scene.size), *([APART] if scene.store == APART else [])]
+        pids = {rank: fork(folder, f"{rank}", lambda r=rank: perform(scene, r, port, listening)) for rank in ranks}
+    threading.Thread(target=scene.meanwhile, args=(pids,), daemon=True).start()
+    while pids:
+        late = time.monotonic() > until
+        for rank, pid in list(pids.items()):
+            if late or (name == "never starts" and rank == 2 and len(pids) == 1):
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if ended:
+                codes[rank] = None if late else os.waitstatus_to_exitcode(status)
+                del pids[rank]
+        time.sleep(0.05)
+    (folder / "codes.part").write_text(json.dumps([codes[rank] for rank in range(scene.size)]))
+    (folder / "codes.part").rename(folder / "codes.json")
+    return 0
+
+
+def stage(lines: IO[str]) -> None:
+    for line in lines:
+        name, folder = json.loads(line)
+        fork(Path(folder), "stage", lambda name=name, folder=folder: play(name, Path(folder)))
+
+
+def launched(name: str, folder: Path) -> int:
+    """A rank that torchrun started: the group from the environment, its store, and torchrun's SIGTERM looked at later."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    dist.init_process_group("gloo")
+    told = os.open(folder / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(told, 2)
+    store = dist.distributed_c10d._get_default_store()
+    watch = Watchdog(store, dist.get_rank(), dist.get_world_size(), silent_seconds=SILENT)
+    return act(SCENES[name], watch, lambda: None)
+
+
+def said_by(file: Path) -> str:
+    """What a rank printed, but for torch's complaint that DNS is slow."""
+    lines = file.read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if "hostname of the client socket cannot be retrieved" not in line)
+
+
+class Played(NamedTuple):
+    codes: list[int | None]
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Played]]:
+    """Plays a scene: the exit code of each rank and what it printed."""
+    folders = {name: tmp_path_factory.mktemp("scene") for name in SCENES}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True
+    )
+    assert process.stdin
+    for name, folder in folders.items():  # all at once: mostly they wait
+        process.stdin.write(json.dumps([name, str(folder)]).encode() + b"\n")
+    process.stdin.flush()
+    until = time.monotonic() + HANG_SECONDS + 30
+
+    def played(name: str) -> Played:
+        done = folders[name] / "codes.json"
+        while not done.exists():
+            assert process.poll() is None, "the stage broke"
+            assert time.monotonic() < until, "the stage hangs"
+            time.sleep(0.05)
+        codes = json.loads(done.read_text())
+        return Played(codes, [said_by(folders[name] / str(rank)) for rank in range(len(codes))])
+
+    yield played
+    os.killpg(process.pid, signal.SIGKILL)  # it waits for more scenes, so the group is still its own
+    process.stdin.close()
+    process.wait()
+
+
+# -- the claims -------------------------------------------------------------------------------------------------------
+
+
+def names_once(said: str, *words: str) -> bool:
+    """One block of ours, with these words, and no word of gloo's."""
+    return said.count("lorakit: stopped") == 1 and all(word in said for word in words) and "gloo" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("played")  # first: the scenes are played meanwhile
+def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    runs = {}
+    for scene in ("killed", "error"):
+        folder = tmp_path / scene
+        folder.mkdir()
+        runs[scene] = subprocess.Popen([*torchrun, scene, folder], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    reports = {scene: run.communicate(timeout=2 * HANG_SECONDS)[1] for scene, run in runs.items()}
+    said = {scene: said_by(tmp_path / scene / "0") for scene in runs}
+
+    assert [run.returncode for run in runs.values()] == [1, 1]  # torchrun's own
+    assert names_once(said["killed"], "rank 1 (", "ended without a word"), said
+    assert names_once(said["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), said
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 75 ", reports["killed"]), reports["killed"]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", reports["error"]), reports["error"]
+
+
+@pytest.mark.parametrize("scene", ["killed", "killed, others do not end"])
+def test_a_killed_rank_is_named_by_all_others(played: Callable[[str], Played], scene: str) -> None:
+    codes, said = played(scene)
+
+    assert codes == [75, -9, 75], said
+    for rank in (0, 2):
+        assert names_once(said[rank], "rank 1 (", "ended without a word", "all-reduce"), said[rank]
+
+
+def test_a_killed_rank_is_noticed_by_ranks_that_are_blocked_elsewhere(played: Callable[[str], Played]) -> None:
+    codes, said = played("killed, others blocked")
+
+    assert codes == [75, -9, 75], said
+    for rank in (0, 2):
+        assert names_once(said[rank], "rank 1 (", "ended without a word", "step 3: reading rows"), said[rank]
+
+
+def test_every_rank_of_many_learns_of_one_it_does_not_listen_to(played: Callable[[str], Played]) -> None:
+    codes, said = played("killed among many")
+
+    assert codes == [75] * 11 + [-9], said
+    assert all(names_once(words, "rank 11 (", "ended without a word") for words in said[:11]), said
+
+
+@pytest.mark.parametrize("scene", ["store killed", "store killed, port open"])
+def test_a_killed_rank_that_took_the_store_along_is_named(played: Callable[[str], Played], scene: str) -> None:
+    codes, said = played(scene)
+
+    assert codes == [-9, 75, 75], said
+    assert all(names_once(words, "rank 0 (", "ended without a word", "step 3") for words in said[1:]), said
+
+
+def test_a_store_that_is_gone_with_a_process_apart_ends_the_ranks(played: Callable[[str], Played]) -> None:
+    codes, said = played("store apart killed")
+
+    assert codes == [75, 75], said
+    assert all(names_once(words, "127.0.0.1:", "where the ranks meet, did not answer for 4 s") for words in said), said
+
+
+def test_a_stopped_rank_is_named_and_ends_too_when_it_wakes_up(played: Callable[[str], Played]) -> None:
+    codes, said = played("stopped")
+
+    assert codes == [75, 75, 75], said
+    for rank in (0, 2):
+        assert names_once(said[rank], "rank 1 (", "not been heard of for 4 s", "all-reduce"), said[rank]
+
+
+def test_ranks_that_fell_silent_together_are_named_together(played: Callable[[str], Played]) -> None:
+    codes, said = played("two stopped")
+
+    assert codes == [75, 75, 75], said
+    assert names_once(said[0], "rank 1 (", "rank 2 (", "have not been heard of for 4 s"), said[0]
+
+
+def test_a_stopped_host_of_the_store_is_named_by_its_address_and_rank(played: Callable[[str], Played]) -> None:
+    codes, said = played("store stopped")
+
+    assert codes == [75, 75, 75], said
+    assert all(names_once(words, "did not answer for 4 s", "rank 0 (", "all-reduce") for words in said[1:]), said
+
+
+def test_an_error_of_one_rank_is_told_by_all_and_decides_their_exit_code(played: Callable[[str], Played]) -> None:
+    codes, said = played("error")
+
+    assert codes == [2, 2, 2], said
+    assert "lorakit: rows.jsonl:7: no text\nGive it one." in said[1], said[1]
+    for rank in (0, 2):
+        assert names_once(said[rank], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text\n  Give")
+
+
+def test_an_error_of_the_host_of_the_store_is_told_before_the_store_goes(played: Callable[[str], Played]) -> None:
+    codes, said = played("host's error")
+
+    assert codes == [2, 2, 2], said
+    assert all(names_once(words, "rank 0 (", "rows.jsonl:7: no text") for words in said[1:]), said
+
+
+def test_of_errors_at_once_the_same_one_is_told_by_all(played: Callable[[str], Played]) -> None:
+    codes, said = played("errors at once")
+
+    assert codes == [2] * 4, said
+    first = [rank for rank, words in enumerate(said) if words == f"lorakit: error {rank} of the user\n"]
+    assert len(first) == 1, said
+    others = [words for rank, words in enumerate(said) if rank != first[0]]
+    assert all(names_once(words, f"rank {first[0]} (", f"error {first[0]} of the user") for words in others), said
+
+
+def test_ranks_that_wait_for_each_other_say_who_is_where(played: Callable[[str], Played]) -> None:
+    codes, said = played("deadlock")
+
+    assert codes == [75, 75, 75], said
+    for words in said:
+        assert words.count("lorakit: stopped") == 1, words
+        assert "no rank moved for" in words, words
+        assert "): step 3: reading rows, for " in words, words
+        assert words.count("): step 3: all-reduce, for ") == 2, words
+        assert "Behind the others: rank 1 (" in words, words
+    assert "in wait_for_a_row" in said[1], said[1]
+    assert "in they_wait_for_each_other" in said[0], said[0]
+
+
+def test_who_is_behind_is_found_among_many(played: Callable[[str], Played]) -> None:
+    codes, said = played("deadlock of many")
+
+    assert codes == [75] * 12, said
+    assert all("Behind the others: rank 11 (" in words for words in said), said
+
+
+def test_a_broken_collective_of_living_ranks_is_told_with_their_places(played: Callable[[str], Played]) -> None:
+    codes, said = played("broken")
+
+    assert codes == [75, 75, 75], said
+    for words in said:
+        assert words.count("lorakit: stopped") == 1, words
+        assert "although every rank is heard of" in words, words
+        assert "): step 3: reading rows, for " in words, words
+
+
+@pytest.mark.parametrize("scene", ["first ends", "another ends"])
+def test_a_rank_that_ends_well_is_not_missed(played: Callable[[str], Played], scene: str) -> None:
+    codes, said = played(scene)
+
+    assert codes == [0, 0, 0], said
+    assert "".join(said) == ""
+
+
+def test_a_rank_that_starts_late_is_waited_for(played: Callable[[str], Played]) -> None:
+    assert played("starts late") == ([0, 0, 0], ["", "", ""])
+
+
+def test_a_store_that_is_slow_at_the_start_is_waited_for(played: Callable[[str], Played]) -> None:
+    assert played("store answers late") == ([0, 0, 0], ["", "", ""])
+
+
+def test_a_rank_that_never_starts_is_named(played: Callable[[str], Played]) -> None:
+    codes, said = played("never starts")
+
+    assert codes == [75, 75, -9], said
+    assert all(names_once(words, "rank 2 gave no sign of life for 3 s", "127.0.0.1:") for words in said[:2]), said
+
+
+def test_hard_work_is_no_silence(played: Callable[[str], Played]) -> None:
+    assert played("hard work") == ([0] * 4, [""] * 4)
+
+
+def test_a_run_that_is_stopped_and_continued_as_a_whole_goes_on(played: Callable[[str], Played]) -> None:
+    assert played("paused") == ([0] * 3, [""] * 3)
+
+
+if __name__ == "__main__" and len(sys.argv) > 1:
+    os._exit(launched(sys.argv[1], Path(sys.argv[2])))
+elif __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stage(sys.stdin)

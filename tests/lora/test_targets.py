@@ -1,0 +1,88 @@
+"""No silent miss: every pattern matches something, or the error names the nearest thing."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lorakit.errors import TargetError
+from lorakit.lora import adapter_tensors, find_targets, inject
+from lorakit.lora.coverage import covering
+from lorakit.lora.targets import AdapterSpec
+from tests.helpers.models import build
+
+
+def refused(model: nn.Module, **settings: Any) -> str:
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(TargetError) as caught:
+        inject(model, **settings)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert not adapter_tensors(model)
+    return str(caught.value)
+
+
+def test_a_misspelt_target_among_good_ones_is_an_error_with_the_nearest_name() -> None:
+    message = refused(build("llama"), targets=["q_proj", "qproj"])
+
+    assert "adapter.targets: 'qproj' matches none of the 15 linear layers" in message
+    assert "'q_proj'" in message
+
+
+def test_every_kind_of_pattern_must_match() -> None:
+    message = refused(
+        build("llama"), targets=["q_proj"], exclude=["nothing"], layers=[0, 9], rank_pattern={"v_proj": 2},
+        alpha_pattern={"k_proj": 2.0},
+    )  # fmt: skip
+
+    for part in (
+        "adapter.exclude: 'nothing'",
+        "no target has layer index 9; found 0 to 1",
+        "rank_pattern: 'v_proj'",
+        "alpha_pattern: 'k_proj'",
+    ):
+        assert part in message, part
+
+
+def test_what_is_not_linear_is_refused_by_name() -> None:
+    assert "model.layers.0.mlp is a LlamaMLP" in refused(build("llama"), targets=["mlp"])
+    assert "norm is a LlamaRMSNorm" in refused(build("llama"), targets=["norm"])
+
+
+def test_a_linear_with_a_forward_of_its_own_is_refused() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return 2 * super().forward(x)
+
+    assert "0 is a Doubled" in refused(nn.Sequential(Doubled(2, 2)))
+    assert "NonDynamicallyQuantizableLinear" in refused(nn.TransformerEncoderLayer(8, 2, 8))
+
+
+def test_excluding_everything_is_an_error() -> None:
+    assert "nothing is left to adapt of 15 linear layers" in refused(
+        build("llama"), exclude=["q_proj"], targets=["q_proj"]
+    )
+
+
+def test_coverage_counts_adapted_layers_by_kind() -> None:
+    model = build("llama")
+    targets = find_targets(model, AdapterSpec(targets=("q_proj", "mlp.up_proj"), layers=(1,)))
+
+    found = covering(model, {target.name for target in targets})
+
+    assert {kind.name: (kind.adapted, kind.count) for kind in found.kinds} == {
+        "q_proj": (1, 2), "k_proj": (0, 2), "v_proj": (0, 2), "o_proj": (0, 2), "gate_proj": (0, 2), "up_proj": (1, 2),
+        "down_proj": (0, 2), "lm_head": (0, 1),
+    }  # fmt: skip
+
+
+def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> None:
+    model = build("mixtral")
+    spec = AdapterSpec()
+    reached = {target.name for target in find_targets(model, spec)}
+
+    note = covering(model, reached).note(spec)
+
+    assert note is not None
+    assert "all-linear reaches 14% of the parameters in products; the rest is in gate_up_proj (24,576)" in note
+    assert "target_parameters: all-experts" in note
+    assert covering(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None

@@ -1,0 +1,191 @@
+"""Merging equals adapting: each touched tensor is the exact sum rounded once, everything else is untouched."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lorakit
+from lorakit.base.load import load_base
+from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
+from lorakit.lora import METHODS, adapter_tensors, inject
+from lorakit.patch import read_patch, save_patch
+from tests.conftest import make_base, nearest
+from tests.helpers.models import build
+
+CPU = torch.device("cpu")
+Q = "model.layers.0.self_attn.q_proj.weight"
+IDS = torch.arange(4, 40)[None]
+
+
+def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Path:
+    model = inject(load_base(base, dtype, CPU), **{"rank": 4, "alpha": 6} | options)
+    torch.manual_seed(seed)
+    for tensor in adapter_tensors(model).values():
+        tensor.data.normal_(std=0.1)
+    return save_patch(model, folder)
+
+
+def exact(W: torch.Tensor, *updates: tuple[Path, str, float]) -> torch.Tensor:
+    total = W.double()
+    for folder, module, weight in updates:
+        layer = read_patch(folder).layers[module]
+        V = W.double() + layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
+        if not layer.plain:
+            V = layer.tensors["lora_magnitude_vector"].double()[:, None] * V / V.norm(dim=1, keepdim=True)
+        total = total + weight * (V - W.double())
+    return nearest(total, W.dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merged_model_is_the_base_plus_the_patch(
+    tmp_path: Path, tokenizer: Any, dtype: torch.dtype, method: str
+) -> None:
+    base = make_base(tmp_path / "base", tokenizer, dtype=dtype)
+    load_base(base, dtype, CPU).save_pretrained(base, max_shard_size="40KB")
+    (base / "model.safetensors").unlink()
+    patch = make_patch(base, tmp_path / "patch", dtype, method=method, targets=["q_proj", "down_proj"])
+
+    out = lorakit.merge(base, patch, out=tmp_path / "merged")
+
+    before = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+    after = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert {f.name for f in base.iterdir()} | {"merge.json"} == {f.name for f in out.iterdir()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) == 4
+    for name in changed:
+        assert torch.equal(after[name], exact(before[name], (patch, name.removesuffix(".weight"), 1.0)))
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ours = lorakit.load(base, {"x": patch}, dtype="float32")
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    assert (plain(IDS).logits - ours(IDS, adapters="x").logits).abs().max() < tolerance
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    ledger = json.loads((out / "merge.json").read_text())
+    assert {line["tensor"] for line in ledger["merged"]} == changed
+    assert all(line["norm_of_change"] > 0 for line in ledger["merged"])
+
+
+def test_several_patches_merge_with_weights_in_one_rounding(base: Path, tmp_path: Path) -> None:
+    one = make_patch(base, tmp_path / "one", targets=["q_proj", "k_proj"])
+    two = make_patch(base, tmp_path / "two", seed=1, rank=3, targets=["q_proj"])
+
+    out = lorakit.merge(base, (one, 0.7), (two, -0.3), out=tmp_path / "merged")
+
+    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    q, k = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
+    assert torch.equal(after[f"{q}.weight"], exact(before[f"{q}.weight"], (one, q, 0.7), (two, q, -0.3)))
+    assert torch.equal(after[f"{k}.weight"], exact(before[f"{k}.weight"], (one, k, 0.7)))
+
+
+def test_gpt2s_transposed_layers_merge_right(tmp_path: Path, tokenizer: Any) -> None:
+    model = build("gpt2")
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    patch = make_patch(tmp_path / "base", tmp_path / "patch")
+
+    out = lorakit.merge(tmp_path / "base", patch, out=tmp_path / "merged")
+
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    ours = lorakit.load(tmp_path / "base", {"x": patch}, dtype="float32")
+    assert torch.allclose(plain(IDS).logits, ours(IDS, adapters="x").logits, atol=1e-5)
+    assert not torch.allclose(plain(IDS).logits, ours(IDS).logits, atol=1e-2)
+
+
+def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    out = tmp_path / "merged"
+    other = make_base(tmp_path / "other", tokenizer, seed=3)
+    wide = make_base(tmp_path / "wide", tokenizer, intermediate_size=64)
+    tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
+    head = make_patch(base, tmp_path / "head", targets=["lm_head"])
+    with pytest.raises(TargetError, match="lm_head shares its weight with model.embed_tokens"):
+        make_patch(tied, tmp_path / "tied_head", targets=["lm_head"])
+
+    with pytest.raises(PatchError, match="trained on another base"):
+        lorakit.merge(other, patch, out=out)
+    with pytest.raises(
+        PatchError, match=r"does not fit .*: 6 of 14 places\n.*down_proj is \(32, 64\) \(out, in\) in the base"
+    ):
+        lorakit.merge(wide, patch, out=out, allow_base_mismatch=True)
+    with pytest.raises(MergeError, match="changes lm_head and not model.embed_tokens in the same way"):
+        lorakit.merge(tied, head, out=out, allow_base_mismatch=True)
+    with pytest.raises(MergeError, match="no adapter to merge"):
+        lorakit.merge(base, out=out)
+    overflowing = shutil.copytree(patch, tmp_path / "overflowing")
+    tensors = load_file(overflowing / "adapter_model.safetensors")
+    save_file({k: v * 1e30 for k, v in tensors.items()}, overflowing / "adapter_model.safetensors")
+    (overflowing / "lorakit.json").unlink()
+    with pytest.raises(MergeError, match="the merged values do not fit"):
+        lorakit.merge(base, overflowing, out=out)
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    accepted = lorakit.merge(other, patch, out=out, allow_base_mismatch=True)
+    assert json.loads((accepted / "merge.json").read_text())["allow_base_mismatch"] is True
+    with pytest.raises(MergeError, match="exists already"):
+        lorakit.merge(base, patch, out=out)
+
+
+def test_a_merge_that_would_change_nothing_is_refused(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    with pytest.raises(MergeError, match="nothing would change"):
+        lorakit.merge(base, (patch, 0.0), out=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    for name, change, message in (
+        (
+            "config",
+            lambda config, _: config.update(quantization_config={"quant_method": "x"}),
+            "quantised with 'x'; lorakit reads bitsandbytes",
+        ),
+        ("packed", lambda _, t: t.update({Q: torch.zeros(512, 1, dtype=torch.uint8)}), f"{Q}: stored as"),
+        ("float8", lambda _, t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), "float8_e4m3fn, expected"),
+    ):
+        folder = shutil.copytree(base, tmp_path / name)
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(base / "model.safetensors")
+        change(config, tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises((MergeError, BaseModelError), match=message):
+            lorakit.merge(folder, patch, out=tmp_path / "merged", allow_base_mismatch=True)
+
+
+def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:
+    head = make_patch(base, tmp_path / "head", targets=["lm_head"])
+
+    out = lorakit.merge(base, head, out=tmp_path / "merged")
+
+    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert torch.equal(after["lm_head.weight"], exact(before["lm_head.weight"], (head, "lm_head", 1.0)))
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+def test_a_full_disk_keeps_what_is_finished_and_the_same_call_goes_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    patch = make_patch(base, tmp_path / "patch")
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LorakitError, match="the disk is full") as caught:
+        lorakit.merge(base, patch, out=tmp_path / "merged")
+    assert caught.value.exit_code == 75
+    assert not (tmp_path / "merged").exists()
+    monkeypatch.setattr(os, "fsync", fsync)
+    lorakit.merge(base, patch, out=tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "patch"]

@@ -1,0 +1,399 @@
+"""Merging as a matter of files: memory, kills, conversions, vocabularies, checks of every value."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lorakit
+from lorakit.errors import LorakitError, MergeError, PatchError
+from lorakit.merging.staging import staged
+from lorakit.merging.tensors import WeightedPatch
+from lorakit.merging.verify import verify_merge
+from lorakit.patch import check_base, open_base_files, read_patch
+from lorakit.patch.read import open_patch
+from tests.conftest import make_base, nearest
+from tests.helpers.models import build
+from tests.merging.test_merge import IDS, Q, exact, make_patch
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A bfloat16 base in many files."""
+    folder = make_base(tmp_path_factory.mktemp("sharded") / "base", tokenizer, dtype=torch.bfloat16)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="30KB")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+LIMITED = """
+import resource, sys
+from lorakit.merging.merge import merge
+from lorakit.base.load import load_skeleton
+from pathlib import Path
+base, patch, out, largest = sys.argv[1:]
+load_skeleton(Path(base))  # everything is imported
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2 * int(largest) + 100_000_000,) * 2)
+merge(base, patch, out=out)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor_whatever_the_base(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(
+        tmp_path / "base", tokenizer, dtype=torch.bfloat16, hidden_size=512, intermediate_size=2048,
+        num_hidden_layers=64, num_attention_heads=8, num_key_value_heads=8,
+    )  # fmt: skip
+    patch = make_patch(base, tmp_path / "patch", torch.bfloat16, rank=4)
+    files = open_base_files(base)
+    largest = max(entry.end - entry.start for shard in files.shards for entry in shard.entries.values())
+    assert sum(shard.path.stat().st_size for shard in files.shards) > 4 * (2 * largest + 100_000_000)
+
+    command = [sys.executable, "-c", LIMITED, str(base), str(patch), str(tmp_path / "out"), str(largest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.63.mlp.down_proj.weight"
+    assert torch.equal(after[name], exact(before[name], (patch, name.removesuffix(".weight"), 1.0)))
+
+
+KILLED = """
+import os, signal, sys
+from lorakit.merging.merge import merge
+base, patch, out, last = sys.argv[1:]
+fsync, calls = os.fsync, []
+def dying(handle):
+    calls.append(handle)
+    if len(calls) == int(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(handle)
+os.fsync = dying
+merge(base, patch, out=out)
+"""
+
+
+@pytest.mark.parametrize("calls", [1, 2, 7, 12, 20, 26])
+def test_a_killed_merge_leaves_no_folder_and_is_finished_by_the_next(sharded: Path, tmp_path: Path, calls: int) -> None:
+    patch, out = make_patch(sharded, tmp_path / "patch", torch.bfloat16), tmp_path / "out"
+    whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
+    command = [sys.executable, "-c", KILLED, str(sharded), str(patch), str(out), str(calls)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not out.exists()
+    progress = tmp_path / ".out.merging" / "progress.json"
+    finished = json.loads(progress.read_text())["finished"] if progress.exists() else {}
+    assert bool(finished) == (calls > 4)
+    said: list[str] = []
+
+    lorakit.merge(sharded, patch, out=out, say=said.append)
+
+    after = content(out)
+    assert {name: after[name] for name in whole if name != "merge.json"} == {
+        name: whole[name] for name in whole if name != "merge.json"
+    }
+    assert json.loads(after["merge.json"])["merged"] == json.loads(whole["merge.json"])["merged"]
+    kept = {line.split()[1] for line in said if "finished before" in line}
+    assert kept == set(finished)
+    for name, facts in finished.items():
+        assert (out / name).stat().st_mtime_ns == facts["stamp"][1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "patch", "whole"]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, base: Path, patch: Path, out: Path, *, after: int) -> None:
+    """A merge that ends with Ctrl-C when so many files were synced."""
+    fsync, calls = os.fsync, []
+
+    def interrupted(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        fsync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lorakit.merge(base, patch, out=out)
+
+
+def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (make_patch(sharded, tmp_path / f"p{seed}", torch.bfloat16, seed=seed) for seed in range(2))
+    interrupt(monkeypatch, sharded, one, tmp_path / "out", after=12)
+    assert json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
+    said: list[str] = []
+
+    lorakit.merge(sharded, two, out=tmp_path / "out", say=said.append)
+
+    assert not any("finished before" in line for line in said)
+    after = tensors(tmp_path / "out")
+    assert torch.equal(after[Q], exact(tensors(sharded)[Q], (two, Q.removesuffix(".weight"), 1.0)))
+
+
+def test_a_finished_file_that_someone_changed_is_made_again(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16)
+    whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
+    interrupt(monkeypatch, sharded, patch, tmp_path / "out", after=14)
+    finished = json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
+    changed = tmp_path / ".out.merging" / "model" / next(iter(finished))
+    changed.write_bytes(changed.read_bytes()[:-8] + bytes(8))
+
+    after = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
+
+    assert {name: after[name] == whole[name] for name in whole if name != "merge.json"} == {
+        name: True for name in whole if name != "merge.json"
+    }
+
+
+def test_two_merges_into_one_folder_do_not_mix(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    with staged(tmp_path / "out", "someone else's"), pytest.raises(MergeError, match="another process is merging"):
+        lorakit.merge(base, patch, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_without_a_touched_tensor_are_the_same_to_the_byte(sharded: Path, tmp_path: Path) -> None:
+    sharded = shutil.copytree(sharded, tmp_path / "base")
+    for file in sharded.glob("*.safetensors"):  # a header that another program pads otherwise
+        raw = file.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        file.write_bytes((length + 24).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * 24 + raw[8 + length :])
+    patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16, targets=["model.layers.1.mlp.up_proj"])
+
+    out = lorakit.merge(sharded, patch, out=tmp_path / "out")
+
+    before, after = content(sharded), content(out)
+    changed = {name for name in before if before[name] != after[name]}
+    assert len(changed) == 1
+    assert after["model.safetensors.index.json"] == before["model.safetensors.index.json"]
+    shard = changed.pop()
+    length = 8 + int.from_bytes(before[shard][:8], "little")
+    assert before[shard][:length] == after[shard][:length]
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_a_merge_can_convert_on_the_way(sharded: Path, tmp_path: Path, name: str) -> None:
+    patch, dtype = make_patch(sharded, tmp_path / "patch", torch.bfloat16, targets=["q_proj"]), getattr(torch, name)
+
+    out = lorakit.merge(sharded, patch, out=tmp_path / "out", dtype=name, verify=True)
+
+    before, after = tensors(sharded), tensors(out)
+    for key, W in before.items():
+        W = W.double()
+        if "q_proj" in key:
+            layer = read_patch(patch).layers[key.removesuffix(".weight")]
+            W = W + layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
+        assert torch.equal(after[key], nearest(W, dtype)), key
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == name
+    assert "torch_dtype" not in config
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in after.values())
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype is dtype
+
+
+def test_values_that_do_not_fit_the_dtype_are_refused(base: Path, tmp_path: Path) -> None:
+    large = shutil.copytree(base, tmp_path / "large")
+    held = load_file(base / "model.safetensors")
+    held["model.norm.weight"][0] = 1e6
+    save_file(held, large / "model.safetensors", metadata={"format": "pt"})
+    patch = make_patch(large, tmp_path / "patch", targets=["q_proj"])
+    with pytest.raises(MergeError, match=r"model.norm.weight: the merged values do not fit torch.float16"):
+        lorakit.merge(large, patch, out=tmp_path / "out", dtype="float16")
+    with pytest.raises(MergeError, match="dtype: one of float32, bfloat16, float16, got 'int8'"):
+        lorakit.merge(large, patch, out=tmp_path / "out", dtype="int8")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_ledger_says_what_went_where_and_what_was_lost(sharded: Path, tmp_path: Path) -> None:
+    one = make_patch(sharded, tmp_path / "one", torch.bfloat16, targets=["q_proj", "down_proj"])
+    two = make_patch(sharded, tmp_path / "two", torch.bfloat16, seed=1, rank=2, targets=["q_proj"])
+
+    out = lorakit.merge(sharded, one, (two, -0.5), out=tmp_path / "out")
+
+    ledger = json.loads((out / "merge.json").read_text())
+    assert [(a["path"], a["weight"]) for a in ledger["adapters"]] == [(str(one), 1.0), (str(two), -0.5)]
+    assert len(ledger["merged"]) == 6
+    before, after = tensors(sharded), tensors(out)
+    for line in ledger["merged"]:
+        sources = [(one, 1.0), (two, -0.5)] if "q_proj" in line["layer"] else [(one, 1.0)]
+        deltas = [
+            weight * layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
+            for folder, weight in sources
+            for layer in [read_patch(folder).layers[line["layer"]]]
+        ]
+        W = before[line["tensor"]].double()
+        total = W + sum(deltas)
+        assert line["norm_of_change"] == pytest.approx(float(deltas[line["patch"]].norm()))
+        lost = float((total - after[line["tensor"]].double()).norm())
+        assert line["norm_of_rounding"] == pytest.approx(lost)
+        assert line["lost_to_rounding"] == pytest.approx(lost / float((total - W).norm()))
+        assert 0 < line["lost_to_rounding"] < 1
+
+
+def test_one_changed_value_of_the_base_is_noticed(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "base", tokenizer, intermediate_size=320)
+    patch = make_patch(base, tmp_path / "patch")
+    other = shutil.copytree(base, tmp_path / "other")
+    held = load_file(base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    held[name].view(-1)[517] += 1e-6  # between two samples
+    save_file(held, other / "model.safetensors", metadata={"format": "pt"})
+    read = read_patch(patch)
+
+    check_base(read, other)
+    with pytest.raises(PatchError, match=r"1 of 14 adapted weights \(model.layers.1.mlp.up_proj first\)"):
+        check_base(read, other, full=True)
+    check_base(read, base, full=True)
+    with pytest.raises(PatchError, match=r"trained on another base than .*: values of model.layers.1.mlp.up_proj"):
+        lorakit.merge(other, patch, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = lorakit.merge(other, patch, out=tmp_path / "out", allow_base_mismatch=True)
+    assert json.loads((out / "merge.json").read_text())["allow_base_mismatch"] is True
+
+
+def test_verifying_finds_a_merge_that_is_wrong(base: Path, tmp_path: Path) -> None:
+    patch, said = make_patch(base, tmp_path / "patch"), list[str]()
+    out = lorakit.merge(base, patch, out=tmp_path / "out", verify=True, say=said.append)
+    ledger = json.loads((out / "merge.json").read_text())
+    assert ledger["verified"]["layers"] == 14
+    assert ledger["verified"]["largest_share_of_bound"] < 1
+    assert ledger["verified"]["same_next_token"] == ledger["verified"]["tokens"] > 20
+    assert any(line.startswith("verified: 14 layers within the bound") for line in said)
+
+    held = load_file(out / "model.safetensors")
+    held["model.layers.1.mlp.up_proj.weight"][3] *= 1.01
+    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+    weighted = [WeightedPatch(0, patch, open_patch(patch), 1.0)]
+    with pytest.raises(MergeError, match=r"model.layers.1.mlp.up_proj: merged and adapted outputs differ by"):
+        verify_merge(base, weighted, out, ledger["merged"], print)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_head_gets_a_tensor_of_its_own_only_when_asked(tmp_path: Path, tokenizer: Any) -> None:
+    tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_pretrained(tied).save_pretrained(tied, max_shard_size="200KB")
+    (tied / "model.safetensors").unlink()
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(tied), LoraConfig(target_modules=["lm_head"])).eval()
+    for key, tensor in peft.named_parameters():
+        if "lora_" in key:
+            tensor.data.normal_(std=0.1)
+    peft.save_pretrained(tmp_path / "patch")
+
+    with pytest.raises(MergeError, match="changes lm_head and not model.embed_tokens in the same way"):
+        lorakit.merge(tied, tmp_path / "patch", out=tmp_path / "out")
+    out = lorakit.merge(tied, tmp_path / "patch", out=tmp_path / "out", untie=True)
+
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    before, after = tensors(tied), tensors(out)
+    assert after.keys() - before.keys() == {"lm_head.weight"}
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    plain = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert torch.allclose(plain(IDS).logits, peft(input_ids=IDS).logits, atol=1e-4)
+    assert json.loads((out / "merge.json").read_text())["untied"] is True
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_new_tokens_come_with_their_tokenizer(tmp_path: Path, tokenizer: Any, tie: bool) -> None:
+    base = make_base(tmp_path / "base", tokenizer, tie_word_embeddings=tie)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    grown = AutoTokenizer.from_pretrained(base)
+    grown.add_tokens(["<one>", "<two>"])
+    model.resize_token_embeddings(len(grown), mean_resizing=False)
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"],
+                                            ensure_weight_tying=tie)).eval()  # fmt: skip
+    for key, tensor in peft.named_parameters():
+        if "lora_" in key or "modules_to_save" in key:
+            tensor.data.add_(torch.randn_like(tensor) * 0.05)
+    peft.save_pretrained(tmp_path / "patch")
+    new = torch.tensor([[5, len(grown) - 2, len(grown) - 1, 7]])
+
+    with pytest.raises(MergeError, match=rf"has {len(grown)} rows, the base {len(tokenizer)}, .* holds no tokenizer"):
+        lorakit.merge(base, tmp_path / "patch", out=tmp_path / "out")
+    with pytest.raises(PatchError, match="does not fit"):
+        lorakit.load(base, {"x": tmp_path / "patch"}, dtype="float32")
+    grown.save_pretrained(tmp_path / "patch")
+    with pytest.raises(LorakitError, match="weight 1"):
+        lorakit.merge(base, (tmp_path / "patch", 0.5), out=tmp_path / "out")
+    out = lorakit.merge(base, tmp_path / "patch", out=tmp_path / "out")
+
+    merged = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert merged.config.vocab_size == len(grown) == len(AutoTokenizer.from_pretrained(out))
+    assert merged.config.tie_word_embeddings is tie
+    assert torch.allclose(merged(new).logits, peft(input_ids=new).logits, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_whole_tensors_of_several_patches_are_weighted_differences(tmp_path: Path, tokenizer: Any) -> None:
+    build("llama").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    folders = []
+    for seed in range(2):
+        peft = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        torch.manual_seed(seed)
+        for key, tensor in peft.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                tensor.data.add_(torch.randn_like(tensor) * 0.1)
+        peft.save_pretrained(tmp_path / f"p{seed}")
+        folders.append(tmp_path / f"p{seed}")
+
+    out = lorakit.merge(tmp_path / "base", (folders[0], 0.5), (folders[1], 2.0), out=tmp_path / "out")
+
+    before, after = tensors(tmp_path / "base"), tensors(out)
+    W = before["lm_head.weight"].double()
+    wholes = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
+    assert torch.equal(after["lm_head.weight"], (W + 0.5 * (wholes[0] - W) + 2.0 * (wholes[1] - W)).float())
+    lines = [line for line in json.loads((out / "merge.json").read_text())["merged"] if "parameter" in line]
+    assert [line["norm_of_change"] for line in lines] == [
+        pytest.approx(0.5 * float((wholes[0] - W).norm())), pytest.approx(2.0 * float((wholes[1] - W).norm())),
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_whole_tensor_is_itself_and_not_a_sum_that_could_round(tmp_path: Path, tokenizer: Any) -> None:
+    model = build("llama")
+    model.lm_head.weight.data[0, 0] = 1e30
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    peft.base_model.model.lm_head.modules_to_save["default"].weight.data[0, 0] = 1e-30
+    for key, tensor in peft.named_parameters():
+        if "lora_B" in key:
+            tensor.data.normal_()
+    peft.save_pretrained(tmp_path / "patch")
+
+    out = lorakit.merge(tmp_path / "base", tmp_path / "patch", out=tmp_path / "out")
+
+    assert tensors(out)["lm_head.weight"][0, 0] == torch.tensor(1e-30)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system")
+def test_the_target_may_be_on_another_file_system(sharded: Path, tmp_path: Path) -> None:
+    patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16, targets=["q_proj"])
+    target = Path("/dev/shm") / f"lorakit-test-{os.getpid()}"
+    try:
+        lorakit.merge(sharded, patch, out=target / "out")
+        whole = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
+        assert content(target / "out") == whole
+    finally:
+        shutil.rmtree(target, ignore_errors=True)

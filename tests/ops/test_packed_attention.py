@@ -1,0 +1,116 @@
+"""Packed rows attend row by row: what it computes is what each row gives alone, and no mask of the line is formed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
+from tests.helpers.models import ARCHITECTURES, SMALL, build
+
+LENGTHS = (7, 1, 12, 3)
+CAUSAL = ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "mixtral"]
+MORE: dict[str, dict[str, Any]] = {
+    "gemma2": SMALL | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": 5.0},
+    "gpt_oss": SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "llama4_text": SMALL | {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": None},
+}  # fmt: skip
+
+
+def a_model(architecture: str) -> Any:
+    if architecture in ARCHITECTURES:
+        return build(architecture)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **MORE[architecture])).eval()
+
+
+def packed() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+
+
+class Squares(TorchDispatchMode):
+    """Counts the tensors that are made whose last two sides are as long as a line."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side, self.squares = side, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.squares += sum(
+            isinstance(t, torch.Tensor) and t.shape[-2:] == (self.side, self.side) for t in tree_leaves(made)
+        )
+        return made
+
+
+@pytest.mark.parametrize("architecture", [*CAUSAL, *MORE])
+def test_rows_of_a_line_give_the_outputs_and_gradients_that_they_give_alone(architecture: str) -> None:
+    model = a_model(architecture)
+    inputs = packed()
+    each = zip(*(inputs[key].split(LENGTHS, dim=1) for key in ("input_ids", "position_ids")), strict=True)
+    alone = torch.cat([model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in each], 1)
+    gradients = torch.autograd.grad(alone.square().sum(), list(model.parameters()), allow_unused=True)
+
+    assert enable_packed_attention(model)
+    rows = RowLengths(LENGTHS)
+    found = model(**inputs, use_cache=False, row_lengths=rows).logits
+    assert rows.was_used
+
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    again = torch.autograd.grad(found.square().sum(), list(model.parameters()), allow_unused=True)
+    for one, other in zip(again, gradients, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+def test_no_mask_over_a_whole_line_is_formed(architecture: str) -> None:
+    model = a_model(architecture)
+    ids = torch.randint(3, 64, (1, 60))
+    positions = torch.arange(20).repeat(3)[None]
+    with Squares(side=60) as as_before, torch.no_grad():
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    enable_packed_attention(model)
+    with Squares(side=60) as now, torch.no_grad():
+        model(input_ids=ids, position_ids=positions, use_cache=False, row_lengths=RowLengths((20, 20, 20)))
+
+    assert as_before.squares > 0
+    assert now.squares == 0
+
+
+def test_padded_rows_and_a_cache_are_attended_as_before() -> None:
+    model = a_model("mistral")
+    ids = torch.randint(3, 64, (2, 10))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    before = model(input_ids=ids, attention_mask=mask).logits
+    answer = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+
+    enable_packed_attention(model)
+
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), answer)
+
+
+def test_a_line_whose_rows_nobody_names_is_attended_as_before() -> None:
+    model = a_model("mistral")
+    before = model(**packed()).logits
+
+    enable_packed_attention(model)
+
+    assert torch.equal(model(**packed()).logits, before)
+
+
+def test_it_can_be_undone() -> None:
+    model = a_model("llama")
+    before = model(**packed()).logits
+
+    enable_packed_attention(model)
+    disable_packed_attention(model)
+
+    assert torch.equal(model(**packed()).logits, before)
+    assert model.config._attn_implementation == "sdpa"

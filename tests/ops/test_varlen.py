@@ -1,0 +1,440 @@
+"""All rows in one call give what they give one by one; what the kernel does not do, or does wrongly, it is not asked for.
+
+Without a GPU the kernel is a function written here after the documentation of torch's; with one it is torch's own.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lorakit.base.load import load_base
+from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data.sampler import BatchSampler, collate
+from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
+from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, row_bounds, varlen_kernel
+from lorakit.training import model_checks
+from lorakit.training.model_checks import enable_packing
+from lorakit.training.summary import _fallbacks
+from tests.helpers.models import SMALL
+from tests.ops.test_packed_attention import LENGTHS, a_model, packed
+
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def varlen_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Queries (tokens, heads, size), keys and values (tokens, key heads, size) -> (tokens, heads, size)."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert cu_seq_q[0] == 0
+    assert cu_seq_q[-1] == len(query) == len(key) == len(value)
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    left, right = (10**6 if side < 0 else side for side in window_size)
+    made = []
+    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end])
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        q, k = torch.arange(end - start)[:, None], torch.arange(end - start)
+        met = (k >= q - left) & (k <= q + right)
+        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~met, float("-inf")).softmax(-1), value[start:end]))
+    return torch.cat(made)
+
+
+def an_older_one(
+    query: Any, key: Any, value: Any, a: Any, b: Any, c: int, d: int, *, scale: Any, window_size: Any
+) -> Any:
+    """Without grouped queries."""
+    return varlen_attn(query, key, value, a, b, c, d, scale=scale, window_size=window_size)
+
+
+class Calls:
+    """A kernel's function that notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.windows: list[tuple[int, int]] = []
+        self.bounds: list[torch.Tensor] = []
+
+    def __call__(self, query: Any, key: Any, value: Any, cu: Any, *rest: Any, window_size: Any, enable_gqa: bool = False, **more: Any) -> Any:  # fmt: skip
+        self.windows.append(window_size)
+        self.bounds.append(cu)
+        return varlen_attn(query, key, value, cu, *rest, window_size=window_size, enable_gqa=enable_gqa, **more)
+
+    def kernel(self) -> VarlenKernel:
+        return VarlenKernel(self, (torch.float32,))
+
+
+def qwen2() -> Any:
+    """One layer with a window of 4, one without."""
+    torch.manual_seed(0)
+    layers = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL, **layers)).eval()
+
+
+def a_kernel(function: Any = varlen_attn) -> VarlenKernel:
+    return VarlenKernel(function, (torch.float32,))
+
+
+def heads(query: int = 4, key: int = 2, size: int = 8, **more: Any) -> list[torch.Tensor]:
+    generator = torch.Generator(more.get("device", "cpu")).manual_seed(0)
+    return [torch.randn(1, n, sum(LENGTHS), size, generator=generator, **more) for n in (query, key, key)]
+
+
+def with_gradients(model: Any, rows: RowLengths) -> list[torch.Tensor]:
+    logits = model(**packed(), use_cache=False, row_lengths=rows).logits
+    assert rows.was_used
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [logits.detach(), *torch.autograd.grad(logits.square().sum(), parameters)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [
+        ("llama", [(-1, 0), (-1, 0)]), ("qwen3", [(-1, 0), (-1, 0)]), ("phi3", [(-1, 0), (-1, 0)]),
+        ("mistral", [(3, 0), (3, 0)]), ("gemma3_text", [(3, 0), (3, 0)]), ("qwen2", [(-1, 0), (3, 0)]),
+        ("gpt_neox", [(-1, 0), (-1, 0)]), ("opt", [(-1, 0), (-1, 0)]),
+    ],
+)  # fmt: skip
+def test_one_call_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str, windows: Any) -> None:
+    model = qwen2() if architecture == "qwen2" else a_model(architecture)
+    assert enable_packed_attention(model)
+    calls = Calls()
+
+    one_by_one = with_gradients(model, RowLengths(LENGTHS))
+    at_once = with_gradients(model, RowLengths(LENGTHS, calls.kernel()))
+
+    assert calls.windows == windows
+    assert len({id(bounds) for bounds in calls.bounds}) == 1
+    for one, other in zip(at_once, one_by_one, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_within_a_window_are_plainly_causal() -> None:
+    model = a_model("mistral")
+    enable_packed_attention(model)
+    calls = Calls()
+    ids = torch.randint(3, 64, (1, 8))
+
+    model(input_ids=ids, position_ids=torch.arange(4).repeat(2)[None], use_cache=False, row_lengths=RowLengths((4, 4), calls.kernel()))  # fmt: skip
+
+    assert calls.windows == [CAUSAL, CAUSAL]
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "llama4_text"])
+def test_caps_sinks_and_chunks_are_left_to_rows_one_by_one(architecture: str) -> None:
+    model = a_model(architecture)
+    enable_packed_attention(model)
+    calls = Calls()
+    expected = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
+
+    found = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
+
+    chunked = [CAUSAL] if architecture == "llama4_text" else []  # of its layers, those that see a whole row
+    assert set(calls.windows) <= set(chunked)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)},
+        {"is_causal": False}, {"cache": object()},
+    ],
+)  # fmt: skip
+def test_what_the_kernel_does_not_do_is_not_asked_of_it(asked: dict[str, Any]) -> None:
+    module, kernel = SimpleNamespace(), a_kernel()
+
+    assert kernel.supports(module, *heads(), {"dropout": 0.0, "scaling": 0.3, "softcap": None, "sliding_window": 9})  # type: ignore[arg-type]
+    assert not kernel.supports(module, *heads(), asked)  # type: ignore[arg-type]
+    assert not kernel.supports(SimpleNamespace(is_causal=False), *heads(), {})  # type: ignore[arg-type]
+
+
+def test_heads_that_the_kernel_does_not_take_are_not_given_to_it() -> None:
+    module: Any = torch.nn.Linear(1, 1)
+    query, key, value = heads()
+
+    assert not a_kernel().supports(module, *heads(size=12), {})
+    assert not a_kernel().supports(module, *heads(size=264), {})
+    assert a_kernel().supports(module, *heads(size=256), {})
+    assert not a_kernel().supports(module, query, key, heads(size=16)[2], {})
+    assert not VarlenKernel(varlen_attn).supports(module, query, key, value, {})
+    assert VarlenKernel(varlen_attn).supports(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), {})
+    assert not VarlenKernel(varlen_attn).supports(module, query.bfloat16(), key.bfloat16(), value, {})
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (2, 0)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("function", [varlen_attn, an_older_one])
+def test_heads_share_keys_in_either_form_of_the_kernel(function: Any, scale: float | None, window: Any) -> None:
+    query, key, value = heads()
+    alone = []
+    for q, k, v in zip(*(part.split(LENGTHS, 2) for part in (query, key, value)), strict=True):
+        places = torch.arange(q.shape[2])
+        met = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        if window != CAUSAL:
+            met &= places > places[:, None] - 3
+        alone.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, met, scale=scale, enable_gqa=True))
+
+    found = a_kernel(function)(query, key, value, row_bounds(LENGTHS, CPU), max(LENGTHS), window, scale)
+
+    torch.testing.assert_close(found, torch.cat(alone, 2).transpose(1, 2))
+
+
+def test_torchs_own_function_takes_what_it_is_given_and_has_a_gradient() -> None:
+    kernel = varlen_kernel(CUDA)
+    assert kernel is not None
+    query, key, value = (part.to(META, torch.bfloat16).requires_grad_() for part in heads())
+
+    made = kernel(query, key, value, row_bounds(LENGTHS, META), max(LENGTHS), (3, 0), 0.5)
+    made.sum().backward()
+
+    assert made.shape == (1, sum(LENGTHS), 4, 8)
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
+    assert varlen_kernel(CPU) is None
+
+
+class Reads(TorchDispatchMode):
+    """Counts what is read back from a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_number_is_read_back_for_a_rule_and_pass() -> None:
+    rule = {"mask_function": lambda b, h, q, k: (k <= q) & (k > q - 700), "device": CPU, "local_size": 700}
+    masks = Masks(lambda: None, rule, leaves_out_causal=True)
+    with Reads() as reads:
+        windows = {masks.window((900, 1500, 3)) for _ in range(4)}
+
+    assert windows == {(699, 0)}
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "local_size"),
+    [
+        (lambda b, h, q, k: k <= q + 1, None), (lambda b, h, q, k: (k <= q) & (k > q - 5), None),
+        (lambda b, h, q, k: (k <= q) & (k > q - 5), 4), (lambda b, h, q, k: (k <= q) & (k // 4 == q // 4), 4),
+        (lambda b, h, q, k: (k <= q) & ((k < 600) | (k != q)), None),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_not_what_it_seems_is_found_out(rule: Any, local_size: int | None) -> None:
+    asked = {"mask_function": rule, "device": CPU, "local_size": local_size}
+
+    assert Masks(lambda: None, asked, leaves_out_causal=True).window((5, 620, 1)) is None
+
+
+def test_a_rule_that_cannot_be_asked_in_blocks_is_left_alone() -> None:
+    asked = {"mask_function": lambda b, h, q, k: k <= q, "device": CPU}
+
+    assert Masks(lambda: None, asked, leaves_out_causal=True).window((5, 6)) == CAUSAL
+    assert Masks(lambda: None, asked | {"use_vmap": True}, leaves_out_causal=True).window((5, 6)) is None
+
+
+def test_a_models_own_attention_is_left_alone() -> None:
+    model = a_model("llama")
+    model.set_attn_implementation("eager")
+    enable_packed_attention(model)
+    calls = Calls()
+
+    model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel()))
+
+    assert calls.windows == []
+
+
+def test_a_kernel_that_fails_on_some_heads_has_failed() -> None:
+    def picky(query: Any, *rest: Any, enable_gqa: bool = False, **more: Any) -> Any:
+        return varlen_attn(query, *rest, enable_gqa=enable_gqa, **more) * (1.5 if query.shape[2] == 16 else 1.0)
+
+    trial = KernelProbe(a_kernel(picky))
+    problems = []
+    for size in (8, 16, 8):
+        trial(*heads(size=size), row_bounds(LENGTHS, CPU), max(LENGTHS), CAUSAL, None)
+        problems.append(trial.problem)
+
+    assert problems == [None, "is off by 50.0% on this device", "is off by 50.0% on this device"]
+
+
+# --- a run asks before it relies on it ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batches(rows: Path, tokenizer: Any) -> BatchSampler:
+    return BatchSampler(
+        tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer")), 8, 4, True, 0
+    )
+
+
+def isolated(
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch, kernel: VarlenKernel | None
+) -> LossModel:
+    """After a run has asked the model, on a machine whose kernel is this one."""
+    monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: kernel)
+    called = LossModel(load_base(base, torch.float32, CPU))
+    enable_packing(called, batches, CPU)
+    return called
+
+
+def told(called: LossModel) -> list[tuple[str, str]]:
+    job: Any = SimpleNamespace(
+        engine=SimpleNamespace(loss_model=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
+    )
+    return [line for line in _fallbacks(job) if line[0] == "packing"]
+
+
+def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    called = isolated(base, batches, monkeypatch, calls.kernel())
+    plain = isolated(base, batches, monkeypatch, None)
+    batch = collate(batches.rows, [0, 3, 7], packing=True)
+    calls.windows.clear()
+
+    loss = loss_sum(called, batch)
+
+    assert calls.windows == [CAUSAL] * called.model.config.num_hidden_layers  # type: ignore[union-attr]
+    torch.testing.assert_close(loss, loss_sum(plain, batch), rtol=1e-5, atol=1e-5)
+    assert called.by_row
+    assert told(called) == told(plain) == []
+
+
+def raises(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+def mixes(*args: Any, window_size: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Sees one token too many."""
+    left = window_size[0] if window_size[0] < 0 else window_size[0] + 1
+    return varlen_attn(*args, window_size=(left, 0), enable_gqa=enable_gqa, **more)
+
+
+def forgets(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Right forward, and wrong backward."""
+    made = varlen_attn(*args, enable_gqa=enable_gqa, **more)
+    return made.detach() + 1.5 * (made - made.detach())
+
+
+def nothing(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    return varlen_attn(*args, enable_gqa=enable_gqa, **more) * float("nan")
+
+
+def at_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Right on the rows of a trial, and on no others."""
+    made = varlen_attn(*args, enable_gqa=enable_gqa, **more)
+    return made if args[5] == 200 else made.flip(0)
+
+
+def refuses_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    if args[5] != 200:
+        raise RuntimeError("no")
+    return varlen_attn(*args, enable_gqa=enable_gqa, **more)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (refuses_some_lengths, r"does not run on this device \(no\)"),
+        (raises, r"does not run on this device \(FlashAttention only supports Ampere GPUs or newer.\)"),
+        (mixes, r"is off by \d+.\d% on this device"), (forgets, r"is off by 50.0% on this device"),
+        (nothing, r"is off by nan% on this device"), (at_some_lengths, r"is off by \d+.\d% on this model"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_is_not_used_and_a_run_says_so(
+    function: Any, why: str, base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = isolated(base, batches, monkeypatch, a_kernel(function))
+    plain = isolated(base, batches, monkeypatch, None)
+    batch = collate(batches.rows, [0, 3, 7], packing=True)
+
+    assert torch.equal(loss_sum(called, batch), loss_sum(plain, batch))
+    assert called.by_row
+    assert called.kernel is None
+    ((_, text),) = told(called)
+    assert re.fullmatch(f"rows attend one by one: the kernel that takes all at once {why}", text), text
+
+
+def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: a_kernel())
+    called = LossModel(load_base(base, torch.float32, CPU))
+    forward = called.model.forward
+    called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
+
+    enable_packing(called, batches, CPU)
+
+    assert not called.by_row
+    assert called.kernel is None
+    assert called.kernel_problem is None
+
+
+def test_a_run_says_where_a_kernel_is_for_another_dtype(
+    base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = isolated(base, batches, monkeypatch, VarlenKernel(varlen_attn))
+
+    assert called.by_row
+    assert called.kernel is None
+    assert told(called)[0][1].endswith("does not take this model's attention, or its dtype")
+
+
+# --- the kernel itself ----------------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shared", [1, 4])
+def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size: int, shared: int) -> None:
+    kernel = varlen_kernel(CUDA)
+    assert kernel is not None
+    trial = KernelProbe(kernel)
+    query, key, value = (part.to(dtype) for part in heads(8, 8 // shared, size, device=CUDA))
+
+    trial(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, 0.11)
+
+    assert trial.problem is None
+
+
+@on_a_gpu
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2"])
+def test_a_model_on_a_gpu_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str) -> None:
+    model = (qwen2() if architecture == "qwen2" else a_model(architecture)).to(CUDA, torch.bfloat16)
+    enable_packed_attention(model)
+    inputs = {name: tensor.to(CUDA) for name, tensor in packed().items()}
+    made = []
+    for kernel in (None, varlen_kernel(CUDA)):
+        logits = model(**inputs, use_cache=False, row_lengths=RowLengths(LENGTHS, kernel)).logits
+        gradients = torch.autograd.grad(logits.float().square().sum(), list(model.parameters()))
+        made.append([logits.detach().float(), torch.cat([part.float().flatten() for part in gradients])])
+
+    for one, other in zip(*made, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm()  # rounding makes 0.005
+
+
+@on_a_gpu
+def test_nothing_waits_for_the_gpu_in_a_call() -> None:
+    kernel = varlen_kernel(CUDA)
+    assert kernel is not None
+    query, key, value = (part.bfloat16() for part in heads(device=CUDA))
+    kernel(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, None)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, None)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,132 @@
+"""Given this YAML, exactly this error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lorakit.errors import RecipeError
+from lorakit.recipe import load_recipe
+from lorakit.recipe.schema import schema_text
+
+ROOT = Path(__file__).parents[2]
+GOOD = "base: {model: builtin:tiny}\ndata: {train: rows.jsonl}\noutput: out\n"
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value).replace(str(path), "r.yaml").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter:\n  rnak: 8\n" + GOOD, "r.yaml:2: adapter.rnak: unknown key. Nearest: 'rank'."),
+        ("adapter:\n  rank: true\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
+        ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got 'yes'"),
+        ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got '010'"),
+        ("train: {steps: 2:30}\n" + GOOD, "r.yaml:1: train.steps: Input should be a valid integer, got '2:30'"),
+        ("1: 4\n" + GOOD, "r.yaml:1: a key must be text, got '1'; put it in quotes"),
+        ("? [a]\n: 1\n", "r.yaml:1: a key must be text"),
+        (f"train: {{seed: {'9' * 5000}}}\n" + GOOD, "r.yaml:1: train.seed: Input should be"),
+        (GOOD.replace("out\n", '" "\n'), "r.yaml:3: output: blank, or with characters that no name has"),
+        ('adapter: {rank: "8"}\n' + GOOD, "r.yaml:1: adapter.rank: Input should be a valid integer, got '8'"),
+        ("adapter: {rank: 0}\n" + GOOD, "r.yaml:1: adapter.rank: Input should be greater than or equal to 1, got 0"),
+        (
+            "train: {learning_rate: .nan}\n" + GOOD,
+            "r.yaml:1: train.learning_rate: Input should be a finite number, got nan",
+        ),
+        (
+            "adapter: {method: dorra}\n" + GOOD,
+            "r.yaml:1: adapter.method: Input should be 'lora', 'rslora', 'lora_fa', 'dora' or 'rsdora', got 'dorra'. Nearest: 'dora', 'rsdora', 'lora'.",
+        ),
+        (
+            "adapter:\n  targets: [q_proj, 3]\n" + GOOD,
+            "r.yaml:2: adapter.targets.1: Input should be a valid string, got 3",
+        ),
+        ("train: {epochs: 1, steps: 3}\n" + GOOD, "r.yaml:1: train: give `epochs` or `steps`, not both"),
+        ("train: {select: best}\n" + GOOD, "r.yaml:1: train.select needs held-out rows: set data.eval"),
+        (GOOD.replace("output: out\n", ""), "r.yaml:1: output: this key is required"),
+        (GOOD + "output: again\n", "r.yaml:4: key 'output' appears twice, first on line 3"),
+        ("a: &x 1\nb: *x\n", "r.yaml:1: aliases and anchors are not allowed"),
+        ("base: !!python/name:os.system\n", "r.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not allowed"),
+        ("- 1\n", "r.yaml:1: a recipe is a mapping of sections, got list"),
+        ("adapter: {targets: 'q_(proj'}\n" + GOOD, "r.yaml:1: adapter.targets: not a regular expression:"),
+        ("base: 2026-01-01\n", "r.yaml:1: base: Input should be an object, got '2026-01-01'"),
+        ("[" * 40 + "]" * 40, "r.yaml:1: nested deeper than 32 levels"),
+    ],
+)
+def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert any(line.startswith(expected) for line in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    lines = problems(tmp_path, "adapter: {rank: 0, alhpa: 1}\ntrain: {stpes: 3}\n")
+
+    assert len(lines) == 6  # three mistakes and the three missing keys: base, data, output
+
+
+def test_an_override_is_named_as_the_source_of_its_mistake(tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD, "train.seed=-1")[0].startswith("override 'train.seed=-1': train.seed: ")
+    assert problems(tmp_path, GOOD, "train.seed")[0].startswith("override 'train.seed': write it as key.path=value")
+
+
+def test_overrides_and_plain_exponents_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD + "train: {learning_rate: 1e-4}\n")
+
+    recipe = load_recipe(tmp_path / "r.yaml", ("train.steps=7", "adapter.targets=[q_proj, v_proj]"))
+
+    assert recipe.train.learning_rate == 0.0001
+    assert recipe.train.steps == 7
+    assert recipe.adapter.targets == ("q_proj", "v_proj")
+
+
+def test_an_empty_section_can_be_overridden(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD + "train:\n")
+
+    assert load_recipe(tmp_path / "r.yaml", ("train.steps=5",)).train.steps == 5
+
+
+def test_files_that_are_no_recipes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"looked for {tmp_path}/absent.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+    assert "bytes; a recipe has at most" in problems(tmp_path, "#" * 10_000_000)[0]
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_is_valid_and_names_the_schema(path: Path) -> None:
+    load_recipe(path)
+
+    assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n")
+
+
+def test_the_written_schema_is_the_current_one() -> None:
+    assert (ROOT / "docs" / "recipe.schema.json").read_text() == schema_text()
+    assert (
+        "the inner width" in json.loads(schema_text())["$defs"]["AdapterSection"]["properties"]["rank"]["description"]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["train", "absent.yaml"], ["check", "absent.yaml"]]
+)
+def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom lorakit.cli import main\n"
+        "try: code = main(sys.argv[1:])\nexcept SystemExit as stop: code = stop.code\n"
+        "print(code, [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+
+    expected = "0" if "--help" in arguments else "2"
+    assert done.stdout.splitlines()[-1] == f"{expected} []"
