@@ -1,11 +1,9 @@
 """lorakit: LoRA adapters trained, stored as patches, merged and swapped, never silently wrong.
 
-Importing this package imports no torch; each name brings what it needs.
+Importing this package imports no torch: each public name is imported from its module when it is first used.
 """
 
-import importlib
-import sys
-import types
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lorakit.errors import LorakitError
@@ -23,16 +21,23 @@ if TYPE_CHECKING:
     from lorakit.recipe import load_recipe
     from lorakit.training.start import train
 
-_HOMES: Final = {
-    "AdaptedModel": "lorakit.inference.adapted_model", "Caps": "lorakit.patch", "adapter_tensors": "lorakit.lora",
+_MODULES: Final = {
+    "AdaptedModel": "lorakit.inference.adapted_model",
+    "Caps": "lorakit.patch",
+    "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
     "convert": "lorakit.formats.convert",
-    "diff": "lorakit.inspection.diff", "extract": "lorakit.derive.extract", "inject": "lorakit.lora",
-    "load": "lorakit.inference.adapted_model", "load_recipe": "lorakit.recipe", 
+    "diff": "lorakit.inspection.diff",
+    "extract": "lorakit.derive.extract",
+    "inject": "lorakit.lora",
+    "load": "lorakit.inference.adapted_model",
+    "load_recipe": "lorakit.recipe",
     "merge": "lorakit.merging.merge",
-    "read_patch": "lorakit.patch", "save_patch": "lorakit.patch", "train": "lorakit.training.start",
+    "read_patch": "lorakit.patch",
+    "save_patch": "lorakit.patch",
+    "train": "lorakit.training.start",
     "write_patch": "lorakit.patch",
-}  # fmt: skip
+}
 
 __all__ = [
     "AdaptedModel", "Caps", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
@@ -41,23 +46,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'lorakit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(types.ModuleType):
-    """Keeps ``lorakit.merge`` the function: the import system would hang the file of that name over it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,11 +1,12 @@
-"""The shape of the house: who may import whom, what the wheel holds, which names are public."""
+"""The architecture: which room may import which, what the wheel holds, which names are public, how large files grow."""
 
 import ast
-import importlib
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,44 +16,51 @@ import lorakit
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lorakit"
-# bottom to top; a file may import from its own group and from groups below, never above or beside
-LAYERS: list[list[str]] = [
-    ["errors", "version", "resident"],
-    ["recipe", "lora", "durable"],
-    ["quant", "varlen"],
-    ["batch", "dtype", "optim", "attention"],
-    ["loss", "patch"],
-    ["model", "data", "engine", "origin"],
-    ["model_parts"],
-    ["sharded"],
-    ["packed_files"],
-    ["quantized"],
-    ["loading"],
-    ["adapting", "compiling", "isolation"],
-    ["run.lock", "run.stop", "run.metrics", "run.record", "run.display", "run.checkpoint"],
-    ["run.report", "job"],
-    ["run.summary"],
-    ["binding", "prompts", "finish"],
-    ["train", "merge", "adapted", "combine", "extract", "diff", "convert"],
-    ["plan"],
-    ["start", "clusters"],
-    ["check", "show", "score", "doctor"],
-    ["commands"],
+# bottom to top; a room may import from itself and from the levels below, never from above or beside
+LEVELS: list[list[str]] = [
+    ["errors", "version"],
+    ["files", "recipe", "ops", "launch"],
+    ["data", "lora"],
+    ["quant", "patch", "objectives"],
+    ["base"],
+    ["parallel", "inference", "derive", "formats"],
+    ["run", "merging"],
+    ["planning"],
+    ["training"],
+    ["inspection"],
     ["cli"],
 ]
 ONLY = {  # the only importers of a package
-    "accelerate": {"engine"},
-    "deepspeed": {"engine"},
+    "accelerate": {"parallel", "run"},
+    "deepspeed": {"parallel"},
     "bitsandbytes": {"quant"},
     "peft": set(),
     "pickle": set(),
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
-    "transformers": {"attention", "model", "model_parts"},
+    "transformers": {"ops", "base"},
     "rich": {"run"},
     "matplotlib": {"run"},
 }
+BANNED = {  # words with a plainer standard one: DESIGN's list of words, and what stands there instead
+    "whole": "full", "learnt": "trainable or label", "kept": "saved or resident", "told": "the noun", "asked": "requested",
+    "found": "the noun that was found", "held": "resident or held_bytes", "place": "position, index or path",
+    "places": "positions, indices or paths", "hollow": "on meta", "calm": "quiet", "again": "recompute",
+}  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def level(name: str) -> int:
+    return next(number for number, names in enumerate(LEVELS) if name in names)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -63,53 +71,75 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def group(module: str) -> str:
-    parts = module.split(".")
-    return ".".join(parts[1:3]) if parts[1:2] == ["run"] and len(parts) > 2 else ".".join(parts[1:2])
-
-
-def level(name: str) -> int:
-    return next(number for number, names in enumerate(LAYERS) if name in names)
-
-
-FILES = [path for path in PACKAGE.rglob("*.py") if "assets" not in path.parts]
+def identifiers(path: Path) -> Iterator[tuple[str, int]]:
+    """Every name that a file defines or assigns, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_downwards(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    here = group(module)
+    here = room(module_of(path))
     for imported in imports(path):
         top = imported.split(".")[0]
         if top in ONLY:
-            assert here.split(".")[0] in ONLY[top], f"{module} imports {imported}"
-        if top != "lorakit" or here in ("", "run"):
-            continue
-        there = group(imported)
-        assert there == here or level(there) < level(here), f"{module} imports {imported}"
+            assert here in ONLY[top], f"{path}: imports {imported}"
+        if top == "lorakit" and here:
+            there = room(imported)
+            assert there == here or level(there) < level(here), f"{path}: imports {imported}"
 
 
-def test_the_layers_name_every_file() -> None:
-    named = {name for names in LAYERS for name in names}
-    found = {group(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES}
-    assert found - {"__init__", "run.__init__"} == named
+def test_every_room_has_a_level_and_there_are_at_most_14() -> None:
+    rooms = {room(module_of(path)) for path in FILES} - {""}
+    assert rooms == {name for names in LEVELS for name in names}
+    assert len(LEVELS) <= 14
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "errors.py", "version.py"}
 
 
-def test_a_backends_name_appears_only_in_engine_and_recipe() -> None:
+def test_no_room_has_the_name_of_a_public_function() -> None:
+    assert not {path.name for path in PACKAGE.iterdir()} & set(lorakit.__all__)
+
+
+def test_a_public_name_is_defined_once() -> None:
+    counts: Counter[str] = Counter()
     for path in FILES:
-        if (
-            path.relative_to(PACKAGE).parts[0] in ("engine", "recipe", "doctor.py")
-            or path == PACKAGE / "planning/backends.py"
-        ):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                counts[node.name] += 1
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_names_use_the_fields_words(path: Path) -> None:
+    wrong = [
+        f"{path}:{line}: {name}: say {BANNED[word.lower()]}"
+        for name, line in identifiers(path)
+        for word in re.findall(r"[a-z]+|[A-Z][a-z]*", name)
+        if word.lower() in BANNED
+    ]
+    assert wrong == []
+
+
+def test_a_backends_name_appears_only_where_backends_are_known() -> None:
+    for path in FILES:
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] in ("parallel", "recipe") or parts in (("planning", "backends.py"), ("inspection", "doctor.py")):
             continue
         words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not words & {"single", "ddp", "zero1", "zero2", "zero3", "fsdp2"}, path
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_stay_small_and_say_what_they_are() -> None:
     for path in FILES:
         text = path.read_text()
-        assert len(text.splitlines()) <= 260, path
+        assert len(text.splitlines()) <= 400, path
         assert ast.get_docstring(ast.parse(text)), path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
@@ -122,32 +152,25 @@ def test_nothing_opens_pickles_or_runs_text() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in banned, path
-                told = [ast.unparse(k.value) for k in node.keywords if k.arg == "trust_remote_code"]
-                assert told in ([], ["False"]), path
+                values = [ast.unparse(k.value) for k in node.keywords if k.arg == "trust_remote_code"]
+                assert values in ([], ["False"]), path
 
 
 def test_public_names_are_sorted_and_there() -> None:
     assert lorakit.__all__ == sorted(lorakit.__all__)
     for name in lorakit.__all__:
         assert getattr(lorakit, name) is not None
-    for name in (
-        "combine",
-        "convert",
-        "diff",
-        "extract",
-        "merge",
-        "train",
-    ):  # also after the file of the same name was imported
-        importlib.import_module(f"lorakit.{name}")
+    for name in ("combine", "convert", "diff", "extract", "merge", "train"):
         assert callable(getattr(lorakit, name))
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         lorakit.absent  # noqa: B018
 
 
-def test_importing_lorakit_imports_no_torch() -> None:
-    code = "import lorakit, sys; print('torch' in sys.modules, lorakit.__version__)"
+@pytest.mark.parametrize("module", ["lorakit", "lorakit.cli", "lorakit.recipe", "lorakit.launch.launcher"])
+def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:
+    code = f"import {module}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", lorakit.__version__]
+    assert done.stdout.split() == ["False"]
 
 
 @pytest.mark.slow
@@ -156,7 +179,7 @@ def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
         shutil.copy(ROOT / name, source)
-    for name in ("lorakit", "recipes", "adapters", "tests", "data"):
+    for name in ("lorakit", "recipes", "adapters", "tests", "data", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)],
@@ -165,6 +188,8 @@ def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
 
     assert {name.split("/")[0].removesuffix(f"-{lorakit.__version__}.dist-info") for name in names} == {"lorakit"}
-    inside = {name.removeprefix("lorakit/assets/tiny/") for name in names}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= inside
+    assets = {name.removeprefix("lorakit/assets/") for name in names if name.startswith("lorakit/assets/")}
+    assert assets == {f"tiny/{path.name}" for path in (PACKAGE / "assets" / "tiny").iterdir()}
     assert "lorakit/py.typed" in names
+    sources = {str(path.relative_to(ROOT)) for path in FILES}
+    assert {name for name in names if name.endswith(".py")} == sources

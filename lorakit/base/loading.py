@@ -1,9 +1,11 @@
 """A base as a run needs it: whole or in parts, its weights in floats or packed."""
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,12 @@ from lorakit.base.lazy import LazyTensors, load_on_meta
 from lorakit.base.load import load_base
 from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.lora.inject import StoredWeight
-from lorakit.parallel.process_group import return_freed_memory
 from lorakit.quant.bnb import QuantScheme
 from lorakit.quant.files import is_quantized
 from lorakit.recipe import BaseSection
+
+M_MMAP_THRESHOLD: Final = -3  # malloc.h
+GIVEN_BACK_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -90,3 +94,16 @@ def count_parameters(model: nn.Module) -> int:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """On a CPU: freed tensors of a quarter megabyte and more go back to the system at once.
+
+    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces
+    that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB). A whole base is left
+    to glibc: nothing large comes and goes but activations, and giving these back costs a fifth of a step.
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, GIVEN_BACK_BYTES)

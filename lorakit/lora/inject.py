@@ -12,13 +12,13 @@ from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extras
 from lorakit.lora.init import INITS, RANDOM, init_factors
-from lorakit.lora.linear import LoraLinear, TiedLoraHead
+from lorakit.lora.linear import LoraLinear, TiedLoraHead, use_plain_lora
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TiedTokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
-from lorakit.training.fuse import fuse_model, use_plain_lora
+from lorakit.ops.fuse import fuse_model
 
 StoredWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model whose own are not there yet"""

@@ -100,3 +100,10 @@ def _bias_of(layer: LoraLinear) -> Tensor | None:
     """The bias, in the base's dtype when it is a float32 copy that learns."""
     bias = layer._parameters.get("bias")
     return bias if bias is None or layer.bias_dtype is None else bias.to(layer.bias_dtype)
+
+
+def use_plain_lora(model: nn.Module) -> None:
+    """Let adapted layers compute in plain operations, which a compiler can see through and join."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.fused = False

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from lorakit.base.layers import gather_groups
+from lorakit.base.loading import return_freed_memory
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
-from lorakit.parallel.process_group import init_process_group, return_freed_memory
+from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import buffers_to, to_cpu
 from lorakit.recipe import ParallelSection

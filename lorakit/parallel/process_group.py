@@ -1,11 +1,9 @@
 """Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
 
 import contextlib
-import ctypes
 import ipaddress
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,9 +20,6 @@ from lorakit.parallel.group import Group
 
 if TYPE_CHECKING:
     from lorakit.recipe import ParallelSection
-
-M_MMAP_THRESHOLD = -3  # malloc.h
-GIVEN_BACK_BYTES = 1 << 18
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -88,19 +83,6 @@ def init_process_group(
         )
     small = None if talk == "gloo" else dist.new_group(backend="gloo")
     return accelerator, Group(world.rank, world.size, world.local_rank, small)
-
-
-def return_freed_memory(device: torch.device) -> None:
-    """On a CPU: freed tensors of a quarter megabyte and more go back to the system at once.
-
-    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces
-    that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB). A whole base is left
-    to glibc: nothing large comes and goes but activations, and giving these back costs a fifth of a step.
-    """
-    if device.type == "cpu" and sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, GIVEN_BACK_BYTES)
 
 
 def destroy_process_group() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.loading import return_freed_memory
 from lorakit.launch.environment import World
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, fixed_tensors
@@ -21,7 +22,7 @@ from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
 from lorakit.parallel.deepspeed_requirements import announce_compile, check_deepspeed, disable_shm_comm
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.process_group import init_process_group, return_freed_memory
+from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.stepping import BaseEngine, buffers_to, to_cpu
 from lorakit.parallel.zero3 import full_tensor, keep_adapter_gathered, local_tensors, partition, set_full_value
 from lorakit.parallel.zero3_saved import save_weights_by_reference

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.layers import CHECKPOINTS, checkpoint_layers
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
@@ -22,7 +23,6 @@ from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import adapted_skeleton, repeated_layers
 from lorakit.recipe import AdapterSection, BaseSection
-from lorakit.training.job import CHECKPOINTS, checkpoint_layers
 
 
 @dataclass(frozen=True)

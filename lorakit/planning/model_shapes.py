@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.layers import gather_groups
 from lorakit.base.load import load_skeleton
 from lorakit.base.skeleton import bytes_to_pack, facts_of, pack_skeleton
@@ -22,7 +23,6 @@ from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.recipe import AdapterSection, BaseSection
-from lorakit.training.adapting import adapter_spec
 
 ROOT: Final = "root"
 """The group of what belongs to no layer."""

@@ -16,10 +16,11 @@ from lorakit.base.load import load_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.rows import SUFFIXES
 from lorakit.data.sampler import epoch_order
+from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
-from lorakit.training.job import count_steps, load_split
+from lorakit.recipe.schema import count_steps
 
 FEW_BYTES: Final = 20_000_000  # of rows: some seconds to tokenise
 LOOKED_AT: Final = 4_000_000  # rows of a run whose micro-batches are looked at one by one

@@ -5,11 +5,13 @@ each field is its description in the JSON schema, so editors show it.
 """
 
 import json
+import math
 import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from lorakit.errors import RunError
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
@@ -250,3 +252,23 @@ def _check_regex(text: str) -> None:
 def schema_text() -> str:
     """The JSON schema of recipes, for editors: keys, values and the sentence that explains each."""
     return json.dumps(Recipe.model_json_schema(), indent=1, sort_keys=True) + "\n"
+
+
+def count_steps(recipe: Recipe, num_rows: int) -> int:
+    """Optimizer updates of the whole run."""
+    per_epoch = math.ceil(num_rows / recipe.train.batch_size)
+    return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
+
+
+def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
+    """Updates over which the learning rate rises.
+
+    Raises:
+        RunError: as many as the whole run, which would never reach its learning rate.
+    """
+    asked = recipe.train.warmup_steps
+    if asked is not None and asked >= total_steps:
+        raise RunError(
+            f"train.warmup_steps: {asked} of {total_steps} steps, so the learning rate would never be reached; lower it"
+        )
+    return min(10, total_steps // 10) if asked is None else asked

@@ -8,16 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from lorakit.base.load import load_tokenizer, num_tokens
+from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.load import num_tokens
 from lorakit.base.loading import LoadedBase, count_parameters, load_for_training
 from lorakit.data import TokenDataset
-from lorakit.errors import BaseModelError, TargetError, did_you_mean
-from lorakit.lora import AdapterSpec, LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
+from lorakit.errors import BaseModelError, TargetError
+from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, covering
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extras
 from lorakit.parallel import Engine
-from lorakit.recipe import AdapterSection, Recipe
+from lorakit.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,6 @@ def adapted_base(
     return AdaptedBase(base, covered, covered.note(spec), total, trainable)
 
 
-def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
-    """The recipe's adapter section as plain values; tokens by the ids that the base in ``folder`` gives them.
-
-    Raises:
-        TargetError: a token that its tokenizer does not know.
-    """
-    return AdapterSpec(**section.model_dump() | {"trainable_tokens": _token_ids(section.trainable_tokens, folder)})
-
-
 def adapted_names(model: nn.Module) -> list[str]:
     """The layers, and the parameters of experts, that carry low-rank factors."""
     names = []
@@ -69,19 +61,6 @@ def adapted_names(model: nn.Module) -> list[str]:
         elif isinstance(carrier, LoraExperts):
             names += [f"{name}.{key}" for key in carrier.adapted]
     return names
-
-
-def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:
-    named = [token for token in tokens if isinstance(token, str)]
-    if not named:
-        return tuple(token for token in tokens if isinstance(token, int))
-    known = load_tokenizer(folder).get_vocab()
-    if unknown := [token for token in named if token not in known]:
-        raise TargetError(
-            f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base.{did_you_mean(unknown[0], known)} Add it to"
-            " its tokenizer and a row to its embedding first (add_tokens, resize_token_embeddings, save_pretrained)"
-        )
-    return tuple(known[token] if isinstance(token, str) else token for token in tokens)
 
 
 def check_tokens_occur(tokens: tuple[int, ...], rows: TokenDataset) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.base.loading import count_parameters
 from lorakit.base.skeleton import pack_skeleton
 from lorakit.data import TokenDataset
+from lorakit.data.token_cache import load_split
 from lorakit.errors import LorakitError
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import covering
@@ -20,9 +22,9 @@ from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.patch import open_base_files
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.record import open_record
-from lorakit.training.adapting import adapter_spec, check_vocabulary
-from lorakit.training.job import count_steps, count_warmup_steps, load_split
+from lorakit.training.adapting import check_vocabulary
 from lorakit.training.model_checks import check_positions
 
 SHOWN_CHARACTERS = 1200

@@ -1,30 +1,29 @@
 """A training run, assembled: engine, base with its adapter, rows, optimizer."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from lorakit.base.dtype import DtypeChoice, choose_dtype
+from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import quantization_facts
-from lorakit.data import BatchSampler, RowSettings, TokenDataset, tokenize_rows
-from lorakit.errors import RunError
+from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.token_cache import load_split
 from lorakit.parallel import Engine, FillParameter, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint, open_base_files
-from lorakit.recipe import DataSection, Recipe
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.training.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import check_positions, enable_packing, verify_shortcuts
-
-CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
 
 
 @dataclass(frozen=True)
@@ -100,62 +99,6 @@ def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     if recipe.data.eval is None:
         return folder, rows, None
     return folder, rows, load_split(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
-
-
-def load_split(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
-    """The tokenised rows of one part of the data section."""
-    settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
-    return tokenize_rows(names, split, tokenizer, settings)
-
-
-def count_steps(recipe: Recipe, num_rows: int) -> int:
-    """Optimizer updates of the whole run."""
-    per_epoch = math.ceil(num_rows / recipe.train.batch_size)
-    return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
-
-
-def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
-    """Updates over which the learning rate rises.
-
-    Raises:
-        RunError: as many as the whole run, which would never reach its learning rate.
-    """
-    asked = recipe.train.warmup_steps
-    if asked is not None and asked >= total_steps:
-        raise RunError(
-            f"train.warmup_steps: {asked} of {total_steps} steps, so the learning rate would never be reached; lower it"
-        )
-    return min(10, total_steps // 10) if asked is None else asked
-
-
-def checkpoint_layers(model: nn.Module, *, on_host: bool = False) -> None:
-    """Keep only layer inputs in forward, in host memory if asked, and compute the rest again in backward.
-
-    Raises:
-        RunError: no layer of this model can do it.
-    """
-    settings = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)  # type: ignore[operator]
-    else:  # transformers before 5.2x
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
-    layers = [
-        m for m in model.modules() if getattr(m, CHECKPOINTS, None) and getattr(m, "gradient_checkpointing", False)
-    ]
-    if not layers:
-        raise RunError(f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none")
-    for layer in layers if on_host else ():
-        setattr(layer, CHECKPOINTS, _kept_on_host(getattr(layer, CHECKPOINTS)))
-
-
-def _kept_on_host(recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with what it saves (a layer's input) copied to host memory until backward needs it."""
-
-    def layer(*inputs: Any, **settings: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return recompute(*inputs, **settings)
-
-    return layer
 
 
 def _batches(recipe: Recipe, rows: TokenDataset, group: Group) -> BatchSampler:

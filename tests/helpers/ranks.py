@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import load_for_training
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
@@ -25,7 +26,6 @@ from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
-from lorakit.training.job import checkpoint_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from lorakit.run.metrics import read_metrics
 from lorakit.training.checkpoint import Checkpoints
-
 from tests.conftest import chat, make_base, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lorakit.base.layers import checkpoint_layers
 from lorakit.lora import adapter_tensors, inject
 from lorakit.ops.gated_mlp import is_gated_mlp
 from lorakit.ops.recompute import recomputable
 from lorakit.ops.rms_norm import is_rms_norm
 from lorakit.ops.rope import is_rotary
-from lorakit.training.job import checkpoint_layers
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import ARCHITECTURES, SMALL, build
 

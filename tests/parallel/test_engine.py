@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_base
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import LorakitError, RunError
@@ -17,7 +18,6 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
-from lorakit.training.job import checkpoint_layers
 from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_shortcuts
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lorakit import train
+from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
@@ -22,7 +23,6 @@ from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
 from lorakit.planning import run as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
-from lorakit.training.job import checkpoint_layers
 from tests.base.test_lazy import scrambled
 from tests.conftest import make_base
 

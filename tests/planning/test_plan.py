@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.load import find_base, load_base
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
@@ -32,7 +33,6 @@ from lorakit.planning.model_shapes import ModelShapes, TensorShape, read_shapes
 from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
 from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
-from lorakit.training.adapting import adapter_spec
 from tests.conftest import make_base, write_rows
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import build

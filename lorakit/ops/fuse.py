@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from lorakit.lora.linear import LoraLinear
 from lorakit.ops.gated_mlp import fuse_gated_mlps
 from lorakit.ops.rms_norm import fuse_rms_norms
 from lorakit.ops.rope import fuse_rope
@@ -13,10 +12,3 @@ def fuse_model(model: nn.Module) -> None:
     fuse_gated_mlps(model)
     fuse_rms_norms(model)
     fuse_rope(model)
-
-
-def use_plain_lora(model: nn.Module) -> None:
-    """Let adapted layers compute in plain operations, which a compiler can see through and join."""
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.fused = False
