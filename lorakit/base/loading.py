@@ -87,7 +87,7 @@ def count_parameters(model: nn.Module) -> int:
             if tensor is None:
                 continue
             counted[id(tensor)] = tensor.numel()
-            if packed is not None and name in packed.packing.shapes(*packed.shape):
+            if packed is not None and name in packed.scheme.shapes(*packed.shape):
                 counted[id(tensor)] = packed.shape[0] * packed.shape[1] if name == "weight" else 0
     return sum(counted.values())
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TYPE_CHECKING
 
 import numpy as np
 import tokenizers
@@ -18,7 +18,9 @@ from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.rows import BadRow, RowSource, find_sources, read_rows
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
-from lorakit.recipe import DataSection
+
+if TYPE_CHECKING:  # rows are tokenised without a recipe too, and without pydantic
+    from lorakit.recipe import DataSection
 
 FORMAT: Final = 1  # change it whenever the same row would give other tokens
 SHOWN_BAD_ROWS: Final = 10
@@ -203,7 +205,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorakit" / "tokens"
 
 
-def load_split(data: DataSection, names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
+def load_split(data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
     """The tokenised rows of one part of the data section."""
     settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
     return tokenize_rows(names, split, tokenizer, settings)
