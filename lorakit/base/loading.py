@@ -73,7 +73,7 @@ def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
         return None
     first = next(iter(found.values()))
     return {
-        "name": first.packing.name, "double": first.packing.double_quant,
+        "name": first.scheme.name, "double": first.scheme.double_quant,
         "dtype": str(first.dtype).removeprefix("torch."), "layers": sorted(found),
     }  # fmt: skip
 
