@@ -1,1 +1,1 @@
-"""Files that are complete or absent, safetensors read by ranges, and the files of a base."""
+"""Atomic files, safetensors read by ranges, names of dtypes, and the weight files of a base."""

@@ -1,6 +1,6 @@
-"""Files that are either complete or absent, also after a crash or a full disk.
+"""Write files that are complete or absent, also after a crash or a full disk.
 
-The one way to commit: stage beside the target, fsync every file, rename, fsync the parent.
+Every commit has the same steps: stage beside the target, fsync every file, rename, fsync the parent.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ MANIFEST = "manifest.json"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Replace ``path`` durably; a reader sees the old content or the new, never a mixture.
+    """Replace ``path`` durably. A reader gets the old content or the new, never a mixture.
 
     Raises:
-        TemporaryFailure: the disk is full; the old content is kept.
+        TemporaryFailure: the disk is full; the old content is unchanged.
     """
     staged = path.with_name(_staged_name(path))
     with disk_full_as_retryable(path), _removed_on_error(staged):
@@ -33,17 +33,17 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 Content = bytes | str | Callable[[BinaryIO], None]
-"""What a file holds, or what writes it into an open file."""
+"""content of a file, or a function that writes it into an open file"""
 
 
 def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
-    """Replace several files durably. ``last`` says that the others are whole: it is removed first and written last.
+    """Replace several files durably. ``last`` marks the others as complete: it is removed first and written last.
 
-    They are written in the given order, ``last`` after all. Everything is on the disk under other names before
-    anything old goes, so a full disk loses nothing.
+    The others are written in the given order. All new files are on the disk under other names before an old one is
+    removed, so a full disk loses nothing.
 
     Raises:
-        TemporaryFailure: the disk is full; the old files are kept.
+        TemporaryFailure: the disk is full; the old files are unchanged.
     """
     staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
     try:
@@ -61,22 +61,22 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """``value`` as indented JSON with sorted keys, durably."""
+    """Write ``value`` durably as indented JSON with sorted keys."""
     write_file(path, json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """``value`` as indented JSON with sorted keys."""
+    """Return ``value`` as indented JSON with sorted keys."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A staging folder that becomes ``target`` at the end of the block, or vanishes if the block raises.
+    """Yield a staging folder that is renamed to ``target`` after the block, or removed if the block raises.
 
     Raises:
-        FileExistsError: ``target`` is there already; it is never overwritten.
-        TemporaryFailure: the disk is full; nothing is left behind.
+        FileExistsError: ``target`` exists; it is never overwritten.
+        TemporaryFailure: the disk is full; nothing remains.
     """
     if target.exists():
         raise FileExistsError(target)
@@ -90,10 +90,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def commit_folder(staging: Path, target: Path) -> None:
-    """Make a finished folder durable and give it its name.
+    """Make a finished folder durable and rename it to ``target``.
 
     Raises:
-        FileExistsError: something has that name.
+        FileExistsError: ``target`` exists.
     """
     for path in [*staging.rglob("*"), staging]:
         sync_folder(path) if path.is_dir() else sync_file(path)
@@ -104,25 +104,25 @@ def commit_folder(staging: Path, target: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Sizes and digests of every file in the folder, as its last file."""
+    """Write the sizes and digests of every file in the folder, as its last file."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     write_json(folder / MANIFEST, {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files})
 
 
 def manifest_matches(folder: Path) -> bool:
-    """Whether the folder has a manifest and every file in it is as the manifest says."""
+    """True if the folder has a manifest, and every file in the manifest has the recorded size and digest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return all(
-            (folder / name).stat().st_size == facts["bytes"] and digest(folder / name) == facts["sha256"]
-            for name, facts in manifest.items()
+            (folder / name).stat().st_size == record["bytes"] and digest(folder / name) == record["sha256"]
+            for name, record in manifest.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
+    """Remove a folder so that no half of it ever exists under its name."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -133,40 +133,40 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_stale_staging(target: Path) -> None:
-    """Remove what dead processes of this machine left staged for ``target``."""
+    """Remove the files that dead processes of this machine staged for ``target``."""
     _sweep(target.parent, f".{target.name}.tmp-*")
 
 
 def sweep_folder(folder: Path) -> None:
-    """Remove what dead processes of this machine left staged for anything in ``folder``."""
+    """Remove the files that dead processes of this machine staged for any file in ``folder``."""
     _sweep(folder, ".*.tmp-*")
 
 
 def _sweep(folder: Path, pattern: str) -> None:
-    marker = f".tmp-{socket.gethostname()}-"
+    marker = f".tmp-{socket.gethostname()}-"  # of this machine only, because pids of others cannot be checked
     for path in folder.glob(pattern):
-        _, found, owner = path.name.rpartition(marker)
-        if found and not _alive(owner):
+        _, separator, owner = path.name.rpartition(marker)
+        if separator and not _alive(owner):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_signature(path: Path) -> list[int] | None:
-    """What changes when a file does: size, time of its last change, inode, time of its last renaming. None: no file."""
+    """Return numbers that change with a file: size, mtime, inode, ctime; None if there is no file."""
     try:
-        facts = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return None
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_ctime_ns]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names of a folder's files durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -176,7 +176,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_full_as_retryable(path: Path) -> Iterator[None]:
-    """Turns a full disk into TemporaryFailure, so that scripts can free space and go on."""
+    """Raise TemporaryFailure for a full disk, so that scripts can free space and continue."""
     try:
         yield
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""The weight files of a base: which file holds which tensor, checked before anything is read."""
+"""Open the weight files of a base, and map every tensor to its file, checked before a tensor is read."""
 
 import json
 from collections.abc import Mapping
@@ -15,21 +15,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """The safetensors files of a model folder, in a fixed order."""
+    """The safetensors files of a model folder."""
 
     folder: Path
     shards: tuple[SafetensorsFile, ...]
+    """sorted by file name"""
     shard_of: Mapping[str, SafetensorsFile]
+    """by stored tensor name"""
 
     def entry(self, name: str) -> TensorEntry:
         return self.shard_of[name].entries[name]
 
     def weight_name(self, module: str) -> str:
-        """The stored name of a module's weight; errors as ``tensor_name``."""
+        """Return the stored name of a module's weight; errors as ``tensor_name``."""
         return self.tensor_name(module, "weight")
 
     def tensor_name(self, module: str, key: str) -> str:
-        """The stored name of a module's tensor: the same name, or one that differs by a leading prefix only.
+        """Return the stored name of a module's tensor, which may have a prefix more or less.
 
         Raises:
             BaseModelError: no such tensor, or several.
@@ -37,30 +39,30 @@ class BaseFiles:
         name = f"{module}.{key}"
         if name in self.shard_of:
             return name
-        found = [held for held in self.shard_of if self._prefixed(name, held)]
-        if len(found) != 1:
-            what = "several" if found else "no"
+        matches = [stored for stored in self.shard_of if self._prefixed(name, stored)]
+        if len(matches) != 1:
+            count = "several" if matches else "no"
             raise BaseModelError(
-                f"{self.folder}: {what} tensors for {name!r}."
-                + (f" Candidates: {', '.join(found[:3])}." if found else did_you_mean(name, self.shard_of))
+                f"{self.folder}: {count} tensors for {name!r}."
+                + (f" Candidates: {', '.join(matches[:3])}." if matches else did_you_mean(name, self.shard_of))
             )
-        return found[0]
+        return matches[0]
 
-    def _prefixed(self, name: str, held: str) -> bool:
-        """Whether two names are one but for the prefix that the whole model has, or has not, in the file."""
-        if held.endswith(f".{name}"):
-            prefix = held.removesuffix(name)
+    def _prefixed(self, name: str, stored: str) -> bool:
+        """True if two names differ only by a prefix that most names in the file have, or that none has."""
+        if stored.endswith(f".{name}"):
+            prefix = stored.removesuffix(name)
             return sum(other.startswith(prefix) for other in self.shard_of) > len(self.shard_of) / 2
-        prefix = name.removesuffix(held)
-        return name.endswith(f".{held}") and not any(other.startswith(prefix) for other in self.shard_of)
+        prefix = name.removesuffix(stored)
+        return name.endswith(f".{stored}") and not any(other.startswith(prefix) for other in self.shard_of)
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return read_json(self.folder / "config.json")
 
 
 def open_base_files(folder: Path) -> BaseFiles:
-    """The weight files of a model folder: one file, or an index with plain file names.
+    """Return the weight files of a model folder: one file, or the files of an index.
 
     Raises:
         BaseModelError: no safetensors, or an index that names missing, foreign or repeated tensors.
@@ -86,20 +88,20 @@ def open_base_files(folder: Path) -> BaseFiles:
         shards = tuple(open_tensors(folder / name) for name in names)
     except PatchError as problem:
         raise BaseModelError(str(problem)) from None
-    holders = _holders(folder, shards, weight_map)
+    shard_of = _shard_of(folder, shards, weight_map)
     if weight_map is not None and SINGLE not in names and (folder / SINGLE).exists():
         raise BaseModelError(
             f"{folder}: holds {SINGLE} and an index of other files; transformers reads the first, others the second."
             " Remove what is not meant"
         )
-    return BaseFiles(folder, shards, holders)
+    return BaseFiles(folder, shards, shard_of)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping.
+    """Return the mapping in a JSON file.
 
     Raises:
-        BaseModelError: missing or not a JSON mapping.
+        BaseModelError: the file is missing, or is not a JSON mapping.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -112,18 +114,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _holders(
+def _shard_of(
     folder: Path, shards: tuple[SafetensorsFile, ...], weight_map: Mapping[str, str] | None
 ) -> dict[str, SafetensorsFile]:
-    holder: dict[str, SafetensorsFile] = {}
+    shard_of: dict[str, SafetensorsFile] = {}
     for shard in shards:
         for name in shard.entries:
-            if name in holder:
-                raise BaseModelError(f"{folder}: {name} is in {holder[name].path.name} and in {shard.path.name}")
-            holder[name] = shard
+            if name in shard_of:
+                raise BaseModelError(f"{folder}: {name} is in {shard_of[name].path.name} and in {shard.path.name}")
+            shard_of[name] = shard
     if weight_map is not None:
-        for name in [*weight_map, *holder]:
-            told, found = weight_map.get(name), holder[name].path.name if name in holder else None
-            if told != found:
-                raise BaseModelError(f"{folder / INDEX}: {name} should be in {told}, found in {found}")
-    return holder
+        for name in [*weight_map, *shard_of]:
+            indexed, actual = weight_map.get(name), shard_of[name].path.name if name in shard_of else None
+            if indexed != actual:
+                raise BaseModelError(f"{folder / INDEX}: {name} should be in {indexed}, found in {actual}")
+    return shard_of

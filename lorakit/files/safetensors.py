@@ -1,8 +1,8 @@
-"""Safetensors files, read with suspicion and written the same way every time.
+"""Read safetensors files by ranges, with every header checked, and write them deterministically.
 
 Format: 8 bytes of header length (little-endian), a JSON header, the data. The header is checked before any tensor
-is allocated. Written here rather than by the safetensors library, which orders metadata at random, ignores the
-umask and accepts duplicate names.
+is allocated. Not by the safetensors library, because it writes metadata in random order, ignores the umask and
+accepts duplicate names.
 """
 
 import contextlib
@@ -21,21 +21,15 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
+from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 
 READERS, READ_BYTES = 4, 1 << 22
 MAX_HEADER_BYTES: Final = 100_000_000
-DTYPES: Final = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
-NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: byte range from the start of the file."""
+    """One tensor of a file. ``start``, ``end``: its byte range, from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,7 +39,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """The checked header of a safetensors file."""
+    """The checked header of a safetensors file. Tensors are read from the file on every call."""
 
     path: Path
     entries: Mapping[str, TensorEntry]
@@ -53,52 +47,71 @@ class SafetensorsFile:
     header: bytes
     """the JSON text as it stands in the file"""
     content: memoryview | None = None
-    """the whole file, when it was read at once"""
+    """all bytes of the file if it was read into memory, else None"""
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, as stored."""
+        """Return one full tensor in its stored dtype. Errors as ``read_elements``."""
         entry = self.entries[name]
         return self.read_elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
 
-    def into_memory(self) -> "SafetensorsFile":
-        """The same with the whole file in memory: tensors are views of it, and nothing is read again.
+    def read_elements(
+        self, name: str, start: int, stop: int, *, out: Tensor | None = None, handle: int | None = None
+    ) -> Tensor:
+        """Return elements ``start`` to ``stop`` of a flattened tensor in its stored dtype; read no other bytes.
+
+        ``out``: contiguous CPU tensor (stop - start,) of the stored dtype to read into; None: a new tensor.
+        ``handle``: file descriptor of this file, so that many small reads open it once; None: opened and closed here.
 
         Raises:
-            PatchError: the file is no longer what its checked header describes.
+            PatchError: the file is missing, cannot be read, or ends before the last element.
+        """
+        entry = self.entries[name]
+        first, last = (entry.start + position * entry.dtype.itemsize for position in (start, stop))
+        if self.content is not None and out is None and start < stop:
+            return torch.frombuffer(self.content[first:last], dtype=entry.dtype)
+        out = torch.empty(stop - start, dtype=entry.dtype) if out is None else out
+        assert (out.dtype, out.shape) == (entry.dtype, (stop - start,)), (name, out.dtype, out.shape)
+        if start == stop:
+            return out
+        view = out.view(torch.uint8).numpy().data
+        if self.content is not None:
+            view[:] = self.content[first:last]
+            return out
+        try:
+            with contextlib.nullcontext(handle) if handle is not None else _descriptor(self.path) as descriptor:
+                num_bytes = _read_range(descriptor, view, first)
+        except OSError as problem:
+            raise PatchError(f"{self.path}: {name} cannot be read: {problem.strerror}") from None
+        if num_bytes < len(view):
+            raise PatchError(f"{self.path}: the file ended while {name} was read")
+        return out
+
+    def into_memory(self) -> "SafetensorsFile":
+        """Return a copy of this object with all bytes of the file in memory; its tensors are views of them.
+
+        Raises:
+            PatchError: the file no longer matches its checked header.
         """
         with _opened(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             content = np.empty(size, np.uint8).data  # not a bytearray, which would be zeroed first
-            read = _read_in_parallel(file.fileno(), content)
+            num_bytes = _read_in_parallel(file.fileno(), content)
         end = max((entry.end for entry in self.entries.values()), default=8 + len(self.header))
-        if read != size or size != end or bytes(content[8 : 8 + len(self.header)]) != self.header:
+        if num_bytes != size or size != end or bytes(content[8 : 8 + len(self.header)]) != self.header:
             raise PatchError(f"{self.path}: the file changed while it was read")
         return replace(self, content=content)
 
-    def read_elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor; nothing else is read."""
-        entry = self.entries[name]
-        size = entry.dtype.itemsize
-        if start == stop:
-            return torch.empty(0, dtype=entry.dtype)
-        if self.content is not None:
-            part = self.content[entry.start + start * size : entry.start + stop * size]
-            return torch.frombuffer(part, dtype=entry.dtype)
-        buffer = bytearray((stop - start) * size)
-        with open(self.path, "rb") as file:
-            file.seek(entry.start + start * size)
-            if file.readinto(buffer) != len(buffer):
-                raise PatchError(f"{self.path}: the file ended while {name} was read")
-        return torch.frombuffer(buffer, dtype=entry.dtype)
-
 
 class RangeReader:
-    """Reads parts of a file's tensors through one handle, each into the memory of the one before."""
+    """Reads ranges of one file's tensors through one descriptor and into one buffer.
+
+    A merge reads a base block by block, and every block then costs neither an ``open`` nor fresh memory.
+    """
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
         self._handle = os.open(file.path, os.O_RDONLY)
-        self._buffer = np.empty(0, np.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> "RangeReader":
         return self
@@ -107,46 +120,76 @@ class RangeReader:
         os.close(self._handle)
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of a flattened tensor, until the next call."""
-        entry = self._file.entries[name]
-        count = (stop - start) * entry.dtype.itemsize
-        if count > self._buffer.size:
-            self._buffer = np.empty(count, np.uint8)
-        if not count:
-            return torch.empty(0, dtype=entry.dtype)
-        view = self._buffer[:count].data
-        if os.preadv(self._handle, [view], entry.start + start * entry.dtype.itemsize) != count:
-            raise PatchError(f"{self._file.path}: the file ended while {name} was read")
-        return torch.frombuffer(view, dtype=entry.dtype)
+        """Return elements ``start`` to ``stop`` of a flattened tensor; the next call overwrites them.
+
+        Raises:
+            PatchError: as ``SafetensorsFile.read_elements``.
+        """
+        dtype = self._file.entries[name].dtype
+        num_bytes = (stop - start) * dtype.itemsize
+        if num_bytes > len(self._buffer):
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        out = self._buffer[:num_bytes].view(dtype)
+        return self._file.read_elements(name, start, stop, out=out, handle=self._handle)
 
 
 def open_tensors(
     path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None
 ) -> SafetensorsFile:
-    """The header of a safetensors file, checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
-
-    Tensors are read from the file when they are asked for.
+    """Return a safetensors file with its header checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
 
     Raises:
-        PatchError: the file is missing, cut, too large, or not what its header says; names file and tensor.
+        PatchError: the file is missing, cut, too large, or does not match its header; names file and tensor.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if max_file_bytes is not None and size > max_file_bytes:
             raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed (Caps.file_bytes)")
-        return _parse(path, file, size, max_header_bytes)
+        return _checked(path, _header_text(path, file, size, max_header_bytes), size)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the JSON header of a safetensors file, whose data may be cut. No entry of the header is checked.
+
+    Raises:
+        PatchError: the file is missing, or its header is cut or is no JSON mapping.
+    """
+    with _opened(path) as file:
+        return _parse(path, _header_text(path, file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES))
 
 
 def _read_in_parallel(handle: int, content: memoryview) -> int:
-    """Bytes read: most of the time goes into first touching the memory, which threads can share."""
+    """Fill ``content`` from the start of a file; return the number of bytes read.
+
+    In threads, because most of the time is the kernel's first touch of the new pages.
+    """
 
     def part(start: int) -> int:
-        return os.preadv(handle, [content[start : start + READ_BYTES]], start)
+        return _read_range(handle, content[start : start + READ_BYTES], start)
 
     if len(content) <= READ_BYTES:
         return part(0)
     with ThreadPoolExecutor(READERS) as pool:
         return sum(pool.map(part, range(0, len(content), READ_BYTES)))
+
+
+def _read_range(handle: int, view: memoryview, position: int) -> int:
+    """Fill ``view`` with a file's bytes from ``position`` on; return fewer than its length only at the file's end."""
+    done = 0
+    # pread, not a memory map, because mapped pages count as memory of the process;
+    # in a loop, because Linux reads at most 2,147,479,552 bytes in one call
+    while done < len(view) and (num_bytes := os.preadv(handle, [view[done:]], position + done)):
+        done += num_bytes
+    return done
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -162,15 +205,27 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
 
 
-def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> SafetensorsFile:
-    text = _header_text(path, file, size, max_header_bytes)
+def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > size - 8:
+        raise PatchError(f"{path}: not a complete safetensors file ({size} bytes, header of {length})")
+    if length > max_header_bytes:
+        raise PatchError(f"{path}: a header of {length:,} bytes, and {max_header_bytes:,} are allowed")
+    return file.read(length)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
         raise PatchError(f"{path}: the header is not valid: {problem}") from None
     if not isinstance(header, dict):
         raise PatchError(f"{path}: the header is not a mapping")
-    data_start = 8 + len(text)
+    return header
+
+
+def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
+    header, data_start = _parse(path, text), 8 + len(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PatchError(f"{path}: the header's __metadata__ is not a mapping of texts")
@@ -185,8 +240,29 @@ def _parse(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> Safe
     return SafetensorsFile(path, entries, metadata, text)
 
 
+def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
+    try:
+        dtype, shape, (start, end) = DTYPE_OF_CODE[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
+        valid = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        valid = valid and end - start == math.prod(shape) * dtype.itemsize
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise PatchError(f"{path}: {name}: its dtype, shape and byte range do not fit: {str(facts)[:200]}")
+    return TensorEntry(dtype, shape, data_start + start, data_start + end)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key!r} appears twice")
+        result[key] = value
+    return result
+
+
 class Writable(Protocol):
-    """What a tensor file is written into."""
+    """The destination of ``write_tensors``: a binary file, or an object that hashes or counts bytes."""
 
     def write(self, content: bytes | memoryview) -> int: ...
 
@@ -200,53 +276,23 @@ def write_tensors(file: Writable, tensors: Mapping[str, Tensor], metadata: Mappi
 
 
 def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON header for tensors that follow in the given order, padded to 8 bytes."""
+    """Return length and JSON header for tensors that follow in the given order, padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     position = 0
     for name, (dtype, shape) in shapes.items():
         end = position + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        header[name] = {"dtype": CODE_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return with_length_prefix(text + b" " * (-len(text) % 8))
 
 
 def with_length_prefix(header: bytes) -> bytes:
-    """A JSON header with its length before it, as a file begins."""
+    """Return a JSON header with its length in 8 bytes before it, as a file begins."""
     return len(header).to_bytes(8, "little") + header
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a tensor, in row-major order."""
+    """Return the bytes of a tensor in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> bytes:
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
-        raise PatchError(f"{path}: not a whole safetensors file ({size} bytes, header of {length})")
-    if length > max_header_bytes:
-        raise PatchError(f"{path}: a header of {length:,} bytes, and {max_header_bytes:,} are allowed")
-    return file.read(length)
-
-
-def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
-    try:
-        dtype, shape, (start, end) = DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
-        right = whole and end - start == math.prod(shape) * dtype.itemsize
-    except (KeyError, TypeError, ValueError):
-        right = False
-    if not right:
-        raise PatchError(f"{path}: {name}: its dtype, shape and byte range do not fit: {str(facts)[:200]}")
-    return TensorEntry(dtype, shape, data_start + start, data_start + end)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key!r} appears twice")
-        result[key] = value
-    return result

@@ -1,16 +1,13 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
-from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unverified_note
 from lorakit.patch.fit import BaseShapes, check_fits
-from lorakit.patch.from_model import patch_from_model
+from lorakit.patch.from_model import patch_from_model, save_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
-from lorakit.patch.save import save_patch
 from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [
-    "BaseFiles",
     "BaseIdentity",
     "BaseShapes",
     "Caps",
@@ -20,7 +17,6 @@ __all__ = [
     "check_fits",
     "fingerprint",
     "new_patch",
-    "open_base_files",
     "open_patch",
     "patch_from_model",
     "read_patch",

@@ -1,6 +1,6 @@
-"""adapter_config.json as PEFT reads and writes it, held to what lorakit computes.
+"""Read and write adapter_config.json as PEFT does.
 
-A key that changes the forward pass and is not implemented is refused by name; it is never ignored.
+A key that changes the forward pass and is not implemented is refused by name, never ignored.
 """
 
 import json
@@ -33,7 +33,7 @@ CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECA
 
 @dataclass(frozen=True)
 class PatchConfig:
-    """The settings of a patch: how strong each layer's update is, and where it came from."""
+    """The settings of a patch: method, rank and alpha of each layer, and the base's name."""
 
     method: str
     rank: int
@@ -47,9 +47,9 @@ class PatchConfig:
     target_parameters: tuple[str, ...]
     """3-D parameters of experts, by name or suffix"""
     token_indices: Mapping[str, tuple[int, ...]]
-    """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name is whichever there is"""
+    """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name matches any embedding"""
     raw: Mapping[str, Any] = field(repr=False)
-    """every key as it was read, also those that lorakit does not know"""
+    """every key of the file, unknown ones included"""
 
     def rank_of(self, module: str) -> int:
         return lookup(self.rank_pattern, module, self.rank)
@@ -59,7 +59,7 @@ class PatchConfig:
 
 
 def read_config(folder: Path, max_bytes: int) -> PatchConfig:
-    """The settings in a patch folder.
+    """Return the settings in a patch folder.
 
     Raises:
         PatchError: not a LoRA patch, a malformed value, or a setting lorakit does not compute.
@@ -69,8 +69,8 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
         config = json.loads(_read(path, max_bytes))
     except FileNotFoundError:
         unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
-        named = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
-        inside = f"; there are patches inside: {', '.join(str(folder / name) for name in named[:5])}" if named else ""
+        inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
+        inside = f"; there are patches inside: {', '.join(str(folder / name) for name in inner[:5])}" if inner else ""
         if not folder.is_dir():
             near = did_you_mean(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
             raise PatchError(f"{folder}: no such folder; looked for {folder.absolute()}.{near}") from None
@@ -85,7 +85,7 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
 
 
 def _read(path: Path, max_bytes: int) -> str:
-    """A file's text, if it is a file of at most so many bytes."""
+    """Return a file's text; refuse more than ``max_bytes`` before they are read."""
     if not path.exists():
         raise FileNotFoundError(path)
     if not path.is_file():
@@ -98,7 +98,7 @@ def _read(path: Path, max_bytes: int) -> str:
 
 
 def parse_config(path: Path, config: Any) -> PatchConfig:
-    """The settings in the content of an adapter_config.json.
+    """Return the settings in the parsed content of an adapter_config.json.
 
     Raises:
         PatchError: as ``read_config``.
@@ -115,12 +115,12 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     if isinstance(dropout, int | float) and not 0 <= dropout <= 1:
         raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {dropout!r}")
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
-    for key, values, whole in (
+    for key, values, integer in (
         ("r", [rank], True), ("rank_pattern", ranks.values(), True),
         ("lora_alpha", [alpha], False), ("alpha_pattern", alphas.values(), False),
     ):  # fmt: skip
         for value in values:
-            _check_number(path, key, value, whole=whole)
+            _check_number(path, key, value, integer=integer)
     texts = (str,)
     for key, kinds in (
         ("use_rslora", (bool,)), ("use_dora", (bool,)), ("lora_dropout", (int, float)),
@@ -140,20 +140,20 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
 
 
 def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
-    found = value or []
-    if not isinstance(found, list) or not all(isinstance(name, str) and name for name in found):
-        raise PatchError(f"{path}: {key} must be a list of names, got {found!r}")
-    return tuple(found)
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise PatchError(f"{path}: {key} must be a list of names, got {names!r}")
+    return tuple(names)
 
 
 def _token_indices(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
-    told = {"": value} if isinstance(value, list) else value or {}
-    if not isinstance(told, dict) or not all(
+    by_module = {"": value} if isinstance(value, list) else value or {}
+    if not isinstance(by_module, dict) or not all(
         isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
-        for tokens in told.values()
+        for tokens in by_module.values()
     ):
         raise PatchError(f"{path}: trainable_token_indices must be lists of token ids, got {value!r}")
-    return {module: tuple(tokens) for module, tokens in told.items() if tokens}
+    return {module: tuple(tokens) for module, tokens in by_module.items() if tokens}
 
 
 def config_json(
@@ -162,11 +162,11 @@ def config_json(
     fan_in_fan_out: bool = False, experts: Collection[str] = (), tokens: Mapping[str, tuple[int, ...]] | None = None,
     tied: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """adapter_config.json for layers given as module -> (rank, alpha).
+    """Return the content of adapter_config.json for layers given as module -> (rank, alpha).
 
-    ``all_modules``: every module name of the model, so that targets can be written as suffixes; without it they are
-    written as whole names. ``experts``: those of the layers that are 3-D parameters. ``tokens``: embedding -> rows.
-    ``tied``: head and embedding change alike.
+    ``all_modules``: every module name of the model, so that targets can be written as suffixes; None writes full names.
+    ``experts``: the 3-D parameters among the layers. ``tokens``: embedding -> its trained tokens.
+    ``tied``: True if head and embedding have the same update.
     """
     dora, rslora = next(flags for flags, name in METHOD_OF.items() if name == method)
     modules = [name for name in layers if name not in set(experts)]
@@ -199,19 +199,22 @@ def config_json(
 
 
 def _suffixes(experts: Collection[str]) -> list[str]:
-    """``mlp.experts.gate_up_proj`` and so on: without what differs between layers, as PEFT's users write them."""
+    """Return the names without the part that differs between layers, such as ``mlp.experts.gate_up_proj``."""
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
 
 
 def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
-    """Suffixes such as ``q_proj`` when they name exactly these modules, else whole names."""
+    """Return suffixes such as ``q_proj`` if they select exactly these modules, else full names."""
     suffixes = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    same = {name for name in all_modules if matches(suffixes, name)} == set(names)
-    return list(suffixes) if same else sorted(names)
+    exact = {name for name in all_modules if matches(suffixes, name)} == set(names)
+    return list(suffixes) if exact else sorted(names)
 
 
 def _exactly(name: str) -> str:
-    """A pattern key for one module: matched with an optional prefix before it, which the anchor rules out."""
+    """Return a pattern key that matches one module only.
+
+    PEFT matches keys with an optional prefix before them; the anchor excludes that prefix.
+    """
     return f"^{re.escape(name)}"
 
 
@@ -222,7 +225,7 @@ def _plain(number: float) -> int | float:
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
     unknown = [key for key, value in config.items() if key not in HARMLESS and not _is_off(value)]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
-        unknown.append("init_lora_weights")  # trained on W0 minus something that is not in the patch
+        unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
     if unknown:
         settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
         raise PatchError(
@@ -235,10 +238,10 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and value in ("none", "", [], {}))
 
 
-def _check_number(path: Path, key: str, value: Any, *, whole: bool) -> None:
-    right = type(value) is int or (not whole and type(value) is float)
-    if not right or not 0 < value < 1e9:
-        raise PatchError(f"{path}: {key} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
+def _check_number(path: Path, key: str, value: Any, *, integer: bool) -> None:
+    valid = type(value) is int or (not integer and type(value) is float)
+    if not valid or not 0 < value < 1e9:
+        raise PatchError(f"{path}: {key} must be a positive {'whole number' if integer else 'number'}, got {value!r}")
 
 
 def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
@@ -248,7 +251,7 @@ def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
         raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
     for pattern in value:
         try:
-            re.compile(rf"(.*\.)?({pattern})$")  # as it is used
+            re.compile(rf"(.*\.)?({pattern})$")  # as it is used: some patterns fail only then
         except (re.error, OverflowError, RecursionError) as problem:
             raise PatchError(f"{path}: {key}: {pattern!r} is not a regular expression: {problem}") from None
     return value

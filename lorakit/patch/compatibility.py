@@ -1,7 +1,7 @@
-"""Which other programs read a patch and compute the same with it, and why another does not.
+"""List the other programs that read a patch and compute the same with it, and the problems of the rest.
 
-From the programs' own sources: vLLM (lora/peft_helper.py, lora/utils.py, config/lora.py) takes one rank and one alpha
-for the whole adapter; llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) takes each rank from its tensor, one alpha
+From the programs' own sources. vLLM (lora/peft_helper.py, lora/utils.py, config/lora.py) reads one rank and one alpha
+for the full adapter. llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) reads each rank from its tensor and one alpha
 from the config, and always divides by the rank.
 """
 
@@ -17,7 +17,11 @@ VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Program:
-    """A program, what stands in its way with this patch, and otherwise how to call it."""
+    """A program that reads patches.
+
+    ``problems``: reasons why the program would compute other outputs with this patch; empty if it would not.
+    ``call``: how to use the patch with the program.
+    """
 
     name: str
     problems: tuple[str, ...]
@@ -25,7 +29,7 @@ class Program:
 
 
 def compatible_programs(patch: Patch) -> list[Program]:
-    """PEFT, vLLM and llama.cpp, with what each would stumble over."""
+    """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
     largest = max((layer.rank for layer in patch.layers.values()), default=0)
     setting = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     return [
@@ -45,9 +49,9 @@ def _vllm(patch: Patch, largest: int) -> Iterator[str]:
         yield f"rank {largest}; the largest it takes is {VLLM_RANKS[-1]}"
     if config.modules_to_save:
         yield "modules_to_save"
-    elif foreign := [n for n in patch.whole_shapes if not n.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+    elif foreign := [n for n in patch.full_shapes if not n.endswith(("embed_tokens.weight", "lm_head.weight"))]:
         yield f"whole tensors such as {foreign[0]}"
-    elif plain := [n for n in patch.whole_shapes if n.rpartition(".")[0] not in patch.layers]:
+    elif plain := [n for n in patch.full_shapes if n.rpartition(".")[0] not in patch.layers]:
         yield f"whole tensors such as {plain[0]}"
     if any((layer.rank, layer.alpha) != (config.rank, config.alpha) for layer in patch.layers.values()):
         yield "it knows one rank and alpha, and would scale the layers of rank_pattern or alpha_pattern wrongly"
@@ -59,13 +63,13 @@ def _llama_cpp(patch: Patch) -> Iterator[str]:
     yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
-    foreign = [name for name in patch.whole_shapes if not _skipped(name, patch) and "norm" not in name]
+    foreign = [name for name in patch.full_shapes if not _skipped(name, patch) and "norm" not in name]
     if foreign:
         yield f"whole tensors such as {foreign[0]}"
 
 
 def _beyond_low_rank(patch: Patch) -> Iterator[str]:
-    """What neither of them reads, or reads in another layout."""
+    """Yield the parts of a patch that vLLM and llama.cpp both do not read, or read in another layout."""
     if any(not METHODS[layer.method].additive for layer in patch.layers.values()):
         yield "magnitudes of DoRA"
     if stacked := [name for name, layer in patch.layers.items() if layer.num_experts]:

@@ -1,15 +1,16 @@
-"""Which base a patch belongs to: digests of the tensors it adapts, of the config and of the tokenizer.
+"""Fingerprint a base, and compare the fingerprints of patches with bases and with each other.
 
-Two forms of every adapted weight, both over its shape and its values as float32, so that neither sharding, file names
-nor the storage dtype matter where values are equal. ``sampled-1``: 8 evenly spaced runs of 512 values, in
-milliseconds for any base. ``full-1``: every value.
+A fingerprint has digests of the tensors that a patch adapts, of the config and of the tokenizer. A weight has two
+digests, both over its shape and its values as float32. So sharding, file names and the storage dtype do not matter
+where values are equal. ``sampled-1`` covers 8 evenly spaced runs of 512 values and takes milliseconds for any base.
+``full-1`` covers every value.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from os import cpu_count
@@ -22,28 +23,23 @@ from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
+from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.patch.patch import Patch
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"
 RUNS, RUN_ELEMENTS = 8, 512
 BLOCK_ELEMENTS: Final = 1 << 20
-DTYPES: Final = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
 }  # fmt: skip
-Read = Callable[[int, int], Tensor]
+ReadElements = Callable[[int, int], Tensor]
 """(start, stop) -> these elements of a flattened tensor"""
-Reader = tuple[tuple[int, ...], Read]
-"""shape, and how to read"""
+Source = tuple[tuple[int, ...], ReadElements]
+"""shape of a weight, and the function that reads it"""
 
 
 class BaseIdentity:
-    """What a base on disk is. Every part is computed when it is first asked for."""
+    """Digests of a base on disk. Each is computed when it is first used, then cached."""
 
     def __init__(self, files: BaseFiles) -> None:
         self.files = files
@@ -60,36 +56,38 @@ class BaseIdentity:
         if not path.is_file():
             return None
         return _json_digest(
+            # without the settings of the last call, which saving a tokenizer writes there
             {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
         )
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """module -> digest of samples of its weight. ``rounded_to``: the dtype values are rounded to first.
+        """Return module -> ``sampled-1`` digest of its weight.
 
-        A head that has no weight of its own, because it is tied, is left out. Experts have one digest for all that a
-        layer stores of them, as their tensors may be stored one by one.
+        ``rounded_to``: name of the dtype that values are rounded to first; None: not rounded. A tied head has no weight
+        of its own and is left out. Experts have one digest of all expert tensors of their layer, because these may be
+        stored one by one.
         """
-        return self._digests(modules, rounded_to, self._sampled, lambda readers: [_sampled(*one) for one in readers])
+        return self._digests(modules, rounded_to, self._sampled, lambda sources: [_sampled(*one) for one in sources])
 
     def full(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """module -> digest of every value of its weight."""
-        return self._digests(modules, rounded_to, {}, _in_parallel)
+        """Return module -> ``full-1`` digest of its weight; arguments as of ``sampled``."""
+        return self._digests(modules, rounded_to, {}, _full_in_parallel)
 
     def _digests(
-        self, modules: Iterable[str], rounded_to: str | None, known: dict[tuple[str, str | None], str],
-        digest: Callable[[list[Reader]], list[str]],
+        self, modules: Iterable[str], rounded_to: str | None, cache: dict[tuple[str, str | None], str],
+        digest: Callable[[list[Source]], list[str]],
     ) -> dict[str, str]:  # fmt: skip
-        stored = {module: self._stored(module) for module in modules}
-        wanted = {module: names for module, names in stored.items() if names and (module, rounded_to) not in known}
-        unique = list(dict.fromkeys(name for names in wanted.values() for name in names))
-        found = dict(zip(unique, digest([self._reader(name, rounded_to) for name in unique]), strict=True))
-        for module, names in wanted.items():
-            each = [found[name] for name in names]
-            known[module, rounded_to] = each[0] if len(each) == 1 else _json_digest(each)
-        return {module: known[module, rounded_to] for module, names in stored.items() if names}
+        stored = {module: self._stored_names(module) for module in modules}
+        missing = {module: names for module, names in stored.items() if names and (module, rounded_to) not in cache}
+        unique = list(dict.fromkeys(name for names in missing.values() for name in names))
+        digests = dict(zip(unique, digest([self._source(name, rounded_to) for name in unique]), strict=True))
+        for module, names in missing.items():
+            parts = [digests[name] for name in names]
+            cache[module, rounded_to] = parts[0] if len(parts) == 1 else _json_digest(parts)
+        return {module: cache[module, rounded_to] for module, names in stored.items() if names}
 
-    def _stored(self, module: str) -> list[str]:
-        """The stored tensors that hold a module's weight, or a parameter of experts."""
+    def _stored_names(self, module: str) -> list[str]:
+        """Return the stored tensors of a module's weight, or of a parameter of experts; none for a tied head."""
         if module in self.files.shard_of:
             return [module]
         if (layer := re.match(r"(.*\.\d+\.).*experts\.", module)) and f"{module}.weight" not in self.files.shard_of:
@@ -107,14 +105,14 @@ class BaseIdentity:
         text = config.get("text_config")
         return bool((text if isinstance(text, dict) else config).get("tie_word_embeddings", True))
 
-    def _reader(self, name: str, rounded_to: str | None) -> "Reader":
+    def _source(self, name: str, rounded_to: str | None) -> Source:
         shard = self.files.shard_of[name]
-        dtype = DTYPES.get(rounded_to or "", shard.entries[name].dtype)
+        dtype = parse_dtype(rounded_to) or shard.entries[name].dtype
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
 
 class WeightDigest:
-    """``full-1`` of one weight, given piece by piece in stored order."""
+    """``full-1`` digest of one weight, updated with its values in stored order."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._state = xxhash.xxh3_128(json.dumps(shape).encode())
@@ -127,7 +125,7 @@ class WeightDigest:
 
 
 def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
-    """The fingerprint of a base on disk, for the given adapted modules, in both forms."""
+    """Return the fingerprint of a base on disk for the given adapted modules, with both digests."""
     identity, modules = BaseIdentity(files), list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
@@ -136,57 +134,61 @@ def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
 
 
 def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]:
-    """The fingerprint of a base in memory: its weights alone, in the dtype they are loaded in."""
-    readers, dtypes = {}, set()
+    """Return the fingerprint of a base in memory: digests of its weights in the dtype they were loaded in."""
+    sources, dtypes = {}, set()
     for module in modules:
         weight = model.get_submodule(module).weight
         assert isinstance(weight, Tensor)
         flat = weight.detach().reshape(-1)
-        readers[module] = (tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())
-        dtypes.add(str(weight.dtype).removeprefix("torch."))
+        sources[module] = (tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())
+        dtypes.add(dtype_name(weight.dtype))
     return {
         "scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": dtypes.pop() if len(dtypes) == 1 else None,
-        "weights": {module: _sampled(*reader) for module, reader in readers.items()},
+        "weights": {module: _sampled(*source) for module, source in sources.items()},
         "full": {
-            "scheme": FULL_SCHEME, "weights": dict(zip(readers, _in_parallel(list(readers.values())), strict=True)),
+            "scheme": FULL_SCHEME,
+            "weights": dict(zip(sources, _full_in_parallel(list(sources.values())), strict=True)),
         },
     }  # fmt: skip
 
 
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -> None:
-    """Passes when ``base`` is the one the patch was trained on, or the patch does not say (a foreign one).
+    """Raise an error if ``base`` is not the base that the patch was trained on.
 
-    ``full``: compare every value of the adapted weights, not samples of them.
+    A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
+    adapted weights, not of samples.
 
     Raises:
-        PatchError: another base; says what differs. Or ``full`` was asked of a patch that holds samples only.
+        PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
     """
-    told = patch.metadata.get("base")
-    if told is None:
+    recorded = patch.metadata.get("base")
+    if recorded is None:
         return
-    if told["scheme"] != SCHEME:
-        raise PatchError(f"{patch.folder}: base fingerprint of an unknown scheme {told['scheme']!r}; update lorakit")
+    if recorded["scheme"] != SCHEME:
+        raise PatchError(
+            f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
+        )
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
-    rounded_to, expected = told.get("rounded_to"), told["weights"]
-    found = identity.sampled(
+    rounded_to, expected = recorded.get("rounded_to"), recorded["weights"]
+    actual = identity.sampled(
         [name for name, layer in patch.layers.items() if name in expected or not layer.num_experts], rounded_to
     )
-    names = list(found)
-    if full and all(found[name] == expected.get(name) for name in names):
-        expected, found = full_digests(patch), identity.full(names, rounded_to)
+    names = list(actual)
+    if full and all(actual[name] == expected.get(name) for name in names):
+        expected, actual = full_digests(patch), identity.full(names, rounded_to)
         if expected is None:
             raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
-    differing = [name for name in names if expected.get(name) != found[name]]
+    differing = [name for name in names if expected.get(name) != actual[name]]
     parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
     for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
-        if told.get(part) and value and told[part] != value:
+        if recorded.get(part) and value and recorded[part] != value:
             parts.append(part)
     if parts:
         raise PatchError(mismatch_message(patch, identity.files.folder, " and ".join(parts)))
 
 
 def unverified_note(patch: Patch, base: object) -> str | None:
-    """What to tell of a patch that does not know its base, so that its shapes alone were compared; else None."""
+    """Return a note for the user if a patch has no fingerprint, so that only its shapes were compared; else None."""
     if patch.metadata.get("base") is not None:
         return None
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
@@ -197,28 +199,70 @@ def unverified_note(patch: Patch, base: object) -> str | None:
 
 
 def compared_by(patch: Patch) -> str:
-    """By what a patch's base can be told: shapes alone, samples of its weights, or every value."""
+    """Return how a patch can be compared with a base: by shapes, by samples of the weights, or by every value."""
     if patch.metadata.get("base") is None:
         return "shapes"
     return "samples" if full_digests(patch) is None else "every value"
 
 
 def full_digests(patch: Patch) -> Mapping[str, str] | None:
-    """module -> ``full-1`` digest of its base's weight, when the patch holds them."""
+    """Return module -> ``full-1`` digest of its base's weight; None if the patch has no such digests."""
     full = (patch.metadata.get("base") or {}).get("full") or {}
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
-def mismatch_message(patch: Patch, base: Path, what: str) -> str:
-    """The message for a patch on a base that is not its own."""
+def mismatch_message(patch: Patch, base: Path, differing: str) -> str:
+    """Return the error message for a patch on a base that it was not trained on. ``differing``: the parts that do."""
     return (
-        f"{patch.folder}: trained on another base than {base}: {what} differ."
+        f"{patch.folder}: trained on another base than {base}: {differing} differ."
         f" It was made for {patch.made_for}; to use it here all the same, say --allow-base-mismatch"
         " (in Python allow_base_mismatch=True)"
     )
 
 
-def _sampled(shape: tuple[int, ...], read: Read) -> str:
+def base_rounding(patch: Patch) -> str:
+    """Return the name of the dtype that the base's weights were rounded to before their digests were computed."""
+    return patch.metadata["base"].get("rounded_to") or "float32"
+
+
+def comparable(one: Patch, two: Patch) -> bool:
+    """True if the weight digests of both patches were computed after the same rounding."""
+    return base_rounding(one) == base_rounding(two)
+
+
+def base_differences(one: Patch, two: Patch) -> list[str]:
+    """Return the differences between the bases of two patches that have fingerprints; only comparable parts count."""
+    a, b = one.metadata["base"], two.metadata["base"]
+    differences = []
+    if comparable(one, two):
+        tables = [(a["weights"], b["weights"]), (full_digests(one) or {}, full_digests(two) or {})]
+        shared = {name for x, y in tables for name in x if name in y}
+        wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
+        if wrong:
+            differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
+    return differences + [key for key in ("config", "tokenizer") if a.get(key) and b.get(key) not in (None, a[key])]
+
+
+def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
+    """Join the patches' fingerprints into one that covers all ``names``.
+
+    None if a name is missing, because a partial fingerprint would match no base. Requires that all patches were made
+    on the same base, rounded alike.
+    """
+    bases = [patch.metadata["base"] for patch in patches]
+    weights, full = (
+        {name: table[name] for table in tables for name in names if name in table}
+        for tables in ([base["weights"] for base in bases], [full_digests(patch) or {} for patch in patches])
+    )
+    if len(weights) < len(names):
+        return None
+    keys = ("config", "tokenizer", "rounded_to")
+    shared = {key: next((base[key] for base in bases if base.get(key)), None) for key in keys}
+    full_part = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
+    return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
+
+
+def _sampled(shape: tuple[int, ...], read: ReadElements) -> str:
     size = math.prod(shape)
     last = max(0, size - RUN_ELEMENTS)
     starts = sorted({last * run // (RUNS - 1) for run in range(RUNS)})
@@ -229,16 +273,16 @@ def _sampled(shape: tuple[int, ...], read: Read) -> str:
     return state.hexdigest()[:16]
 
 
-def _full(shape: tuple[int, ...], read: Read) -> str:
+def _full(shape: tuple[int, ...], read: ReadElements) -> str:
     state, size = WeightDigest(shape), math.prod(shape)
     for start in range(0, size, BLOCK_ELEMENTS):
         state.update(read(start, min(start + BLOCK_ELEMENTS, size)))
     return state.hexdigest()
 
 
-def _in_parallel(readers: list[Reader]) -> list[str]:
+def _full_in_parallel(sources: list[Source]) -> list[str]:
     with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:
-        return list(pool.map(lambda reader: _full(*reader), readers))
+        return list(pool.map(lambda source: _full(*source), sources))
 
 
 def _json_digest(value: Any) -> str:

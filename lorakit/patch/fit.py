@@ -1,4 +1,4 @@
-"""Does a patch fit a base: is every tensor of it bound to something of the same shape?"""
+"""Check that a patch fits a base: each of its tensors belongs to a layer or parameter of the same shape."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.experts import expert_parameters, stacked_sizes
+from lorakit.lora.experts import expert_parameters, expert_sizes
 from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
@@ -15,30 +15,33 @@ from lorakit.patch.patch import Patch
 
 @dataclass(frozen=True)
 class BaseShapes:
-    """What a patch can bind to in a base; taken from the model itself or from its skeleton."""
+    """Shapes of the layers and parameters of a base that a patch can change."""
 
     layers: Mapping[str, tuple[LayerKind, tuple[int, int]]]
-    """every layer an update can sit on: (kind, (out, in))"""
+    """every layer that can be adapted: (kind, (out, in))"""
     parameters: Mapping[str, tuple[int, ...]]
+    """every parameter, tied ones under each of their names"""
     experts: Mapping[str, tuple[int, int, int]]
     """every 3-D parameter of experts: (experts, out, in)"""
     tied: tuple[str, str] | None
-    """output head and input embedding, when they share their weight"""
+    """output head and input embedding if they share their weight, else None"""
     embedding: str | None
+    """input embedding; None if the model has none"""
     head: str | None
+    """output head; None if the model has none"""
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
-        """Works on the meta device."""
+        """Return the shapes of a model, which may be on the meta device."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        experts = {f"{name}.{key}": stacked_sizes(module, key) for name, module, key in expert_parameters(model)}
+        experts = {f"{name}.{key}": expert_sizes(module, key) for name, module, key in expert_parameters(model)}
         return cls(adaptable_layers(model), parameters, experts, tied_head(model), *embedding_and_head(model))
 
 
 def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
-    """(module or parameter, what is wrong with it) for everything of the patch that does not bind."""
+    """Yield (module or parameter, problem) for every part of the patch that does not fit the base."""
     yield from _update_problems(patch, base)
-    for name, shape in patch.whole_shapes.items():
+    for name, shape in patch.full_shapes.items():
         if name not in base.parameters:
             yield name, f"{name} is not a parameter of this base.{did_you_mean(name, base.parameters)}"
         elif base.parameters[name] != shape:
@@ -51,15 +54,15 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     yield from _rows_problems(patch, base)
     yield from _selection_problems(patch, base)
     if base.tied is not None:
-        brought = [m for m in base.tied if f"{m}.weight" in patch.whole_shapes and m not in patch.layers]
-        if len(brought) == 1 and not patch.config.modules_to_save:
+        replaced = [m for m in base.tied if f"{m}.weight" in patch.full_shapes and m not in patch.layers]
+        if len(replaced) == 1 and not patch.config.modules_to_save:
             yield (
-                brought[0],
-                f"{brought[0]}.weight is tied to another layer's, and the patch holds one of both",
+                replaced[0],
+                f"{replaced[0]}.weight is tied to another layer's, and the patch holds one of both",
             )
     for saved in patch.config.modules_to_save:
         for name in base.parameters:
-            if name not in patch.whole_shapes and any(module.endswith(saved) for module in _parents(name)):
+            if name not in patch.full_shapes and any(module.endswith(saved) for module in _parents(name)):
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
 
 
@@ -76,20 +79,23 @@ def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
 
 
 def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
-    """Layers that the config selects and the file lacks, or the other way round: PEFT would leave them out."""
+    """Yield layers that the config selects and the file lacks, or the other way round.
+
+    PEFT would not adapt them, so it would compute other outputs.
+    """
     raw = patch.config.raw
     targets, exclude = raw.get("target_modules"), raw.get("exclude_modules")
     if not targets or targets == ALL_LINEAR or not isinstance(targets, str | list):
         return
-    chosen = targets if isinstance(targets, str) else tuple(targets)
-    left_out = exclude if isinstance(exclude, str) else tuple(exclude or ())
+    selectors = targets if isinstance(targets, str) else tuple(targets)
+    excluded = exclude if isinstance(exclude, str) else tuple(exclude or ())
     indices = raw.get("layers_to_transform")
-    wanted = None if indices is None else {indices} if isinstance(indices, int) else set(indices)
+    chosen_layers = None if indices is None else {indices} if isinstance(indices, int) else set(indices)
     tied = set(base.tied or ()) if raw.get("ensure_weight_tying") else set()
     for name in base.layers:
-        selected = matches(chosen, name) and not (left_out and matches(left_out, name))
-        if selected and wanted is not None and name not in chosen:
-            selected = layer_index(name) in wanted or bool(raw.get("layers_pattern"))
+        selected = matches(selectors, name) and not (excluded and matches(excluded, name))
+        if selected and chosen_layers is not None and name not in selectors:
+            selected = layer_index(name) in chosen_layers or bool(raw.get("layers_pattern"))
         if selected and name not in patch.layers and not tied and not raw.get("layers_pattern"):
             yield name, f"{name} is selected by target_modules, and the patch holds no tensors for it"
         if not selected and name in patch.layers and name not in tied:
@@ -120,16 +126,18 @@ def _parents(parameter: str) -> list[str]:
 
 
 def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
-    """Passes when every tensor of the patch has its place in the base, of the same shape.
+    """Raise an error unless every tensor of the patch fits a layer or parameter of the base.
+
+    ``name``: folder or name of the base, for the message.
 
     Raises:
-        PatchError: names what is missing or differs.
+        PatchError: a tensor does not fit; names the first three.
     """
-    found = [text for _, text in fit_problems(patch, base)]
-    if not found:
+    problems = [text for _, text in fit_problems(patch, base)]
+    if not problems:
         return
-    more = [f"... and {len(found) - 3} more"] if len(found) > 3 else []
+    more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
     made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
-    shown = "\n  ".join([*found[:3], *more, *made_for])
-    count = len(patch.layers) + len(patch.whole_shapes)
-    raise PatchError(f"{patch.folder}: does not fit {name}: {len(found)} of {count} places\n  {shown}")
+    shown = "\n  ".join([*problems[:3], *more, *made_for])
+    count = len(patch.layers) + len(patch.full_shapes)
+    raise PatchError(f"{patch.folder}: does not fit {name}: {len(problems)} of {count} places\n  {shown}")

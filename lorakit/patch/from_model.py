@@ -1,7 +1,8 @@
-"""The adapter of a model as a patch: what was trained becomes what PEFT's files can say."""
+"""Turn the adapter of a model into a patch, with the tensors and settings that PEFT's files can express."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,60 +10,103 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.inject import adapter_modules
+from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors, fixed_tensors
 from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import TrainableModule, TrainableTokens
+from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
-from lorakit.patch.write import new_patch
+from lorakit.patch.write import new_patch, write_patch
+from lorakit.version import VERSION
+
+
+def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
+    """Write the adapter of a model from your own training loop as a patch folder; return the folder.
+
+    ``base_model``: the name that others load the base by; None takes the name from the model's config.
+
+    Raises:
+        PatchError: no adapter, a tensor that is not finite, or a patch is there already and ``overwrite`` is off.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchError(
+            f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
+            " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
+        )
+    names = [name for name, _ in adapted_layers(model)]
+    adapter = adapter_tensors(model) | fixed_tensors(model)
+    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter.items()}
+    base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    metadata = {
+        "lorakit": VERSION,
+        "base": fingerprint_live(model, names),
+        "adapter": {"layers": len(names), **_settings(model)},
+    }
+    patch = patch_from_model(model, tensors, metadata=metadata, base_model=base_model)
+    return write_patch(folder, patch, overwrite=overwrite)
+
+
+def _settings(model: nn.Module) -> dict[str, str]:
+    """Return method, rank and alpha, each with several values if layers differ."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    return {
+        key: ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
+        for key, values in (
+            ("method", [layer.method for layer in layers]), ("rank", [layer.rank for layer in layers]),
+            ("alpha", [layer.alpha for layer in layers]),
+        )
+    }  # fmt: skip
 
 
 @dataclass
-class _Gathered:
+class _Parts:
+    """The parts of a patch, collected from the adapter's modules one by one."""
+
     layers: dict[str, PatchLayer] = field(default_factory=dict)
-    whole: dict[str, Tensor] = field(default_factory=dict)
+    full_tensors: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, TokenRows] = field(default_factory=dict)
     tied: bool = False
 
 
 def patch_from_model(
-    model: nn.Module, tensors: Mapping[str, Tensor], *, facts: Mapping[str, Any], base_model: str | None,
+    model: nn.Module, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, Any], base_model: str | None,
     revision: str | None = None,
 ) -> Patch:  # fmt: skip
-    """The adapter of ``model`` as a patch; ``tensors`` are its whole tensors by name, fixed ones too, in float32.
+    """Return the adapter of ``model`` as a patch.
 
-    An adapter that began at a part of W (pissa, olora) becomes a plain one of twice the rank, on W itself.
+    ``tensors``: all tensors of the adapter by name, fixed ones included, unsharded and in float32. An adapter that
+    started as a part of W (pissa, olora) becomes a plain update of twice the rank on W itself.
 
     Raises:
         PatchError: the model has no adapter, or a tensor is missing, mis-shaped or not finite.
     """
-    found = _Gathered()
+    parts = _Parts()
     dropout, transposed = 0.0, list[bool]()
     for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
-            found.layers[name] = _linear(name, carrier, tensors)
+            parts.layers[name] = _linear(name, carrier, tensors)
             dropout, transposed = carrier.dropout.p, [*transposed, carrier.kind.transposed]
         elif isinstance(carrier, LoraExperts):
-            found.layers |= _experts(name, carrier, tensors)
+            parts.layers |= _experts(name, carrier, tensors)
         elif isinstance(carrier, TrainableTokens):
-            rows = _taken(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
-            found.rows[name] = TokenRows(carrier.tokens, rows)
+            rows = _checked(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
+            parts.rows[name] = TokenRows(carrier.tokens, rows)
         if isinstance(carrier, TrainableModule | LoraLinear):
-            found.whole |= {
-                f"{name}.{key}": _taken(tensors, f"{name}.{key}", None)
+            parts.full_tensors |= {
+                f"{name}.{key}": _checked(tensors, f"{name}.{key}", None)
                 for key in carrier.adapter_tensors()
                 if not key.startswith("lora_")
             }
         if isinstance(carrier, TiedLoraHead):
-            _mirror(name, carrier, model, found)
-        if isinstance(carrier, TrainableModule) and carrier.shared is not None:
-            found.whole[f"{name}.weight"] = _taken(tensors, carrier.shared, None)
-            found.tied = True
-    if not found.layers:
+            _add_tied_head(name, carrier, model, parts)
+        if isinstance(carrier, TrainableModule) and carrier.tied_name is not None:
+            parts.full_tensors[f"{name}.weight"] = _checked(tensors, carrier.tied_name, None)
+            parts.tied = True
+    if not parts.layers:
         raise PatchError("the model has no adapter: call lorakit.inject first")
     return new_patch(
-        found.layers, whole=found.whole, rows=found.rows, tied=found.tied,
-        facts=facts, base_model=base_model, revision=revision, dropout=dropout,
+        parts.layers, full_tensors=parts.full_tensors, rows=parts.rows, tied=parts.tied,
+        metadata=metadata, base_model=base_model, revision=revision, dropout=dropout,
         all_modules=[name for name, _ in model.named_modules()],
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=bool(transposed) and all(transposed),
@@ -72,23 +116,25 @@ def patch_from_model(
 def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
     sizes, rank = (layer.out_features, layer.in_features), layer.rank
     shapes = {"lora_A": (rank, sizes[1]), "lora_B": (sizes[0], rank)}
-    own = {part: _taken(tensors, f"{name}.{part}", shape) for part, shape in shapes.items()}
-    for part in set(layer.adapter_tensors()) - set(own) - {"bias"}:
-        own[part] = _taken(tensors, f"{name}.{part}", (sizes[0],))
+    parts = {part: _checked(tensors, f"{name}.{part}", shape) for part, shape in shapes.items()}
+    for part in set(layer.adapter_tensors()) - set(parts) - {"bias"}:
+        parts[part] = _checked(tensors, f"{name}.{part}", (sizes[0],))
     embedding = layer.kind.name == "Embedding"
+    # a method that only freezes A writes plain LoRA, because a file does not say which factors were trained
     method = "lora" if METHODS[layer.method].fixed == ("lora_A",) else layer.method
     if "lora_A0" not in layer.fixed_tensors():
-        return PatchLayer(method, rank, layer.alpha, sizes, own, embedding)
-    A0, B0 = (_taken(tensors, f"{name}.{part}0", shape) for part, shape in shapes.items())
-    both = {"lora_A": torch.cat([own["lora_A"], A0]), "lora_B": torch.cat([own["lora_B"], -B0], dim=1)}
+        return PatchLayer(method, rank, layer.alpha, sizes, parts, embedding)
+    # the layer computes W + s (B A - B0 A0) x, which is one update with both pairs of factors side by side
+    A0, B0 = (_checked(tensors, f"{name}.{part}0", shape) for part, shape in shapes.items())
+    both = {"lora_A": torch.cat([parts["lora_A"], A0]), "lora_B": torch.cat([parts["lora_B"], -B0], dim=1)}
     return PatchLayer("lora", 2 * rank, layer.scale * 2 * rank, sizes, both, embedding)
 
 
 def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> dict[str, PatchLayer]:
-    found = {}
+    layers = {}
     for parameter, update in layer.adapted.items():
-        own = {
-            part: _taken(tensors, f"{name}.{parameter}.{part}", shape)
+        parts = {
+            part: _checked(tensors, f"{name}.{parameter}.{part}", shape)
             for part, shape in (
                 ("lora_A", (update.num_experts * update.rank, update.in_features)),
                 ("lora_B", (update.out_features, update.rank * update.num_experts)),
@@ -96,25 +142,25 @@ def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> di
         }
         sizes = (update.out_features, update.in_features)
         method = "lora" if METHODS[update.method].fixed == ("lora_A",) else update.method
-        found[f"{name}.{parameter}"] = PatchLayer(
-            method, update.rank, update.alpha, sizes, own, num_experts=update.num_experts
+        layers[f"{name}.{parameter}"] = PatchLayer(
+            method, update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
         )
-    return found
+    return layers
 
 
-def _mirror(name: str, head: TiedLoraHead, model: nn.Module, found: _Gathered) -> None:
-    """The head's own factors, which are the embedding's the other way round."""
+def _add_tied_head(name: str, head: TiedLoraHead, model: nn.Module, parts: _Parts) -> None:
+    """Add the update of a tied head: the embedding's factors, transposed and swapped."""
     embedding = next(
         other for other, carrier in adapter_modules(model)
         if isinstance(carrier, LoraLinear) and carrier.get_parameter("lora_A") is head.get_parameter("lora_A")
     )  # fmt: skip
-    layer = found.layers[embedding]
+    layer = parts.layers[embedding]
     mirrored = {"lora_A": layer.tensors["lora_B"].T.contiguous(), "lora_B": layer.tensors["lora_A"].T.contiguous()}
-    found.layers[name] = PatchLayer(layer.method, layer.rank, layer.alpha, layer.sizes[::-1], mirrored)
-    found.tied = True
+    parts.layers[name] = PatchLayer(layer.method, layer.rank, layer.alpha, layer.sizes[::-1], mirrored)
+    parts.tied = True
 
 
-def _taken(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
+def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None or (shape is not None and tuple(tensor.shape) != shape):
         got = "nothing" if tensor is None else tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""The model card of a patch: what it is, how it was made, how to use it. Deterministic: no dates, no times."""
+"""Write the model card of a patch: its settings, its origin and its use. Deterministic: no dates, no times."""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +6,12 @@ from typing import Any
 
 
 def model_card(
-    name: str, base_model: str | None, facts: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
+    name: str, base_model: str | None, metadata: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
 ) -> str:
-    """README.md of a patch folder, with the front matter the hub reads. ``recipe``: its keys beyond the defaults."""
+    """Return the README.md of a patch folder, with the front matter that the hub reads.
+
+    ``metadata``: lorakit's own, as in the tensor file. ``recipe``: its keys that differ from the defaults.
+    """
     front = [
         "---",
         *([f"base_model: {base_model}"] if base_model else []),
@@ -17,9 +20,12 @@ def model_card(
         "---",
     ]
     made_for = f"for `{base_model}`" if base_model else "for a model that has no name"
-    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {_made_how(facts)}.", ""]
-    lines += [f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}" for key, value in _made(facts)]
-    if results := facts.get("results"):
+    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {_origin(metadata)}.", ""]
+    lines += [
+        f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}"
+        for key, value in _properties(metadata)
+    ]
+    if results := metadata.get("results"):
         lines += [
             "",
             "| held out | value |",
@@ -41,19 +47,19 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _made_how(facts: Mapping[str, Any]) -> str:
-    if "lorakit" not in facts:
+def _origin(metadata: Mapping[str, Any]) -> str:
+    if "lorakit" not in metadata:
         return "written by another program"
     ways = {"converted": "converted from another format", "combined": "combined from several patches",
             "extracted": "extracted from two full models"}  # fmt: skip
-    return f"{next((way for key, way in ways.items() if key in facts), 'made')} with lorakit {facts['lorakit']}"
+    return f"{next((way for key, way in ways.items() if key in metadata), 'made')} with lorakit {metadata['lorakit']}"
 
 
-def _made(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    rows = facts.get("data", {}).get("train", {})
-    known = [
-        ("step", facts.get("step")),
+def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    rows = metadata.get("data", {}).get("train", {})
+    progress = [
+        ("step", metadata.get("step")),
         ("rows", rows.get("rows")),
         ("label tokens per epoch", rows.get("label_tokens")),
     ]
-    return [*facts.get("adapter", {}).items(), *(pair for pair in known if pair[1] is not None)]
+    return [*metadata.get("adapter", {}).items(), *(pair for pair in progress if pair[1] is not None)]

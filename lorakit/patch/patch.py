@@ -1,7 +1,7 @@
-"""A patch: an adapter on disk, in PEFT's own files, knowing its base.
+"""A patch: an adapter on disk, in PEFT's own files, with a fingerprint of its base.
 
-The folder is a patch when it holds ``adapter_config.json``; that file is written last and removed first, so no half
-patch is ever visible. lorakit's facts (base fingerprint, recipe, digests, versions) are in the tensor file's metadata.
+A folder is a patch if it has ``adapter_config.json``. That file is written last and removed first, so no half patch is
+ever visible. lorakit's own facts (base fingerprint, recipe, digests, versions) are in the tensor file's metadata.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,12 @@ FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Caps:
-    """How much a patch may ask for; looked at before anything is allocated."""
+    """Upper limits for a patch to be read, checked before anything is allocated."""
 
     header_bytes: int = 32 << 20
     """of the tensor file's header, and of adapter_config.json"""
     file_bytes: int = 64 << 30
+    """of the tensor file"""
     rank: int = 8192
 
 
@@ -36,7 +37,7 @@ DEFAULT_CAPS: Final = Caps()
 
 @dataclass(frozen=True)
 class PatchLayer:
-    """One layer's update: A (r, in), B (out, r) and the numbers that give s.
+    """One layer's update: A (r, in), B (out, r), and the rank and alpha that determine s.
 
     An embedding is a linear layer on one-hot vectors: A (r, vocabulary), B (width, r).
     """
@@ -47,9 +48,10 @@ class PatchLayer:
     sizes: tuple[int, int]
     """(out, in)"""
     tensors: Mapping[str, Tensor]
+    """by name: ``lora_A``, ``lora_B`` and, for DoRA, ``lora_magnitude_vector`` (out,)"""
     embedding: bool = False
     num_experts: int = 0
-    """of a 3-D parameter: A (E r, in) is (E, r, in), B (out, r E) is (out, r, E); 0 for a matrix"""
+    """E of a 3-D parameter, whose A (E r, in) is stacked (E, r, in) and B (out, r E) is (out, r, E); 0 for a matrix"""
 
     @property
     def num_parameters(self) -> int:
@@ -58,7 +60,7 @@ class PatchLayer:
 
     @property
     def plain(self) -> bool:
-        """Whether it is W + s B A of one matrix and nothing else."""
+        """True if the update is W + s B A of one matrix and nothing else."""
         return not self.num_experts and METHODS[self.method].additive
 
     @property
@@ -68,36 +70,39 @@ class PatchLayer:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of an embedding, and of the head that is tied to it."""
+    """Trained rows of an embedding, and of the head that is tied to it."""
 
     tokens: tuple[int, ...]
+    """token ids"""
     tensor: Tensor
     """(tokens, width)"""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A whole adapter on the CPU: updates by module name, and whole tensors that take the place of the base's."""
+    """An adapter on the CPU: updates by module name, and full tensors that replace the base's."""
 
     folder: Path
     config: PatchConfig
     layers: Mapping[str, PatchLayer]
+    """by module name"""
     full_tensors: Mapping[str, Tensor]
     """by parameter name, such as ``lm_head.weight``"""
-    whole_shapes: Mapping[str, tuple[int, ...]]
+    full_shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, Tensor] = field(default_factory=dict)
-    """by key: what PEFT writes beside whole tensors and does not use; kept so that nothing is lost in a round trip"""
+    """by key: copies that PEFT writes beside full tensors and does not use, so that a round trip loses nothing"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """lorakit's own facts; empty for a patch of another program"""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
-    """by embedding: rows that take the place of the base's"""
+    """by embedding: rows that replace the base's"""
     digest: str | None = None
-    """XXH3-128 of the tensor file: which bytes it was, found in milliseconds"""
+    """XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file"""
 
     @property
     def num_parameters(self) -> int:
         updates = sum(layer.num_parameters for layer in self.layers.values())
         rows = sum(rows.tensor.numel() for rows in self.token_rows.values())
-        return updates + rows + sum(torch.Size(shape).numel() for shape in self.whole_shapes.values())
+        return updates + rows + sum(torch.Size(shape).numel() for shape in self.full_shapes.values())
 
     @property
     def made_for(self) -> str:
@@ -105,38 +110,37 @@ class Patch:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is an infinity or not a number.
-
-    A sum that is finite says so in the fastest pass over them; one that is not may only be too large, and then the
-    extremes tell.
-    """
+    """True if no value is infinite or NaN."""
+    # the sum first, because it is the fastest pass; an infinite sum may be an overflow, so the extremes decide then
     if not tensor.numel() or bool(tensor.sum(dtype=torch.float32).isfinite()):
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Passes when none of these, by their names, holds an infinity or what is not a number.
+    """Raise an error if one of these tensors, which are about to be saved, has an infinite value or NaN.
 
     Raises:
-        PatchError: one does, which is about to be saved.
+        PatchError: names the tensor.
     """
     for name, tensor in tensors:
         if not is_finite(tensor):
             raise PatchError(f"{name} holds values that are not finite; nothing was saved")
 
 
-def check_plain(patch: Patch, what: str) -> None:
-    """Passes when every update is W + s B A of one matrix, and no rows come with them.
+def check_plain(patch: Patch, operation: str) -> None:
+    """Raise an error unless the patch has only updates W + s B A of one matrix each, and full tensors.
+
+    ``operation``: the operation that cannot use the patch, for the message.
 
     Raises:
-        PatchError: it is more than that, which ``what`` does not do.
+        PatchError: the patch has other updates or token rows; names the first.
     """
-    more = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
+    others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
         patch.token_rows
     )
-    if more:
+    if others:
         raise PatchError(
-            f"{patch.folder}: {what} works on plain low-rank updates; this patch holds {len(more)} others,"
-            f" {more[0]} first. Merge it into its base (lorakit merge)"
+            f"{patch.folder}: {operation} works on plain low-rank updates; this patch holds {len(others)} others,"
+            f" {others[0]} first. Merge it into its base (lorakit merge)"
         )

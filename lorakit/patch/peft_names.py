@@ -1,7 +1,7 @@
-"""The names of tensors in a patch file: PEFT's keys, both ways.
+"""Parse and build the names of tensors in a patch file, which are PEFT's keys.
 
-``base_model.model.<module>.lora_A.weight`` belongs to an update; a plain ``base_model.model.<parameter>`` is a whole
-tensor that takes the place of the base's. PEFT puts ``base_layer`` into the name of a tensor whose layer has an update.
+``base_model.model.<module>.lora_A.weight`` is part of an update. A plain ``base_model.model.<parameter>`` is a full
+tensor that replaces the base's. PEFT puts ``base_layer`` into the name of a tensor whose layer has an update.
 """
 
 from collections.abc import Collection
@@ -13,32 +13,33 @@ WRAPPED: Final = "base_layer"
 MAGNITUDE_PART: Final = "lora_magnitude_vector"
 ROWS_PART: Final = "token_adapter.trainable_tokens_delta"
 EXPERT_ORDER: Final = ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "w2", "down_proj")
-"""In which order modules of experts register their parameters; PEFT nests the wrapper of each around the one before."""
+"""The order in which modules of experts register their parameters, and in which PEFT nests wrappers around them."""
 LINEAR_PARTS: Final = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
 EMBEDDING_PARTS: Final = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
 COPIES: Final = ("modules_to_save", "original_module")
 FOREIGN: Final = ("lora_", "token_adapter")
-"""Parts of PEFT's names that say: more than a plain tensor, and not one of ours."""
+"""Parts of PEFT's names that mark tensors of methods which lorakit does not read."""
 
 
 @dataclass(frozen=True)
 class UpdateName:
-    """A part of an update: ``lora_A``, ``lora_B``, or DoRA's magnitude, which alone does not tell an embedding."""
+    """A part of an update: ``lora_A``, ``lora_B`` or ``lora_magnitude_vector``."""
 
     module: str
     part: str
     embedding: bool | None
+    """None for a magnitude, because its key is the same for embeddings and linear layers"""
 
 
 @dataclass(frozen=True)
 class RowsName:
-    """Rows of an embedding: ``trainable_tokens``."""
+    """Trained rows of an embedding (PEFT's ``trainable_tokens``)."""
 
     module: str
 
 
 @dataclass(frozen=True)
-class WholeName:
+class FullTensorName:
     """A parameter of the base that the patch replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``."""
 
     parameter: str
@@ -46,17 +47,17 @@ class WholeName:
 
 @dataclass(frozen=True)
 class CopyName:
-    """A second copy of a whole tensor (``modules_to_save``), or what it took the place of (``original_module``).
+    """A second copy of a full tensor (``modules_to_save``), or the tensor it replaced (``original_module``).
 
-    PEFT writes them when it saves an embedding that was also resized, and does not use them.
+    PEFT writes both when it saves an embedding that was also resized, and uses neither.
     """
 
     parameter: str
     original: bool
 
 
-def parse_key(key: str) -> UpdateName | RowsName | WholeName | CopyName | None:
-    """What a key of a patch file names, or None when it is nothing lorakit knows."""
+def parse_key(key: str) -> UpdateName | RowsName | FullTensorName | CopyName | None:
+    """Return the parsed name of a key in a patch file; None for a key that lorakit does not know."""
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
@@ -74,37 +75,40 @@ def parse_key(key: str) -> UpdateName | RowsName | WholeName | CopyName | None:
             return CopyName(f"{module.removesuffix(f'.{copy}')}.{tensor}", copy == "original_module")
     if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
         return None
-    return WholeName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")
+    return FullTensorName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:
-    """The key of a part of an update."""
+    """Return the key of a part of an update."""
     if part == MAGNITUDE_PART:
         return f"{PREFIX}{module}.{part}"
     parts = EMBEDDING_PARTS if embedding else LINEAR_PARTS
     return f"{PREFIX}{module}.{next(suffix for suffix, name in parts.items() if name == part)}"
 
 
-def whole_key(parameter: str, updated: Collection[str]) -> str:
-    """The key of a whole tensor; ``updated``: the modules that have an update."""
+def full_tensor_key(parameter: str, updated: Collection[str]) -> str:
+    """Return the key of a full tensor. ``updated``: the modules that have an update."""
     module, _, tensor = parameter.rpartition(".")
     return f"{PREFIX}{module}.{WRAPPED}.{tensor}" if module in updated else f"{PREFIX}{parameter}"
 
 
 def rows_key(module: str) -> str:
-    """The key of learnt rows of an embedding."""
+    """Return the key of the trained rows of an embedding."""
     return f"{PREFIX}{module}.{ROWS_PART}"
 
 
 def expert_modules(module: str, parameters: Collection[str]) -> dict[str, str]:
-    """Parameter of a module of experts -> where PEFT's file has its factors: the last wrapped is the outermost."""
-    known = {name: place for place, name in enumerate(EXPERT_ORDER)}
-    ordered = sorted(parameters, key=lambda name: known.get(name, -1))
+    """Return parameter of a module of experts -> the module name under which PEFT's file has its factors.
+
+    The parameter that PEFT wraps last has the outermost wrapper, so the fewest ``base_layer`` in its name.
+    """
+    order = {name: position for position, name in enumerate(EXPERT_ORDER)}
+    ordered = sorted(parameters, key=lambda name: order.get(name, -1))
     return {name: module + f".{WRAPPED}" * depth for depth, name in enumerate(reversed(ordered))}
 
 
-def stripped(module: str) -> str:
-    """A module's name without PEFT's wrappers."""
+def without_wrappers(module: str) -> str:
+    """Return a module's name without PEFT's ``base_layer`` wrappers."""
     while module.endswith(f".{WRAPPED}"):
         module = module.removesuffix(f".{WRAPPED}")
     return module

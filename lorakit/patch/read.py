@@ -1,6 +1,6 @@
-"""Read a patch folder: checked before anything is allocated, whole, and only what was checked.
+"""Read a patch folder, with every tensor and setting checked before a tensor is allocated.
 
-``read_patch`` takes it into memory; ``open_patch`` reads a layer when it is asked for.
+``read_patch`` reads all tensors into memory. ``open_patch`` reads a tensor each time it is used.
 """
 
 import hashlib
@@ -8,60 +8,111 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
-from lorakit.errors import PatchError
-from lorakit.files.safetensors import open_tensors
+from lorakit.errors import PatchError, did_you_mean
+from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.patch.adapter_config import PatchConfig, read_config
-from lorakit.patch.assemble import build_patch
-from lorakit.patch.lazy import LazyTensors
-from lorakit.patch.patch import DEFAULT_CAPS, SIDECAR, TENSOR_FILE, Caps, Patch
+from lorakit.patch.patch import (
+    DEFAULT_CAPS,
+    FLOATS,
+    SIDECAR,
+    TENSOR_FILE,
+    Caps,
+    Patch,
+    PatchLayer,
+    TokenRows,
+    is_finite,
+)  # fmt: skip
+from lorakit.patch.peft_names import (
+    EMBEDDING_PARTS,
+    LINEAR_PARTS,
+    MAGNITUDE_PART,
+    CopyName,
+    FullTensorName,
+    RowsName,
+    UpdateName,
+    expert_modules,
+    full_tensor_key,
+    parse_key,
+    rows_key,
+    without_wrappers,
+)
 
 MAX_SIDECAR_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 20
 
 
+class LazyPatchTensors(Mapping[str, Tensor]):
+    """Tensors of a patch, read from its file and checked to be finite each time they are used.
+
+    ``keys_in_file``: name of a tensor here -> its key in the file.
+    """
+
+    def __init__(self, file: SafetensorsFile, keys_in_file: Mapping[str, str]) -> None:
+        self._file, self.keys_in_file = file, keys_in_file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._finite(name, self._file.read(self.keys_in_file[name]))
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements ``start`` to ``stop`` of a flattened tensor; no other elements are read."""
+        return self._finite(name, self._file.read_elements(self.keys_in_file[name], start, stop))
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if not is_finite(tensor):
+            raise PatchError(f"{self._file.path}: {self.keys_in_file[name]} holds values that are not finite")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_in_file)
+
+    def __len__(self) -> int:
+        return len(self.keys_in_file)
+
+
 def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
-    """A patch folder whose tensors are read when they are asked for: a layer at a time fits in any memory.
+    """Return a patch whose tensors are read when they are used, so that one layer at a time fits in any memory.
 
     Raises:
-        PatchError: as ``read_patch``; a tensor that is not finite is noticed when it is read.
+        PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
     """
-    path, config = _located(Path(folder), caps)
+    path, config = _tensor_file(Path(folder), caps)
     patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
     return replace(patch, digest=_check_digest(path, _blocks(path)))
 
 
 def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
-    """A patch folder written by lorakit or PEFT, read into memory; all of it or nothing.
+    """Return a patch folder written by lorakit or PEFT, with all tensors in memory.
 
-    What its header and config tell is checked before anything is allocated. Then the file is read once, so that the
-    bytes that were checked are those that are used.
+    Header and config are checked before anything is allocated. Then the file is read once, so that the checked bytes
+    are the bytes that are used.
 
     Raises:
         PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
         tensor.
     """
-    path, config = _located(Path(folder), caps)
+    path, config = _tensor_file(Path(folder), caps)
     stored = open_tensors(path, caps.header_bytes, caps.file_bytes)
     patch = build_patch(Path(folder), config, stored, caps)
     file = stored.into_memory()
     assert file.content is not None
-    found = _check_digest(path, [file.content])
+    digest = _check_digest(path, [file.content])
 
-    def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert isinstance(tensors, LazyTensors)
-        return dict(LazyTensors(file, tensors.keys_in_file))
+    def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert isinstance(tensors, LazyPatchTensors)
+        return dict(LazyPatchTensors(file, tensors.keys_in_file))
 
-    layers = {name: replace(layer, tensors=taken(layer.tensors)) for name, layer in patch.layers.items()}
-    return replace(
-        patch, layers=layers, full_tensors=taken(patch.full_tensors), copies=taken(patch.copies), digest=found
-    )
+    layers = {name: replace(layer, tensors=in_memory(layer.tensors)) for name, layer in patch.layers.items()}
+    full_tensors, copies = in_memory(patch.full_tensors), in_memory(patch.copies)
+    return replace(patch, layers=layers, full_tensors=full_tensors, copies=copies, digest=digest)
 
 
-def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
+def _tensor_file(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
     config = read_config(folder, caps.header_bytes)
     path = folder / TENSOR_FILE
     if not path.exists() and (folder / "adapter_model.bin").exists():
@@ -75,29 +126,222 @@ def _located(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file, in memory that is used again for the next ones."""
-    held = memoryview(bytearray(BLOCK_BYTES))
+    """Yield the bytes of a file block by block; all blocks share one buffer."""
+    block = memoryview(bytearray(BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(held):
-            yield held[:size]
+        while size := file.readinto(block):
+            yield block[:size]
 
 
 def _check_digest(path: Path, content: Iterable[bytes | memoryview]) -> str:
-    """The XXH3-128 of a tensor file, once it is seen to be what the sidecar tells; others write no sidecar."""
-    sidecar, told = path.parent / SIDECAR, {}
+    """Return the XXH3-128 of a tensor file, compared with the sidecar if there is one; other programs write none."""
+    sidecar, expected = path.parent / SIDECAR, {}
     if sidecar.is_file():
         try:
             with open(sidecar, "rb") as file:
-                known = json.loads(file.read(MAX_SIDECAR_BYTES))
-            fast = known.get("xxh3_128", {}).get(TENSOR_FILE)
-            told = {"xxh3_128": fast} if fast else {"sha256": known["files"][TENSOR_FILE]}
+                record = json.loads(file.read(MAX_SIDECAR_BYTES))
+            fast = record.get("xxh3_128", {}).get(TENSOR_FILE)
+            expected = {"xxh3_128": fast} if fast else {"sha256": record["files"][TENSOR_FILE]}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
-    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in told else {})
+    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in expected else {})
     for block in content:
         for state in states.values():
             state.update(block)
-    for name, value in told.items():
+    for name, value in expected.items():
         if states[name].hexdigest() != value:
             raise PatchError(f"{path}: is not the file that was saved (its {name} differs from {sidecar.name})")
     return str(states["xxh3_128"].hexdigest())
+
+
+def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
+    """Return the patch that a checked header describes. Of its tensors only token rows and second copies are read.
+
+    Raises:
+        PatchError: a tensor is missing, unknown, misnamed or mis-shaped, or does not agree with the settings.
+    """
+    updates: dict[tuple[str, bool | None], dict[str, str]] = {}
+    rows: list[str] = []
+    full_keys: dict[str, str] = {}
+    copies: dict[str, CopyName] = {}
+    for key, entry in file.entries.items():
+        name = parse_key(key)
+        if entry.dtype not in FLOATS:
+            raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
+        if isinstance(name, UpdateName):
+            updates.setdefault((name.module, name.embedding), {})[name.part] = key
+        elif isinstance(name, RowsName):
+            rows.append(name.module)
+        elif isinstance(name, FullTensorName):
+            full_keys[name.parameter] = key
+        elif isinstance(name, CopyName):
+            copies[key] = name
+        else:
+            raise PatchError(_unknown(file.path, key))
+    if not updates and not full_keys and not rows:
+        raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
+    _join_magnitudes(updates)
+    if len({module for module, _ in updates}) < len(updates):
+        raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
+    experts = _expert_parameters(file.path, config, [module for module, _ in updates])
+    layers = {
+        experts.get(module, module): _layer(
+            file, config, experts.get(module, module), keys, bool(embedding), caps, stacked=module in experts
+        )
+        for (module, embedding), keys in updates.items()
+    }
+    _check_declared(file.path, config, layers, rows)
+    _check_full_tensors(file.path, full_keys, layers)
+    _check_copies(file, copies, full_keys)
+    return Patch(
+        folder, config, layers,
+        full_tensors=LazyPatchTensors(file, full_keys),
+        full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
+        copies=LazyPatchTensors(file, {key: key for key in copies}),
+        metadata=_metadata(file.path, file.metadata),
+        token_rows={module: _rows(file, config, module) for module in rows},
+    )  # fmt: skip
+
+
+def _check_declared(path: Path, config: PatchConfig, layers: Mapping[str, PatchLayer], rows: list[str]) -> None:
+    """Raise an error if experts or token rows that the settings declare are not in the file."""
+    if config.target_parameters and not any(layer.num_experts for layer in layers.values()):
+        raise PatchError(f"{path}: target_parameters names experts, and no tensors of theirs are there")
+    if config.token_indices and not rows:
+        raise PatchError(f"{path}: trainable_token_indices names tokens, and their rows are not there")
+
+
+def _join_magnitudes(updates: dict[tuple[str, bool | None], dict[str, str]]) -> None:
+    """Move each magnitude to the factors of its layer, whose keys show whether the layer is an embedding."""
+    for module, embedding in list(updates):
+        for is_embedding in (True, False) if embedding is None else ():
+            if (module, is_embedding) in updates:
+                updates[module, is_embedding] |= updates.pop((module, None))
+                break
+
+
+def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> dict[str, str]:
+    """Return module name in the file -> parameter of experts that the config names, whose factors are there."""
+    parameters: dict[str, str] = {}
+    by_module: dict[str, set[str]] = {}
+    for name in modules:
+        by_module.setdefault(without_wrappers(name), set()).add(name)
+    for module, names in by_module.items():
+        targets = [
+            name.rpartition(".")[2] for name in config.target_parameters
+            if not (prefix := name.rpartition(".")[0]) or module == prefix or module.endswith(f".{prefix}")
+        ]  # fmt: skip
+        if names <= {module} and not targets:
+            continue
+        expected = {name: f"{module}.{parameter}" for parameter, name in expert_modules(module, targets).items()}
+        if names != set(expected):
+            raise PatchError(
+                f"{path}: {module}: factors of {len(names)} parameters of experts are there,"
+                f" target_parameters names {len(targets)}: {', '.join(targets) or 'none'}"
+            )
+        parameters |= expected
+    return parameters
+
+
+def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
+    tokens = next(
+        (
+            ids
+            for name, ids in config.token_indices.items()
+            if not name or module == name or module.endswith(f".{name}")
+        ),
+        (),
+    )
+    tensor = LazyPatchTensors(file, {module: rows_key(module)})[module]
+    if not tokens or tensor.dim() != 2 or tensor.shape[0] != len(tokens):
+        raise PatchError(
+            f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} tokens (trainable_token_indices)"
+        )
+    return TokenRows(tokens, tensor)
+
+
+def _unknown(path: Path, key: str) -> str:
+    suffixes = [*LINEAR_PARTS, *EMBEDDING_PARTS]
+    end = ".".join(key.rsplit(".", 2)[-2:])
+    return (
+        f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
+        f" and whole tensors base_model.model.<parameter>.{did_you_mean(end, suffixes)}"
+    )
+
+
+def _layer(
+    file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps, *,
+    stacked: bool,
+) -> PatchLayer:  # fmt: skip
+    path, entries = file.path, {part: file.entries[key] for part, key in keys.items()}
+    for part in ("lora_A", "lora_B"):
+        if part not in entries:
+            raise PatchError(f"{path}: {module}.{part} is missing")
+        if len(entries[part].shape) != 2:
+            raise PatchError(f"{path}: {module}.{part}: {entries[part].shape}, not a matrix")
+    rank, alpha = config.rank_of(module), config.alpha_of(module)
+    a, b = entries["lora_A"].shape, entries["lora_B"].shape
+    num_experts = a[0] // rank if stacked else 1
+    if a[0] != rank * num_experts or b[1] != rank * num_experts or not num_experts:
+        raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
+    if rank > caps.rank:
+        raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
+    _check_magnitude(path, config, module, entries, b[0])
+    return PatchLayer(
+        config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts if stacked else 0
+    )
+
+
+def _check_magnitude(path: Path, config: PatchConfig, module: str, entries: Mapping[str, Any], size: int) -> None:
+    """Raise an error unless a layer has a magnitude exactly if the config says DoRA, and of its output's size."""
+    expected = "dora" in config.method
+    if expected != (MAGNITUDE_PART in entries):
+        raise PatchError(
+            f"{path}: {module}: use_dora is {expected} in the config, and {MAGNITUDE_PART} is"
+            f" {'missing' if expected else 'there'}"
+        )
+    if expected and entries[MAGNITUDE_PART].shape != (size,):
+        raise PatchError(f"{path}: {module}: {MAGNITUDE_PART} is {entries[MAGNITUDE_PART].shape}, not ({size},)")
+
+
+def _check_full_tensors(path: Path, full_keys: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+    """Raise an error if a full tensor has a name under which PEFT would not load it."""
+    for parameter, key in full_keys.items():
+        if key != (expected := full_tensor_key(parameter, layers)):
+            raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
+
+
+def _check_copies(file: SafetensorsFile, copies: Mapping[str, CopyName], full_keys: Mapping[str, str]) -> None:
+    for key, name in copies.items():
+        if name.parameter not in full_keys:
+            raise PatchError(f"{file.path}: {key}: the file has no {name.parameter} that it would be a copy of")
+        if not name.original and not torch.equal(file.read(key), file.read(full_keys[name.parameter])):
+            raise PatchError(f"{file.path}: {key} and {full_keys[name.parameter]} hold different values for one tensor")
+
+
+def _is_quantization(record: Any) -> bool:
+    """True if this is a valid record of a base's quantisation, or None."""
+    return record is None or (
+        record["name"] in ("nf4", "fp4", "int8") and type(record["double"]) is bool
+        and record["dtype"] in ("float32", "bfloat16", "float16")
+        and isinstance(record["layers"], list) and all(isinstance(name, str) for name in record["layers"])
+    )  # fmt: skip
+
+
+def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return lorakit's own part of a file's metadata, with the types that other code relies on checked."""
+    try:
+        own = json.loads(metadata.get("lorakit", "{}"))
+        base, data, results = own.get("base"), own.get("data", {}), own.get("results", {})
+        valid = base is None or (
+            isinstance(base["scheme"], str) and isinstance(base["weights"], dict)
+            and isinstance(base.get("rounded_to"), str | None) and _is_quantization(base.get("packed"))
+        )  # fmt: skip
+        valid = valid and isinstance(own.get("adapter", {}), dict)
+        valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
+        valid = valid and all(isinstance(value, int | float) for value in results.values())
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        valid = False
+    if not valid:
+        raise PatchError(f"{path}: lorakit's own facts in the metadata are damaged")
+    return dict(own)

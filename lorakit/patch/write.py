@@ -1,4 +1,4 @@
-"""Write a patch: durably, the same bytes for the same adapter, and read back before it counts."""
+"""Write a patch durably: the same bytes for the same adapter, verified by reading them back."""
 
 import hashlib
 import json
@@ -17,19 +17,19 @@ from lorakit.files.safetensors import write_tensors
 from lorakit.patch.adapter_config import CONFIG_FILE, config_json, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
-from lorakit.patch.peft_names import expert_modules, rows_key, update_key, whole_key
+from lorakit.patch.peft_names import expert_modules, full_tensor_key, rows_key, update_key
 from lorakit.patch.read import open_patch
 
 
 def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, card: str | None = None) -> Path:
-    """Write a patch that is in memory; returns the folder. What PEFT wrote comes out with the same tensors and keys.
+    """Write a patch from memory and return its folder. A patch of PEFT is written with the same tensors and keys.
 
-    ``card``: the README.md; one is written from the facts when it is not given.
+    ``card``: the README.md; None writes one from the metadata.
 
     Raises:
-        PatchError: a patch or a README.md of others is there and ``overwrite`` is off, a value is not finite, or the
+        PatchError: a patch or another README.md is there and ``overwrite`` is off, a value is not finite, or the
         settings would not give every layer its rank and alpha back; nothing was written.
-        TemporaryFailure: the disk is full; what was there is kept.
+        TemporaryFailure: the disk is full; the old files are unchanged.
     """
     folder = Path(folder)
     if not overwrite:
@@ -43,10 +43,10 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     def tensor_file(file: BinaryIO) -> None:
         write_tensors(hashing.onto(file), keys, metadata)
 
-    def sidecar(file: BinaryIO) -> None:  # once the tensor file is on the disk
+    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written, so its digests are complete
         written = hashing.digests()
-        told = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
-        file.write(json_text({"format": 1, **told}).encode())
+        digests = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
+        file.write(json_text({"format": 1, **digests}).encode())
 
     folder.mkdir(parents=True, exist_ok=True)
     write_files(
@@ -64,10 +64,12 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
 
 
 def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()) -> Path:
-    """Write a patch into a folder that appears when it is whole; returns it. ``beside``: files copied into it.
+    """Write a patch into a new folder, which appears when it is complete; return the folder.
+
+    ``beside``: other files to copy into the folder.
 
     Raises:
-        FileExistsError: ``out`` is there. TemporaryFailure: the disk is full; nothing is left.
+        FileExistsError: ``out`` exists. TemporaryFailure: the disk is full; nothing remains.
     """
     out = Path(out)
     with atomic_folder(out) as staging:
@@ -78,80 +80,82 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
 
 
 def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
-    """The tensors of a patch by their keys in the file, sorted."""
-    places = _places_of_experts(patch)
+    """Return the tensors of a patch by their keys in the file, sorted."""
+    expert_names = _expert_names(patch)
     keys = {
-        update_key(places.get(module, module), part, embedding=layer.embedding): tensor
+        update_key(expert_names.get(module, module), part, embedding=layer.embedding): tensor
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
     keys |= patch.copies
     keys |= {rows_key(module): rows.tensor for module, rows in patch.token_rows.items()}
-    keys |= {whole_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
+    keys |= {full_tensor_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
     return dict(sorted(keys.items()))
 
 
-def _places_of_experts(patch: Patch) -> dict[str, str]:
-    """Parameter of experts -> the module under which PEFT's file has its factors."""
+def _expert_names(patch: Patch) -> dict[str, str]:
+    """Return parameter of experts -> the module name under which PEFT's file has its factors."""
     modules: dict[str, list[str]] = {}
     for name in (name for name, layer in patch.layers.items() if layer.num_experts):
         module, _, parameter = name.rpartition(".")
         modules.setdefault(module, []).append(parameter)
     return {
-        f"{module}.{parameter}": place
-        for module, own in modules.items()
-        for parameter, place in expert_modules(module, own).items()
+        f"{module}.{parameter}": name_in_file
+        for module, parameters in modules.items()
+        for parameter, name_in_file in expert_modules(module, parameters).items()
     }
 
 
 def new_patch(
     layers: Mapping[str, PatchLayer],
     *,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     base_model: str | None,
-    whole: Mapping[str, Tensor] | None = None,
+    full_tensors: Mapping[str, Tensor] | None = None,
     rows: Mapping[str, TokenRows] | None = None,
     **settings: Any,
 ) -> Patch:
-    """A patch in memory from updates of one method; ``settings`` as ``config_json`` takes them.
+    """Return a patch in memory from updates of one method.
+
+    ``metadata``: lorakit's own facts. ``rows``: by embedding. ``settings``: further arguments of ``config_json``.
 
     Raises:
-        PatchError: nothing to hold, or a tensor that is not finite; nothing is saved.
+        PatchError: there are no updates, or a tensor is not finite.
     """
-    whole, rows = dict(whole or {}), dict(rows or {})
+    full_tensors, rows = dict(full_tensors or {}), dict(rows or {})
     if not layers:
         raise PatchError("a patch without updates: there is nothing to save")
     check_finite((f"{module}.{part}", t) for module, layer in layers.items() for part, t in layer.tensors.items())
-    check_finite([*whole.items(), *((name, held.tensor) for name, held in rows.items())])
+    check_finite([*full_tensors.items(), *((name, token_rows.tensor) for name, token_rows in rows.items())])
     method = next(iter(layers.values())).method
     raw = config_json(
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
         experts=[name for name, layer in layers.items() if layer.num_experts],
-        tokens={module: held.tokens for module, held in rows.items()}, **settings,
+        tokens={module: token_rows.tokens for module, token_rows in rows.items()}, **settings,
     )  # fmt: skip
-    raw |= _declared(whole, layers)
+    raw |= _declared(full_tensors, layers)
     config = parse_config(Path(CONFIG_FILE), raw)
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    return Patch(Path(), config, layers, whole, shapes, metadata=facts, token_rows=rows)
+    shapes = {name: tuple(tensor.shape) for name, tensor in full_tensors.items()}
+    return Patch(Path(), config, layers, full_tensors, shapes, metadata=metadata, token_rows=rows)
 
 
-def _declared(whole: Collection[str], layers: Collection[str]) -> dict[str, Any]:
-    """The settings that tell PEFT of whole tensors: biases by themselves, any other with its module."""
-    modules = {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")}
-    biased = {name.rpartition(".")[0] for name in whole if name.endswith(".bias")} - modules
+def _declared(full_tensors: Collection[str], layers: Collection[str]) -> dict[str, Any]:
+    """Return the settings that declare full tensors to PEFT: ``bias`` for biases, ``modules_to_save`` for the rest."""
+    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")}
+    biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
     bias = "none" if not biased else "lora_only" if biased <= set(layers) else "all"
     return {"bias": bias} | ({"modules_to_save": sorted(modules)} if modules else {})
 
 
 def remove_patch(folder: Path) -> None:
-    """Take back a patch; the commit point goes first."""
+    """Remove a patch's files, the config first, because a folder with a config counts as a patch."""
     for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
         (folder / name).unlink(missing_ok=True)
         sync_folder(folder)
 
 
 class _HashingWriter:
-    """A file that knows the digests of what was written into it; a thread makes them while the disk is waited for."""
+    """A binary file that computes the digests of its content, in a thread, while the file is written to disk."""
 
     def __init__(self) -> None:
         self._hasher = ThreadPoolExecutor(1)
@@ -163,7 +167,7 @@ class _HashingWriter:
         return self
 
     def write(self, content: bytes | memoryview) -> int:
-        """Bytes that nobody changes from now on."""
+        """Write bytes, which must not change afterwards, because the thread may still hash them."""
         self._last = self._hasher.submit(self._update, content)
         return self._file.write(content)
 
@@ -185,9 +189,9 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_settings(folder: Path, patch: Patch) -> None:
-    """The settings to be written must give every layer its own method, rank and alpha back."""
+    """Raise an error if the settings, read back, would give a layer another method, rank or alpha."""
     config = parse_config(folder / CONFIG_FILE, json.loads(json_text(patch.config.raw)))
     for name, layer in patch.layers.items():
-        found = (config.method, config.rank_of(name), config.alpha_of(name))
-        if found != (layer.method, layer.rank, layer.alpha):
-            raise PatchError(f"{name}: {(layer.method, layer.rank, layer.alpha)} would be read back as {found}")
+        actual = (config.method, config.rank_of(name), config.alpha_of(name))
+        if actual != (layer.method, layer.rank, layer.alpha):
+            raise PatchError(f"{name}: {(layer.method, layer.rank, layer.alpha)} would be read back as {actual}")

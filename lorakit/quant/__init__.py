@@ -1,1 +1,1 @@
-"""Weights in 4 and 8 bits, in memory and on disk. The only importer of bitsandbytes."""
+"""Weights quantised to 4 and 8 bits, in memory and in files. The only importer of bitsandbytes."""

@@ -1,8 +1,8 @@
-"""Weights in 4 and 8 bits, and optimizers that keep their state so; the only importer of bitsandbytes.
+"""Quantise weights to 4 and 8 bits, and build 8-bit optimizers; the only importer of bitsandbytes.
 
-A packed layer computes y = x W^T with W unpacked to floats for the moment of the product, forward and backward alike,
-so that training is exactly training on the unpacked weights. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4
-and double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for rows of int8.
+A quantised layer computes y = x W^T with W dequantised for each product, in forward and backward alike. So training on
+a quantised base equals training on the dequantised weights. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4
+and double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
 """
 
 import logging
@@ -23,122 +23,126 @@ FOUR_BITS: Final = ("nf4", "fp4")
 SCHEMES: Final = (*FOUR_BITS, "int8")
 BLOCK: Final = 64
 NESTED_BLOCK: Final = 256
-PIECE_ELEMENTS: Final = 1 << 18  # on a CPU packing takes 64 bytes for every value that it packs at a time
+PIECE_ELEMENTS: Final = 1 << 18  # because on a CPU bitsandbytes takes 64 bytes of memory per value it quantises
 INSTALL: Final = "install it with `pip install 'lorakit[quant]'`"
 OPTIMIZERS: Final = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weights are packed: ``nf4`` or ``fp4`` in blocks of 64 values, ``int8`` by rows."""
+    """How weights are quantised: ``nf4`` or ``fp4`` in blocks of 64 values, ``int8`` by rows."""
 
     name: str
     double_quant: bool = False
-    """whether the scales of the blocks are packed too, in 8 bits"""
+    """True if the scales of the blocks are quantised too, to 8 bits"""
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """name -> (shape, dtype) of the tensors of a packed weight."""
+        """Return name -> (shape, dtype) of the tensors of a quantised weight (out, in)."""
         if self.name == "int8":
             return {"weight": ((out_features, in_features), torch.int8), "row_scale": ((out_features,), torch.float32)}
         size = out_features * in_features
-        blocks = math.ceil(size / BLOCK)
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((math.ceil(size / 2),), torch.uint8)}
+        num_blocks = math.ceil(size / BLOCK)
+        # two 4-bit codes in each byte
+        weight: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((math.ceil(size / 2),), torch.uint8)}
         if not self.double_quant:
-            return found | {"block_scale": ((blocks,), torch.float32)}
-        nested = ((math.ceil(blocks / NESTED_BLOCK),), torch.float32)
-        return found | {
-            "block_scale": ((blocks,), torch.uint8),
-            "nested_scale": nested,
+            return weight | {"block_scale": ((num_blocks,), torch.float32)}
+        return weight | {
+            "block_scale": ((num_blocks,), torch.uint8),
+            "nested_scale": ((math.ceil(num_blocks / NESTED_BLOCK),), torch.float32),
             "offset": ((1,), torch.float32),
         }
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of a packed weight."""
+        """Return the bytes of a quantised weight with its scales."""
         return sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(out_features, in_features).values()
         )
 
 
-def quantize(W: Tensor, packing: QuantScheme) -> dict[str, Tensor]:
-    """The tensors of a packed weight (out, in), as bitsandbytes packs it."""
+def quantize(W: Tensor, scheme: QuantScheme) -> dict[str, Tensor]:
+    """Return the tensors of a weight (out, in) quantised with the same bits as bitsandbytes' own layers."""
     bnb = bitsandbytes().functional
     W = W.detach().contiguous()
-    if packing.name == "int8":
+    if scheme.name == "int8":
         weight, scale, _ = bnb.int8_vectorwise_quant(W.to(torch.float16))
         return {"weight": weight, "row_scale": scale}
-    flat = W.view(-1)
-    parts = [bnb.quantize_4bit(part, blocksize=BLOCK, quant_type=packing.name) for part in flat.split(PIECE_ELEMENTS)]
+    pieces = W.view(-1).split(PIECE_ELEMENTS)
+    parts = [bnb.quantize_4bit(piece, blocksize=BLOCK, quant_type=scheme.name) for piece in pieces]
     weight, scale = torch.cat([part.view(-1) for part, _ in parts]), torch.cat([state.absmax for _, state in parts])
-    if not packing.double_quant:
+    if not scheme.double_quant:
         return {"weight": weight, "block_scale": scale}
+    # over all blocks at once, because the offset is the mean of the scales of the full weight
     offset = scale.mean()
-    packed, state = bnb.quantize_blockwise(scale - offset, blocksize=NESTED_BLOCK)
+    block_scale, state = bnb.quantize_blockwise(scale - offset, blocksize=NESTED_BLOCK)
     return {
-        "weight": weight, "block_scale": packed, "nested_scale": state.absmax, "offset": offset.view(1),
+        "weight": weight, "block_scale": block_scale, "nested_scale": state.absmax, "offset": offset.view(1),
     }  # fmt: skip
 
 
 def dequantize(
-    tensors: Mapping[str, Tensor | None], packing: QuantScheme, shape: tuple[int, int], dtype: torch.dtype
+    tensors: Mapping[str, Tensor | None], scheme: QuantScheme, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight (out, in) that packed tensors stand for."""
+    """Return the weight (out, in) in ``dtype`` from its quantised tensors."""
     weight, bnb = tensors["weight"], bitsandbytes().functional
     assert weight is not None
-    if packing.name == "int8":
-        unpacked: Tensor = bnb.int8_vectorwise_dequant(weight, tensors["row_scale"]).to(dtype)
-        return unpacked
-    codes = code_tables(packing.name, weight.device)
-    state2 = None
-    if packing.double_quant:
-        state2 = bnb.QuantState(
-            tensors["nested_scale"], code=codes[1], blocksize=NESTED_BLOCK, dtype=torch.float32
+    if scheme.name == "int8":
+        by_rows: Tensor = bnb.int8_vectorwise_dequant(weight, tensors["row_scale"]).to(dtype)
+        return by_rows
+    codes, nested_codes = code_tables(scheme.name, weight.device)
+    nested, offset = None, None
+    if scheme.double_quant:
+        nested = bnb.QuantState(
+            tensors["nested_scale"], code=nested_codes, blocksize=NESTED_BLOCK, dtype=torch.float32
         )  # fmt: skip
-    offset = tensors["offset"] if packing.double_quant else None
+        offset = tensors["offset"]
     state = bnb.QuantState(
-        tensors["block_scale"], shape=torch.Size(shape), code=codes[0], blocksize=BLOCK, quant_type=packing.name,
-        dtype=dtype, offset=None if offset is None else offset.view(()), state2=state2,
+        tensors["block_scale"], shape=torch.Size(shape), code=codes, blocksize=BLOCK, quant_type=scheme.name,
+        dtype=dtype, offset=None if offset is None else offset.view(()), state2=nested,
     )  # fmt: skip
-    restored: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
-    return restored
+    by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
+    return by_blocks
 
 
 @lru_cache(maxsize=8)
 def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of the 16 codes, and of the 256 codes of packed scales."""
+    """Return the values of the 16 codes of a 4-bit scheme, and of the 256 codes of quantised scales."""
     bnb = bitsandbytes().functional
     return bnb.get_4bit_type(name, device=device), bnb.create_dynamic_map().to(device)
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """What the tensors of a packed layer stand for."""
+    """Scheme, shape and dtype of a layer's quantised weight; its tensors are parameters of the layer."""
 
     scheme: QuantScheme
     shape: tuple[int, int]
     """(out, in)"""
     dtype: torch.dtype
-    """in which it computes"""
+    """dtype that the layer computes in"""
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b with W unpacked twice rather than kept. The layer is kept, not its tensors: engines replace those."""
+    """x W^T + b with W dequantised in forward and again in backward, so that W is not in memory between the two.
+
+    Saves the layer, not its tensors, because sharding engines replace those between forward and backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, floats(layer).to(x.dtype), bias)
+        return F.linear(x, dequantized_weight(layer).to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         dY = gradients[0]
-        dx = dY @ floats(ctx.layer).to(dY.dtype) if ctx.needs_input_grad[0] else None
+        dx = dY @ dequantized_weight(ctx.layer).to(dY.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, dY.reshape(-1, dY.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
 
 
-def floats(layer: nn.Module) -> Tensor:
-    """The weight (out, in) of a packed layer, in the dtype it computes in."""
-    facts: QuantizedWeight = layer.packed  # type: ignore[assignment]
-    return dequantize(layer._parameters, facts.scheme, facts.shape, facts.dtype)
+def dequantized_weight(layer: nn.Module) -> Tensor:
+    """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
+    weight: QuantizedWeight = layer.quantization  # type: ignore[assignment]
+    return dequantize(layer._parameters, weight.scheme, weight.shape, weight.dtype)
 
 
 def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,23 +151,28 @@ def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    facts: QuantizedWeight = layer.packed  # type: ignore[assignment]
-    return facts.shape
+    weight: QuantizedWeight = layer.quantization  # type: ignore[assignment]
+    return weight.shape
 
 
-PACKED: Final = LayerKind("Linear", _sizes, F.linear, False, LINEAR.shrink, _run, floats, ("packed",))
+QUANTIZED: Final = LayerKind(
+    "Linear", _sizes, F.linear, False, LINEAR.shrink, _run, dequantized_weight, ("quantization",)
+)
 
 
 @final
 class QuantLinear(QuantizedLinear):
-    """A linear layer with a packed weight; its tensors are all its own parameters, so that engines can cut them."""
+    """A linear layer with a quantised weight.
 
-    kind = PACKED
+    Its tensors are its direct parameters, because sharding engines shard and gather nothing else of a module.
+    """
 
-    def __init__(self, facts: QuantizedWeight, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
+    kind = QUANTIZED
+
+    def __init__(self, weight: QuantizedWeight, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.packed, self.dtype, self.name = facts, facts.dtype, facts.scheme.name
-        self.out_features, self.in_features = facts.shape
+        self.quantization, self.dtype, self.name = weight, weight.dtype, weight.scheme.name
+        self.out_features, self.in_features = weight.shape
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", bias)
@@ -172,14 +181,14 @@ class QuantLinear(QuantizedLinear):
         return _run(self, x, self._parameters["bias"])
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.packed.scheme.name}"
+        return f"{self.in_features} -> {self.out_features}, {self.quantization.scheme.name}"
 
 
 def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """An optimizer of bitsandbytes over groups of float32 tensors.
+    """Return an optimizer of bitsandbytes over groups of float32 tensors.
 
     Raises:
-        RunError: it keeps its state in memory that only GPUs have.
+        RunError: as ``check_optimizer``.
     """
     groups = list(groups)
     check_optimizer(name, on_gpu=all(tensor.device.type == "cuda" for group in groups for tensor in group["params"]))
@@ -188,10 +197,10 @@ def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) 
 
 
 def check_optimizer(name: str, *, on_gpu: bool) -> None:
-    """Passes when an optimizer can be had here.
+    """Raise an error if this machine cannot run an optimizer.
 
     Raises:
-        RunError: bitsandbytes is not installed, or it needs a GPU.
+        RunError: bitsandbytes is not installed, or the optimizer needs a GPU.
     """
     if name == "adamw":
         return
@@ -204,13 +213,15 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
 
 @lru_cache(maxsize=1)
 def bitsandbytes() -> Any:
-    """bitsandbytes, imported without its notes.
+    """Import and return bitsandbytes, with its log messages off during the import.
 
     Raises:
-        RunError: it is not installed.
+        RunError: bitsandbytes cannot be imported.
     """
     level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    logging.disable(
+        logging.CRITICAL
+    )  # errors too, because bitsandbytes logs one if its native library cannot be loaded
     try:
         import bitsandbytes
     except ImportError as problem:

@@ -1,4 +1,7 @@
-"""Bases whose files hold packed weights, as transformers and bitsandbytes write them: found, and read."""
+"""Read bases whose files hold quantised weights, as transformers and bitsandbytes write them.
+
+The size of every tensor of a quantised weight is checked first, because dequantising reads past the end of a short one.
+"""
 
 import json
 import math
@@ -23,123 +26,128 @@ CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True)
 class QuantizedEntry:
-    """A weight that is packed in its file."""
+    """A weight that is quantised in its file."""
 
     name: str
-    packing: QuantScheme
+    """stored name of the weight's codes"""
+    scheme: QuantScheme
     shape: tuple[int, int]
+    """(out, in) of the weight before it was quantised"""
     offset: float
+    """mean of the blocks' scales with double quantisation, else 0"""
     device: torch.device
+    """where its tensors are read to"""
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """What config.json says of packed weights; None when they are in floats.
+    """Return the quantisation settings in config.json; None if the base is not quantised.
 
     Raises:
-        BaseModelError: they are packed in a way that lorakit cannot read.
+        BaseModelError: the weights are quantised by a method that lorakit cannot read.
     """
-    told = read_json(folder / "config.json").get("quantization_config")
-    if told is None:
+    settings = read_json(folder / "config.json").get("quantization_config")
+    if settings is None:
         return None
-    method = told.get("quant_method") if isinstance(told, dict) else told
-    if not isinstance(told, dict) or method != METHOD:
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict) or method != METHOD:
         raise BaseModelError(
             f"{folder}: quantised with {method!r}; lorakit reads {METHOD} (nf4, fp4, int8)."
             " Use the base it was made from"
         )
-    return told
+    return settings
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether config.json says that the weights are packed; errors as ``quantization_config``."""
+    """True if the weights are quantised by config.json; errors as ``quantization_config``."""
     return quantization_config(folder) is not None
 
 
 def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, QuantizedEntry]:
-    """Stored weight name -> how it is packed, for every weight that is.
+    """Return stored weight name -> entry for every quantised weight.
 
     Raises:
-        BaseModelError: a tensor of one is missing or of another size than the rest says, so unpacking it would read
-        past its end; or it is packed in a way that is not read.
+        BaseModelError: a tensor of a quantised weight is missing or has a wrong size, or its scheme is not read.
     """
-    found = {}
+    entries = {}
     for name in files.shard_of:
         if STATE in name:
-            one = _four_bits(files, name.partition(STATE)[0], name, device)
+            entry = _four_bit_entry(files, name.partition(STATE)[0], name, device)
         elif name.endswith(f".{INT8_SCALE}"):
             weight = f"{name.removesuffix(INT8_SCALE)}weight"
             shape = files.entry(weight).shape if weight in files.shard_of else ()
-            one = QuantizedEntry(
-                weight, QuantScheme("int8"), (shape[0], math.prod(shape[1:])) if shape else (0, 0), 0.0, device
-            )
+            sizes = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
+            entry = QuantizedEntry(weight, QuantScheme("int8"), sizes, 0.0, device)
         else:
             continue
-        _check_sizes(files, one)
-        found[one.name] = one
-    return found
+        _check_sizes(files, entry)
+        entries[entry.name] = entry
+    return entries
 
 
-def _four_bits(files: BaseFiles, weight: str, state: str, device: torch.device) -> QuantizedEntry:
+def _four_bit_entry(files: BaseFiles, weight: str, state: str, device: torch.device) -> QuantizedEntry:
     try:
-        told = json.loads(bytes(files.shard_of[state].read(state).tolist()))
-        name, block, nested = told["quant_type"], told["blocksize"], told.get("nested_blocksize")
-        out, wide = (int(size) for size in told["shape"])
-        offset = float(told.get("nested_offset", 0.0))
+        record = json.loads(bytes(files.shard_of[state].read(state).tolist()))
+        name, block, nested = record["quant_type"], record["blocksize"], record.get("nested_blocksize")
+        out_features, in_features = (int(size) for size in record["shape"])
+        offset = float(record.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise BaseModelError(f"{files.folder}: {state}: damaged: {problem!r}") from None
-    if name not in FOUR_BITS or block != BLOCK or nested not in (None, NESTED_BLOCK) or min(out, wide) < 1:
+    supported = name in FOUR_BITS and block == BLOCK and nested in (None, NESTED_BLOCK)
+    if not supported or min(out_features, in_features) < 1:
         raise BaseModelError(
-            f"{files.folder}: {weight}: packed as {name} in blocks of {block} ({nested} of scales); lorakit reads"
+            f"{files.folder}: {weight}: quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads"
             f" blocks of {BLOCK} ({NESTED_BLOCK})"
         )
-    return QuantizedEntry(weight, QuantScheme(name, nested is not None), (out, wide), offset, device)
+    return QuantizedEntry(weight, QuantScheme(name, nested is not None), (out_features, in_features), offset, device)
 
 
-def _names(one: QuantizedEntry) -> dict[str, str]:
-    """Tensor of a packed weight -> its stored name."""
-    if one.packing.name == "int8":
-        return {"weight": one.name, "row_scale": f"{one.name.removesuffix('weight')}{INT8_SCALE}"}
-    found = {"weight": one.name, "block_scale": f"{one.name}.absmax"}
-    return found | {"nested_scale": f"{one.name}.nested_absmax"} if one.packing.double_quant else found
+def _stored_names(entry: QuantizedEntry) -> dict[str, str]:
+    """Return tensor of a quantised weight, as ``QuantScheme.shapes`` names it -> its name in the file."""
+    if entry.scheme.name == "int8":
+        return {"weight": entry.name, "row_scale": f"{entry.name.removesuffix('weight')}{INT8_SCALE}"}
+    names = {"weight": entry.name, "block_scale": f"{entry.name}.absmax"}
+    return names | {"nested_scale": f"{entry.name}.nested_absmax"} if entry.scheme.double_quant else names
 
 
-def _check_sizes(files: BaseFiles, one: QuantizedEntry) -> None:
-    expected = one.packing.shapes(*one.shape)
-    for key, name in _names(one).items():
+def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
+    scheme, expected = quantized.scheme, quantized.scheme.shapes(*quantized.shape)
+    for key, name in _stored_names(quantized).items():
         shape, dtype = expected[key]
         size = math.prod(shape) * dtype.itemsize
         entry = files.entry(name) if name in files.shard_of else None
-        held = None if entry is None else math.prod(entry.shape) * entry.dtype.itemsize
-        if held != size or (entry is not None and key != "weight" and entry.dtype != dtype):
-            told = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
+        stored_size = None if entry is None else math.prod(entry.shape) * entry.dtype.itemsize
+        if stored_size != size or (entry is not None and key != "weight" and entry.dtype != dtype):
+            actual = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
             raise BaseModelError(
-                f"{files.folder}: {name}: {told}; {one.shape} packed as {one.packing.name} has {shape} {dtype} there"
+                f"{files.folder}: {name}: {actual}; {quantized.shape} quantised as {scheme.name} has {shape} {dtype}"
+                " there"
             )
-    codes = code_tables(one.packing.name, CPU) if one.packing.name in FOUR_BITS else ()
-    for key, codes_here in zip(("quant_map", "nested_quant_map"), codes, strict=False):
-        name = f"{one.name}.{key}"
-        if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), codes_here):
+    codes = code_tables(scheme.name, CPU) if scheme.name in FOUR_BITS else ()
+    for key, own_codes in zip(("quant_map", "nested_quant_map"), codes, strict=False):
+        name = f"{quantized.name}.{key}"
+        if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), own_codes):
             raise BaseModelError(
-                f"{files.folder}: {name}: other values than bitsandbytes' own; they would be unpacked wrong"
+                f"{files.folder}: {name}: other values than bitsandbytes' own; the weight would be dequantised wrong"
             )
 
 
-def stored_tensors(files: BaseFiles, one: QuantizedEntry) -> dict[str, Tensor]:
-    """The tensors of a packed weight, read now."""
-    found = {key: files.shard_of[name].read(name).to(one.device) for key, name in _names(one).items()}
-    if one.packing.name != "int8":
-        found["weight"] = found["weight"].view(torch.uint8).reshape(-1)
-    if one.packing.double_quant:
-        found["offset"] = torch.tensor([one.offset], device=one.device)
-    return found
+def stored_tensors(files: BaseFiles, entry: QuantizedEntry) -> dict[str, Tensor]:
+    """Read the tensors of a quantised weight, named as ``QuantScheme.shapes`` names them."""
+    tensors = {key: files.shard_of[name].read(name).to(entry.device) for key, name in _stored_names(entry).items()}
+    if entry.scheme.name != "int8":
+        # bytes, because transformers may store the codes in another dtype (bnb_4bit_quant_storage)
+        tensors["weight"] = tensors["weight"].view(torch.uint8).reshape(-1)
+    if entry.scheme.double_quant:
+        tensors["offset"] = torch.tensor([entry.offset], device=entry.device)
+    return tensors
 
 
-def dequantized_entries(files: BaseFiles, stored: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
-    """The stored tensors as they were before they were packed."""
-    modules = {name.removesuffix(".weight") for name in stored}
+def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
+    """Return the stored tensors as they were before quantisation: dtypes and shapes, without scales and codes."""
+    modules = {name.removesuffix(".weight") for name in quantized}
     parts = (f".{INT8_SCALE}", ".weight_format")
     return {
-        name: TensorEntry(torch.float32, stored[name].shape, 0, 0) if name in stored else files.entry(name)
+        name: TensorEntry(torch.float32, quantized[name].shape, 0, 0) if name in quantized else files.entry(name)
         for name in files.shard_of
         if name.partition(".weight.")[0] not in modules
         and not (name.endswith(parts) and name.rpartition(".")[0] in modules)

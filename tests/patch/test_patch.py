@@ -19,6 +19,7 @@ from torch import nn
 import lorakit
 from lorakit.base.load import find_base, load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
+from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
@@ -27,12 +28,11 @@ from lorakit.patch import (
     check_base,
     check_fits,
     fingerprint,
-    open_base_files,
     open_patch,
     read_patch,
     save_patch,
     write_patch,
-)  # fmt: skip
+)
 from lorakit.patch.patch import is_finite
 from tests.conftest import make_base
 

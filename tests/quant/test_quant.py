@@ -1,4 +1,4 @@
-"""Packed bases: bitsandbytes' own bits, gradients of the unpacked weights, and never a whole base in floats."""
+"""Quantised bases: bitsandbytes' own bits, gradients of the dequantised weights, never a full base in floats."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TemporaryFailure
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
-from lorakit.quant.bnb import QuantLinear, floats
+from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base
 from tests.training.test_train import stop_at, train
@@ -38,7 +38,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, **section: Any) -> 
 
 
 def theirs(folder: Path, how: str, dtype: torch.dtype) -> Any:
-    """The base as transformers and bitsandbytes pack it."""
+    """The base as transformers and bitsandbytes quantise it."""
     settings = HOW[how]
     if settings["quantize"] == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True)
@@ -50,15 +50,15 @@ def theirs(folder: Path, how: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map="cpu")
 
 
-def unpacked(model: nn.Module) -> nn.Module:
-    """The same model with plain layers that hold what the packed ones stand for."""
+def dequantized(model: nn.Module) -> nn.Module:
+    """The same model with plain layers that hold the dequantised weights."""
     plain = copy.deepcopy(model)
     for name, layer in list(plain.named_modules()):
         if isinstance(layer, QuantLinear):
             own = nn.Linear(
-                layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.packed.dtype
+                layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.quantization.dtype
             )
-            own.weight.data = floats(layer).clone()
+            own.weight.data = dequantized_weight(layer).clone()
             if layer.bias is not None:
                 own.bias = layer.bias
             parent, _, key = name.rpartition(".")
@@ -69,27 +69,29 @@ def unpacked(model: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", HOW)
-def test_weights_are_packed_as_bitsandbytes_packs_them(
+def test_weights_are_quantised_to_the_bits_of_bitsandbytes(
     base: Path, tmp_path: Path, how: str, dtype: torch.dtype
 ) -> None:
     ours, other = loaded(base, dtype, **HOW[how]), theirs(base, how, dtype)
 
-    packed = {name for name, layer in ours.named_modules() if isinstance(layer, QuantLinear)}
-    assert len(packed) == 14
-    assert packed == {
+    quantized = {name for name, layer in ours.named_modules() if isinstance(layer, QuantLinear)}
+    assert len(quantized) == 14
+    assert quantized == {
         name for name, layer in other.named_modules() if type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
     }
-    for name in packed:
+    for name in quantized:
         weight = ours.get_submodule(name).weight
         assert torch.equal(weight.flatten(), other.get_submodule(name).weight.data.flatten()), name
 
-    other.save_pretrained(tmp_path / "packed")
-    again = loaded(tmp_path / "packed", dtype)  # without the key: the files are packed
+    other.save_pretrained(tmp_path / "quantized")
+    reread = loaded(tmp_path / "quantized", dtype)  # without the key: the files are quantised
 
-    for name in packed:
-        assert torch.equal(floats(again.get_submodule(name)), floats(ours.get_submodule(name))), name
-    assert torch.equal(again(input_ids=IDS).logits, ours(input_ids=IDS).logits)
-    if how != "int8":  # which packs the rows of x too, there
+    for name in quantized:
+        assert torch.equal(
+            dequantized_weight(reread.get_submodule(name)), dequantized_weight(ours.get_submodule(name))
+        ), name
+    assert torch.equal(reread(input_ids=IDS).logits, ours(input_ids=IDS).logits)
+    if how != "int8":  # which quantises the rows of x too, there
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
         torch.testing.assert_close(ours(input_ids=IDS).logits, other(input_ids=IDS).logits, **tolerance)
 
@@ -97,9 +99,9 @@ def test_weights_are_packed_as_bitsandbytes_packs_them(
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", HOW)
-def test_gradients_are_those_of_the_unpacked_weights(base: Path, how: str, dtype: torch.dtype, method: str) -> None:
+def test_gradients_are_those_of_the_dequantised_weights(base: Path, how: str, dtype: torch.dtype, method: str) -> None:
     model = loaded(base, dtype, **HOW[how])
-    oracle = unpacked(model)
+    oracle = dequantized(model)
     for one in (model, oracle):
         inject(one, rank=3, method=method)
         torch.manual_seed(2)
@@ -118,18 +120,18 @@ def test_gradients_are_those_of_the_unpacked_weights(base: Path, how: str, dtype
 def test_the_head_and_what_is_to_be_skipped_stay_as_they_are(base: Path) -> None:
     model = loaded(base, quantize="nf4", skip_modules=("layers.0", "down_proj"))
 
-    packed = {name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
-    assert len(packed) == 6
-    assert all(name.startswith("model.layers.1.") and not name.endswith("down_proj") for name in packed)
+    quantized = {name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    assert len(quantized) == 6
+    assert all(name.startswith("model.layers.1.") and not name.endswith("down_proj") for name in quantized)
 
 
-def test_what_cannot_be_packed_as_asked_is_refused(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_quantisation_that_is_not_possible_is_refused(base: Path, tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(BaseModelError, match=r"base.skip_modules: 'dwn_proj' matches no module.*down_proj"):
         loaded(base, quantize="nf4", skip_modules=("dwn_proj",))
-    folder = tmp_path / "packed"
+    folder = tmp_path / "quantized"
     theirs(base, "nf4-double", torch.float32).save_pretrained(folder)
     with pytest.raises(
-        BaseModelError, match="packed in its files .nf4 with packed scales., and base.quantize asks for int8"
+        BaseModelError, match="quantised in its files .nf4 with quantised scales., and base.quantize asks for int8"
     ):
         loaded(folder, quantize="int8")
     config = json.loads((folder / "config.json").read_text())
@@ -137,25 +139,25 @@ def test_what_cannot_be_packed_as_asked_is_refused(base: Path, tmp_path: Path, t
     with pytest.raises(BaseModelError, match="quantised with 'gptq'; lorakit reads bitsandbytes"):
         loaded(folder)
     model = loaded(base, quantize="nf4")
-    with pytest.raises(TargetError, match="q_proj is quantised, so it cannot learn as a whole"):
+    with pytest.raises(TargetError, match="q_proj is quantised, so it cannot be trained in full"):
         inject(model, targets=["k_proj"], modules_to_save=["q_proj"])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_run_on_a_packed_base_resumes_to_the_same_bytes(recipe: Recipe, optimizer: str, tmp_path: Path) -> None:
+def test_a_run_on_a_quantised_base_resumes_to_the_same_bytes(recipe: Recipe, optimizer: str, tmp_path: Path) -> None:
     start = {"init": "pissa", "rank": 8} if optimizer == "adamw" else {"rank": 128}
     settings: dict[str, Any] = {"base": {"quantize": "nf4"}, "adapter": start}
-    whole, said = train(recipe("one.yaml", **settings, output=str(tmp_path / "one"), train={"optimizer": optimizer}))
+    first, output = train(recipe("one.yaml", **settings, output=str(tmp_path / "one"), train={"optimizer": optimizer}))
     stopped = recipe("two.yaml", **settings, output=str(tmp_path / "two"), train={"optimizer": optimizer})
 
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, {5})
         with pytest.raises(TemporaryFailure):
             train(stopped)
-    again, _ = train(stopped)
+    resumed, _ = train(stopped)
 
-    assert "packed     nf4 with packed scales, 14 layers" in said
-    one, two = read_patch(whole), read_patch(again)
+    assert "quantised  nf4 with quantised scales, 14 layers" in output
+    one, two = read_patch(first), read_patch(resumed)
     assert one.metadata["base"]["packed"]["name"] == "nf4"
     for name, layer in one.layers.items():
         assert layer.rank == (16 if optimizer == "adamw" else 128)  # pissa is saved on W itself
@@ -165,8 +167,8 @@ def test_a_run_on_a_packed_base_resumes_to_the_same_bytes(recipe: Recipe, optimi
 
 def test_eight_bit_state_is_eight_bit_and_paging_needs_a_gpu(recipe: Recipe, tmp_path: Path) -> None:
     out, _ = train(recipe(adapter={"rank": 128}, train={"optimizer": "adamw8bit", "steps": 3}))
-    held = json.loads((out / "run.json").read_text())["engine"]
-    assert held["optimizer_bytes"] < 0.6 * 2 * held["adapter_bytes"]
+    engine = json.loads((out / "run.json").read_text())["engine"]
+    assert engine["optimizer_bytes"] < 0.6 * 2 * engine["adapter_bytes"]
     with pytest.raises(RunError, match="paged_adamw8bit pages its state out of a GPU's memory"):
         train(recipe("paged.yaml", output=str(tmp_path / "paged"), train={"optimizer": "paged_adamw8bit", "steps": 3}))
     with pytest.raises(RecipeError, match="adamw8bit.*backend"):
@@ -197,7 +199,7 @@ print(peak_resident_bytes() - before, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.slow
-def test_loading_never_holds_the_base_in_floats(tmp_path: Path, tokenizer: Any) -> None:
+def test_loading_never_has_a_full_base_in_floats_in_memory(tmp_path: Path, tokenizer: Any) -> None:
     folder = make_base(
         tmp_path / "base", tokenizer, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8,
@@ -209,9 +211,9 @@ def test_loading_never_holds_the_base_in_floats(tmp_path: Path, tokenizer: Any) 
 
     done = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True)
 
-    grown, held = map(int, done.stdout.split()[-2:])
+    grown, resident = map(int, done.stdout.split()[-2:])
     assert floats_bytes > 250e6
-    assert held < 0.4 * floats_bytes
+    assert resident < 0.4 * floats_bytes
     assert grown < 0.7 * floats_bytes
 
 
@@ -222,7 +224,7 @@ def test_loading_never_holds_the_base_in_floats(tmp_path: Path, tokenizer: Any) 
         (
             "nf4-double",
             lambda t, w: t.update({w: t[w][:-1]}),
-            r"q_proj.weight: \(511, 1\) torch.uint8; \(32, 32\) packed as nf4 has",
+            r"q_proj.weight: \(511, 1\) torch.uint8; \(32, 32\) quantised as nf4 has",
         ),
         ("nf4-double", lambda t, w: t.pop(f"{w}.nested_absmax"), "nested_absmax: missing"),
         ("nf4-double", lambda t, w: t.update({f"{w}.absmax": t[f"{w}.absmax"].float()}), "absmax: .* torch.float32"),
@@ -231,7 +233,7 @@ def test_loading_never_holds_the_base_in_floats(tmp_path: Path, tokenizer: Any) 
         ("int8", lambda t, w: t.update({w.replace("weight", "SCB"): torch.ones(3)}), r"SCB: \(3,\)"),
     ],
 )
-def test_a_damaged_packed_file_is_refused_before_anything_is_unpacked(
+def test_a_damaged_quantised_file_is_refused_before_anything_is_dequantised(
     base: Path, tmp_path: Path, how: str, change: Any, message: str
 ) -> None:
     from safetensors.torch import load_file, save_file
