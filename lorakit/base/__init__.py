@@ -1,1 +1,1 @@
-"""A base model: found, loaded in full, on meta or by ranges, quantised while it is read."""
+"""A base model: find it, load it in full, on meta or by ranges, and quantise it while it is read."""

@@ -1,4 +1,4 @@
-"""What this machine computes fastest and correctly: float32 or bfloat16, measured rather than assumed."""
+"""Choose the dtype that a machine computes fastest and correctly: float32 or bfloat16, measured rather than assumed."""
 
 import time
 from dataclasses import dataclass
@@ -7,50 +7,51 @@ from typing import Final
 import torch
 
 from lorakit.errors import LorakitError
+from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROBED: Final = ("float32", "bfloat16")  # float16 needs its loss scaled: it is taken when asked for only
+CANDIDATES: Final = ("float32", "bfloat16")  # not float16, because its loss must be scaled; it is used on request only
 SIZE: Final = 512
+"""rows and columns of the measured matrices"""
 ROUNDS: Final = 12
-MUST_GAIN: Final = 1.2  # a tie goes to float32: a noisy probe must not decide
+MIN_SPEEDUP: Final = 1.2  # above 1, because a noisy measurement of equal speeds must not decide
 
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """A dtype and the reason for it."""
+    """A dtype and the reason for its choice."""
 
     dtype: torch.dtype
     why: str
 
     @property
     def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
 
-def choose_dtype(asked: str, device: torch.device) -> DtypeChoice:
-    """The dtype asked for, or for ``auto`` the faster of float32 and bfloat16 whose products are right.
+def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
+    """Return the requested dtype, or for ``auto`` the faster of float32 and bfloat16 that computes correctly.
 
     Raises:
         LorakitError: an unknown name.
     """
-    if asked in DTYPES:
-        return DtypeChoice(DTYPES[asked], "asked for")
-    if asked != "auto":
-        raise LorakitError(f"dtype {asked!r} is none of auto, {', '.join(DTYPES)}")
+    if requested in MODEL_DTYPES:
+        return DtypeChoice(MODEL_DTYPES[requested], "asked for")
+    if requested != "auto":
+        raise LorakitError(f"dtype {requested!r} is none of auto, {', '.join(MODEL_DTYPES)}")
     rates = measure_all(device)
     full, half = rates["float32"], rates["bfloat16"]
-    told = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
-    if not _is_right(torch.bfloat16, device):
-        return DtypeChoice(torch.float32, f"bfloat16 products are wrong here; {told}")
-    return DtypeChoice(torch.bfloat16 if half > MUST_GAIN * full else torch.float32, told)
+    measured = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
+    if not _is_correct(torch.bfloat16, device):
+        return DtypeChoice(torch.float32, f"bfloat16 products are wrong here; {measured}")
+    return DtypeChoice(torch.bfloat16 if half > MIN_SPEEDUP * full else torch.float32, measured)
 
 
 def measure_all(device: torch.device) -> dict[str, float]:
-    """GFLOP/s of a square matrix product by dtype: the best of some rounds, taken in turns on a busy machine."""
-    squares = {name: torch.ones(SIZE, SIZE, dtype=DTYPES[name], device=device) for name in PROBED}
+    """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``."""
+    squares = {name: torch.ones(SIZE, SIZE, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
     best = dict.fromkeys(squares, float("inf"))
     for _ in range(ROUNDS):
-        for name, x in squares.items():
+        for name, x in squares.items():  # in turns, because other programs may slow the machine for a while
             start = time.perf_counter()
             x @ x
             if device.type == "cuda":
@@ -59,8 +60,9 @@ def measure_all(device: torch.device) -> dict[str, float]:
     return {name: 2 * SIZE**3 / seconds / 1e9 for name, seconds in best.items()}
 
 
-def _is_right(dtype: torch.dtype, device: torch.device) -> bool:
-    numbers = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(64, 64, generator=numbers).to(device, dtype) for _ in range(2))
+def _is_correct(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if a product in a dtype is that of float64 up to the dtype's rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 64, generator=generator).to(device, dtype) for _ in range(2))
     exact = x.double() @ y.double()
     return bool(((x @ y).double() - exact).abs().max() <= 2**-7 * exact.abs().max())

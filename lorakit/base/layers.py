@@ -1,7 +1,7 @@
-"""The repeated layers of a model: what engines gather, or have in memory, one at a time."""
+"""The repeated layers of a model: listed, grouped for sharding, and recomputed in backward."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +10,25 @@ from lorakit.errors import RunError
 
 
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of every list of more than one that is not itself within a layer."""
+    """Yield the layers of every ModuleList with more than one, unless the list is itself inside such a layer.
+
+    An expert inside a decoder layer is therefore no layer of its own.
+    """
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
             yield from module
 
 
 def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are gathered one at a time: repeated layers, and an embedding that is not the head's too."""
+    """Yield the modules whose shards an engine gathers together: each repeated layer, and an untied embedding."""
     yield from repeated_layers(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    uses = sum(p is embedding.weight for m in model.modules() for p in m._parameters.values())
+    # a tied embedding is in no group, because the output head reads it when the embedding's shards are freed already
+    uses = sum(
+        parameter is embedding.weight
+        for module in model.modules()
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     if uses == 1:
         yield embedding
 
@@ -30,34 +38,29 @@ def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
     return any(inner in layer.modules() for outer in lists for layer in outer)
 
 
-CHECKPOINTS: Final = "_gradient_checkpointing_func"  # where transformers' layers keep the function that recomputes them
+def checkpoint_layers(
+    model: nn.Module, *, offload: bool = False, context_fn: Callable[[], tuple[Any, Any]] | None = None
+) -> None:
+    """Save only the input of each layer in forward, and recompute the layer in backward.
 
-
-def checkpoint_layers(model: nn.Module, *, on_host: bool = False) -> None:
-    """Keep only layer inputs in forward, in host memory if asked, and compute the rest again in backward.
+    ``offload``: save the inputs in host memory. ``context_fn``: returns the contexts of a layer's forward and of its
+    recomputation, as for ``torch.utils.checkpoint``; None for no contexts.
 
     Raises:
-        RunError: no layer of this model can do it.
+        RunError: no layer of this model can be recomputed.
     """
-    settings = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)  # type: ignore[operator]
-    else:  # transformers before 5.2x
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
-    layers = [
-        m for m in model.modules() if getattr(m, CHECKPOINTS, None) and getattr(m, "gradient_checkpointing", False)
-    ]
-    if not layers:
-        raise RunError(f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none")
-    for layer in layers if on_host else ():
-        setattr(layer, CHECKPOINTS, _kept_on_host(getattr(layer, CHECKPOINTS)))
-
-
-def _kept_on_host(recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with what it saves (a layer's input) copied to host memory until backward needs it."""
-
-    def layer(*inputs: Any, **settings: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return recompute(*inputs, **settings)
-
-    return layer
+    # not reentrant, because a reentrant checkpoint gives no gradients to a layer whose input needs none
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if context_fn is not None:
+        settings["context_fn"] = context_fn
+    # transformers pins the host memory, which raises without an accelerator; on a CPU inputs are in host memory anyway
+    offload = offload and torch.accelerator.is_available()
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(settings, offload=offload)  # type: ignore[operator]
+        else:  # its name before transformers 5.23
+            model.gradient_checkpointing_enable(settings, offload=offload)  # type: ignore[operator]
+    except ValueError:  # raised by transformers if no layer supports it
+        raise RunError(
+            f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none"
+        ) from None

@@ -1,4 +1,7 @@
-"""Find and load a base and its tokenizer: a folder, a hub id, or ``builtin:tiny``."""
+"""Find a base (a folder, a hub id or ``builtin:tiny``), and load it and its tokenizer with transformers.
+
+Invariant: no code of a base is executed, only safetensors are read, and no weight is left at random values.
+"""
 
 import contextlib
 import logging as logs
@@ -21,10 +24,10 @@ HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def find_base(name: str, revision: str | None = None) -> Path:
-    """The folder that holds a base, downloaded first when it is a hub id.
+    """Return the folder of a base; a hub id is downloaded first.
 
     Raises:
-        BaseModelError: nothing of that name; says what was tried.
+        BaseModelError: nothing of that name. The message lists where it was searched.
     """
     if name.startswith("builtin:"):
         if name not in BUILTIN:
@@ -51,13 +54,13 @@ def find_base(name: str, revision: str | None = None) -> Path:
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The causal language model in a folder, in evaluation mode.
+    """Load the causal language model of a folder, in evaluation mode.
 
     Raises:
         BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
     """
-    with _quiet(), _explained(folder):
-        from transformers import AutoModelForCausalLM
+    with quiet_transformers(), explain_load_errors(folder):
+        from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
 
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
@@ -73,10 +76,13 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
 
 
 def load_skeleton(folder: Path) -> nn.Module:
-    """The model on the meta device: names and shapes, no weights."""
-    with _quiet():
+    """Build the model of a folder on the meta device from its config alone: names and shapes, no weights.
+
+    Unlike ``load_on_meta``, the weight files are not opened and need not exist.
+    """
+    with quiet_transformers():
         from transformers import AutoConfig, AutoModelForCausalLM
-    with _quiet(), _explained(folder), torch.device("meta"):
+    with quiet_transformers(), explain_load_errors(folder), torch.device("meta"):
         skeleton: nn.Module = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
@@ -84,24 +90,24 @@ def load_skeleton(folder: Path) -> nn.Module:
 
 
 def num_tokens(model: nn.Module) -> int:
-    """Rows of a model's input embedding."""
+    """Return the number of rows of a model's input embedding."""
     return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
 
 def generation_settings(**settings: Any) -> Any:
-    """A generation config that holds these settings and transformers' defaults, nothing of a base's own."""
+    """Return a generation config of these settings and transformers' defaults, without those of the base."""
     from transformers import GenerationConfig
 
     return GenerationConfig(**settings)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a base's folder.
+    """Load the tokenizer of a base's folder.
 
     Raises:
         BaseModelError: there is none.
     """
-    with _quiet(), _explained(folder):
+    with quiet_transformers(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -124,26 +130,30 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def explain_load_errors(folder: Path) -> Iterator[None]:
+    """Turn any error inside the block into a BaseModelError that names the folder."""
     try:
         yield
-    except Exception as problem:  # transformers' own code on a user's files: it fails in many ways
+    except Exception as problem:  # because transformers' own code fails in many ways on a user's files
         raise BaseModelError(f"{folder}: transformers cannot load it: {type(problem).__name__}: {problem}") from None
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' bars and notes: what matters of them is checked and raised here."""
+def quiet_transformers() -> Iterator[None]:
+    """Hide log messages and transformers' progress bars; lorakit checks their subjects itself and raises.
+
+    ``launch.quiet_libraries`` is not used, because it also hides stdout and Python's warnings. Both belong to the whole
+    process, and ``lorakit.load`` runs in a user's process, where other threads may print.
+    """
     from transformers.utils import logging
 
-    level, bars, disabled = logging.get_verbosity(), logging.is_progress_bar_enabled(), logs.root.manager.disable
-    logs.disable(logs.WARNING)  # DeepSpeed's too, which transformers imports where it is installed
-    logging.set_verbosity_error()
+    disabled, progress_bars = logs.root.manager.disable, logging.is_progress_bar_enabled()
+    # every logger, not transformers' alone, because it imports DeepSpeed where that is installed
+    logs.disable(logs.WARNING)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logs.disable(disabled)
-        logging.set_verbosity(level)
-        if bars:
+        if progress_bars:
             logging.enable_progress_bar()

@@ -1,109 +1,110 @@
-"""A base as a run needs it: whole or in parts, its weights in floats or packed."""
+"""Load a base in the form that its user needs. Read this file for the story of loading; each step is a file of its own.
+
+    find_base            name -> folder                                         (load.py)
+    load_base            all weights in memory, unquantised                     (load.py)
+    load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, provenance.py, lazy.py)
+    load_quantized       load_on_meta with quantised linear layers              (quantized.py)
+    materialize          read all weights of a model on meta                    (quantized.py)
+
+Invariant: all these forms have the same names, and the same values up to quantisation.
+"""
 
 import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.lazy import LazyTensors, load_on_meta
+from lorakit.base.lazy import LazyBase, LazyTensors
 from lorakit.base.load import load_base
-from lorakit.base.quantized import QuantConfig, load_quantized, materialize
-from lorakit.lora.inject import StoredWeight
-from lorakit.quant.bnb import QuantScheme
+from lorakit.base.meta import load_on_meta
+from lorakit.base.quantized import QuantConfig, load_quantized, materialize, quant_config
+from lorakit.errors import BaseModelError
+from lorakit.quant.bnb import SCHEMES, QuantScheme
 from lorakit.quant.files import is_quantized
 from lorakit.recipe import BaseSection
 
-M_MMAP_THRESHOLD: Final = -3  # malloc.h
-GIVEN_BACK_BYTES: Final = 1 << 18
+M_MMAP_THRESHOLD: Final = -3  # the number of the option in glibc's malloc.h
+MMAP_THRESHOLD_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A model, and where the values come from that are not in it yet."""
+    """A base's model, and for a model on meta also the weights to fill it with."""
 
     model: nn.Module
-    read: Callable[[str, int, Tensor], None] | None = None
-    """fills a part of a parameter, for an engine that holds the base in parts"""
-    stored: StoredWeight | None = None
-    """gives a whole parameter in floats, of a model without weights"""
+    weights: LazyBase | None = None
+    """None: the model has its weights"""
+
+    @property
+    def fill(self) -> Callable[[str, int, Tensor], None] | None:
+        """``LazyBase.fill``, for an engine that shards the base; None if the model has its weights."""
+        return self.weights.fill if self.weights else None
+
+    @property
+    def read_weight(self) -> Callable[[str], Tensor] | None:
+        """``LazyBase.read_weight``, for adapters that start from base values; None if the model has its weights."""
+        return self.weights.read_weight if self.weights else None
 
 
 def load_for_training(
     section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, sharded: bool
 ) -> LoadedBase:
-    """The base of a recipe's section; ``sharded``: without its weights.
+    """Load the base of a recipe; ``sharded``: without its weights, which each rank reads in part.
 
     Raises:
-        BaseModelError: it cannot be loaded, or not packed as asked.
+        BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
     """
-    packed = section.quantize != "none" or is_quantized(folder)
-    if not packed and not sharded:
-        return LoadedBase(load_base(folder, dtype, device))
-    if packed:
-        return_freed_memory(device)  # whole weights come and go, now and with every product
-        model, tensors = load_quantized(folder, dtype, quantization(section), device)
-        if not sharded:
-            return LoadedBase(materialize(model, tensors, device))
-        shapes = _shapes(model)
-        return LoadedBase(model, tensors.read_into, lambda name: tensors.floats(name, shapes[name]))
-    model = load_on_meta(folder, dtype)
-    plain, shapes = LazyTensors(folder, model), _shapes(model)
-    return LoadedBase(
-        model, plain.read_into, lambda name: plain.read(name, 0, torch.Size(shapes[name]).numel()).view(shapes[name])
-    )
+    config = quant_config(section)
+    if config is not None or is_quantized(folder):
+        return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
+    if sharded:
+        return LoadedBase(*load_lazily(folder, dtype, device, config))
+    return LoadedBase(load_full(folder, dtype, device, config))
 
 
-def quantization(section: BaseSection) -> QuantConfig | None:
-    """How a recipe packs its base; None when it does not."""
-    if section.quantize == "none":
-        return None
-    double = section.double_quantize and section.quantize != "int8"
-    return QuantConfig(QuantScheme(section.quantize, double), section.skip_modules)
+def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
+    """Load a full base; ``quantize``: none, nf4, fp4 or int8. A base whose files are quantised stays so.
+
+    Raises:
+        BaseModelError: an unknown scheme, or the base cannot be loaded in it.
+    """
+    if quantize not in ("none", *SCHEMES):
+        raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {quantize!r}")
+    config = None if quantize == "none" else QuantConfig(QuantScheme(quantize, quantize != "int8"))
+    return load_full(folder, dtype, device, config)
 
 
-def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
-    """What a patch tells of a packed base: how, and which layers are not; None for a base in floats."""
-    found = {name: module.packed for name, module in model.named_modules() if hasattr(module, "packed")}
-    if not found:
-        return None
-    first = next(iter(found.values()))
-    return {
-        "name": first.scheme.name, "double": first.scheme.double_quant,
-        "dtype": str(first.dtype).removeprefix("torch."), "layers": sorted(found),
-    }  # fmt: skip
+def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:
+    """Load a base with all its weights; ``config``: None for weights as they are in the files."""
+    if config is None and not is_quantized(folder):
+        return load_base(folder, dtype, device)
+    model, weights = load_quantized(folder, dtype, config, device)
+    return materialize(model, weights, device)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Parameters of a base without an adapter, a packed weight by the values it stands for."""
-    counted: dict[int, int] = {}
-    for module in model.modules():
-        packed = getattr(module, "packed", None)
-        for name, tensor in module._parameters.items():
-            if tensor is None:
-                continue
-            counted[id(tensor)] = tensor.numel()
-            if packed is not None and name in packed.scheme.shapes(*packed.shape):
-                counted[id(tensor)] = packed.shape[0] * packed.shape[1] if name == "weight" else 0
-    return sum(counted.values())
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+def load_lazily(
+    folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None
+) -> tuple[nn.Module, LazyBase]:
+    """Build a base on meta, and return it with its weights, to be read later. Arguments as ``load_full``."""
+    if config is None and not is_quantized(folder):
+        model = load_on_meta(folder, dtype)
+        return model, LazyTensors(folder, model)
+    return load_quantized(folder, dtype, config, device)
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """On a CPU: freed tensors of a quarter megabyte and more go back to the system at once.
+    """On a CPU: return freed tensors of 256 KiB and more to the system at once.
 
-    Layers are gathered and freed all the time where the base is in parts; glibc would keep what is freed, in pieces
-    that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB). A whole base is left
-    to glibc: nothing large comes and goes but activations, and giving these back costs a fifth of a step.
+    Layers are gathered and freed all the time where the base is sharded. glibc would reuse the freed memory, but in
+    pieces that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB). An unsharded
+    base is left to glibc: only activations are large there, and returning them costs a fifth of a step.
     """
     if device.type == "cpu" and sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, GIVEN_BACK_BYTES)
+            mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)

@@ -1,58 +1,114 @@
-"""What a load by ranges asks of transformers, beside model.py, the other file that imports it."""
+"""Build a base without reading its weights: every parameter on the meta device, with the source of its values.
+
+transformers itself builds the model, from placeholders instead of stored tensors (provenance.py). So names, dtypes,
+tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from lorakit.base.load import _explained, _quiet, load_skeleton
+from lorakit.base._internals import without_zero3
+from lorakit.base.lazy import ShardReader
+from lorakit.base.load import explain_load_errors, load_skeleton, quiet_transformers
+from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
 from lorakit.errors import BaseModelError
+from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
+from lorakit.files.safetensors import TensorEntry
 
-ELSEWHERE: Final = "use backend single, ddp or zero2 and a base in floats, which load whole tensors"
+WAY_OUT: Final = "use backend single, ddp or zero2 and a base that is not quantised, which load full tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
 
 
-def build_from_placeholders(
-    folder: Path, dtype: torch.dtype, stored: Mapping[str, Any], *, packed: bool = False
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The causal language model of a folder as transformers builds it from stand-ins for the stored tensors.
+def load_on_meta(folder: Path, dtype: torch.dtype, dequantized: Mapping[str, TensorEntry] | None = None) -> nn.Module:
+    """Build the model of ``load_base`` without its weights: parameters on meta, buffers with values on the CPU.
 
-    transformers asks two things of a stand-in: ``replacement[...]`` and ``.to(device=..., dtype=...)``. Beside the model
-    its report: the keys ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
-    ``packed``: the files are, and the stand-ins are not.
+    ``dequantized``: the stored tensors as they would be if the files were not quantised; None if the files are not.
 
     Raises:
-        BaseModelError: an unknown architecture, or one whose tensors are not only rearranged while they are loaded.
+        BaseModelError: as ``load_base``; and for a parameter whose source is unknown.
     """
-    with _quiet(), _without_zero3():
+    files = open_base_files(folder)
+    with _MissingStaysOnMeta():
+        entries = dequantized or {name: files.entry(name) for name in files.shard_of}
+        placeholders = {name: _Placeholder(name, entry) for name, entry in entries.items()}
+        model, report = _build_from_placeholders(folder, dtype, placeholders, quantized=dequantized is not None)
+    _check_complete(files, model, report)
+    reader = ShardReader(files)
+    with torch.no_grad():
+        _read_buffers(model, reader)
+        _tie_equal_weights(model, reader)
+        _replace_traced_parameters(files, model)
+    return model.eval()
+
+
+@final
+class _Placeholder:
+    """Stands for one stored tensor. transformers slices it with ``[...]`` and calls ``.to(device=..., dtype=...)``."""
+
+    def __init__(self, name: str, entry: TensorEntry) -> None:
+        self._name, self._entry = name, entry
+
+    def __getitem__(self, index: Any) -> "_Placeholder":
+        assert index is Ellipsis, index  # a real slice would read another shape than the stored one
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> TracedTensor:
+        return traced(StoredTensor(self._entry.shape, dtype or self._entry.dtype, self._name))
+
+
+class _MissingStaysOnMeta(TorchFunctionMode):
+    """Keep parameters that the files lack on the meta device.
+
+    transformers would allocate them and draw random values. They are reported as an error instead, so a base with a
+    wrong config.json must not fill the memory first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty_like and isinstance(args[0], nn.Parameter):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _build_from_placeholders(
+    folder: Path, dtype: torch.dtype, placeholders: Mapping[str, _Placeholder], *, quantized: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the causal language model that transformers builds from placeholders, and its report.
+
+    Keys of the report: ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
+    ``quantized``: the files are quantised, although the placeholders are not.
+
+    Raises:
+        BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
+    """
+    with quiet_transformers(), without_zero3():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config
-        if packed:
-            del config.quantization_config
+        if quantized:
+            del config.quantization_config  # because transformers would replace the linear layers by its own
         for key in UNREADABLE:
             if getattr(config, key, None) is not None:
-                raise BaseModelError(f"{folder}: config.json has {key}, which cannot be loaded in parts; {ELSEWHERE}")
-        with _explained_in_parts(folder):
+                raise BaseModelError(f"{folder}: config.json has {key}, which cannot be loaded in parts; {WAY_OUT}")
+        with _explain_partial_load_errors(folder):
+            # no folder (None), so that transformers reads tensors from state_dict instead of files; mismatched sizes
+            # are ignored here, because _check_complete reports them together with the file that holds them
             model, report = type(skeleton).from_pretrained(  # type: ignore[attr-defined]
-                None, config=config, state_dict=dict(stored), dtype=dtype, ignore_mismatched_sizes=True,
+                None, config=config, state_dict=dict(placeholders), dtype=dtype, ignore_mismatched_sizes=True,
                 output_loading_info=True, local_files_only=True,
             )  # fmt: skip
-        with _explained(folder):
-            _name(model, folder)
+        with explain_load_errors(folder):
+            _set_origin(model, folder)
     return model, report
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Parameters that the config ties: target -> source. A mutable part of the model, not a copy."""
-    names: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]
-    return names
-
-
-def _name(model: Any, folder: Path) -> None:
-    """What transformers sets when it is given a folder: where the model is from, and its generation settings."""
+def _set_origin(model: Any, folder: Path) -> None:
+    """Set what transformers sets only for a model that it loads from a folder: name and generation settings."""
     model.name_or_path = model.config.name_or_path = str(folder)
     if model.can_generate():
         model.adjust_generation_fn(
@@ -62,23 +118,76 @@ def _name(model: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_zero3() -> Iterator[None]:
-    """Without DeepSpeed's partitioning inside transformers, which a live DeepSpeed plugin of accelerate switches on."""
-    from transformers.integrations import deepspeed
-
-    alive = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
+def _explain_partial_load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = alive
-
-
-@contextlib.contextmanager
-def _explained_in_parts(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as problem:  # transformers' own code on a user's files: it fails in many ways
+    except Exception as problem:  # because transformers' own code fails in many ways on a user's files
         raise BaseModelError(
-            f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {ELSEWHERE}"
+            f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {WAY_OUT}"
         ) from None
+
+
+def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any]) -> None:
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        shard = files.shard_of.get(name)
+        where = f" in {shard.path.name}" if shard else ""
+        problems.append(f"{name}{where} is {tuple(stored)} instead of {tuple(expected)}")
+    if problems:
+        index = files.folder / INDEX
+        raise BaseModelError(
+            f"{index if index.is_file() else files.folder / SINGLE}: {len(problems)} tensors of"
+            f" {type(model).__name__} are missing or of another shape and would be random: {'; '.join(problems[:5])}"
+        )
+
+
+def _read_buffers(model: nn.Module, reader: ShardReader) -> None:
+    """Give stored buffers their values now, because engines shard and fill parameters only."""
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if not buffer.is_meta:
+            continue
+        source = source_of(buffer)
+        if source is None:
+            raise _unknown_source(reader.files, name)
+        module, _, key = name.rpartition(".")
+        setattr(model.get_submodule(module), key, source.read_full(reader.fill))
+
+
+def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
+    """Tie weights that the config ties and the files hold twice, if both copies are equal.
+
+    transformers compares their values itself in ``load_base``; here it has no values, and ties neither.
+    """
+    ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in list(ties.items()):
+        one, other = parameters.get(target), parameters.get(source)
+        if one is other or one is None or other is None:
+            continue
+        if reader.equal(source_of(one), source_of(other)):
+            _set_parameter(model, target, other)
+        else:
+            ties.pop(target)
+
+
+def _replace_traced_parameters(files: BaseFiles, model: nn.Module) -> None:
+    """Replace traced parameters by plain ones with the same source; tied parameters stay tied."""
+    plain: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in plain:
+            source = source_of(parameter)
+            if source is None:
+                raise _unknown_source(files, name)
+            new = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
+            vars(new).update(vars(parameter))  # the source, and transformers' own marks
+            plain[id(parameter)] = new
+        _set_parameter(model, name, plain[id(parameter)])
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, parameter)
+
+
+def _unknown_source(files: BaseFiles, name: str) -> BaseModelError:
+    return BaseModelError(f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}")

@@ -1,8 +1,15 @@
-"""Where the elements of a tensor come from: found out by watching what is done to stand-ins for stored tensors.
+"""Find which stored elements a parameter consists of, by recording the operations that transformers runs to load it.
 
-A ``Traced`` tensor is on the meta device and carries its origin through every operation. Concatenating, stacking and
-cutting are understood, so a range of the result is a few ranges of stored tensors; anything else is remembered and
-done again on whole tensors. What is written in place loses its origin, which is never guessed.
+transformers renames, merges and splits stored tensors while it loads a base. Here it runs on placeholders: tensors on
+the meta device, without data, that record every operation done to them (``TracedTensor``). The record is a
+``WeightSource``, which can then read any range of the parameter from the files:
+
+    StoredTensor    the stored tensor itself: `model.norm.weight`
+    Interleaved     runs of elements of other sources in turn: `torch.cat([gate, up], dim=1)` of stored experts
+    Recomputed      any other operation, repeated on full tensors when a part is read: `q.transpose(0, 1)`
+
+Invariant: a source is never guessed. A tensor that was written in place has none, and neither has any result computed
+from such a tensor.
 """
 
 import math
@@ -14,28 +21,30 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-ORIGIN: Final = "lorakit_origin"
-"""the attribute in which a tensor without data carries its origin"""
-MAX_BLOCKS: Final = 1 << 16  # more, and reading them one by one takes longer than doing the operation again
+from lorakit.base._internals import was_written
+
+SOURCE_ATTRIBUTE: Final = "lorakit_source"
+"""attribute of a tensor on the meta device: its WeightSource, or None if that is unknown"""
+MAX_BLOCKS: Final = 1 << 16  # because reading more short runs one by one takes longer than repeating the operation
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSource(ABC):
-    """How a tensor is made of stored ones. Its elements are counted in row-major order."""
+    """How a tensor is computed from stored tensors. Its elements are counted in row-major order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @abstractmethod
-    def fill(self, out: Tensor, start: int, read: "Read") -> None:
+    def fill(self, out: Tensor, start: int, read: "ReadStored") -> None:
         """Fill a flat tensor with the elements from ``start`` on."""
 
     @abstractmethod
     def leaves(self) -> "Iterator[StoredTensor]":
-        """The stored tensors it is made of."""
+        """Yield the stored tensors that the tensor is computed from."""
 
-    def whole(self, read: "Read") -> Tensor:
-        """All of it, on the CPU."""
+    def read_full(self, read: "ReadStored") -> Tensor:
+        """Return the full tensor, on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.fill(tensor.view(-1), 0, read)
         return tensor
@@ -44,194 +53,224 @@ class WeightSource(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class StoredTensor(WeightSource):
-    """A stored tensor, in the dtype it is loaded in."""
+    """A tensor of the files, unchanged but for its dtype.
+
+    Example: the parameter `model.norm.weight` is the stored tensor `model.norm.weight`, loaded in bfloat16.
+    """
 
     name: str
+    """name in the files"""
 
-    def fill(self, out: Tensor, start: int, read: "Read") -> None:
+    def fill(self, out: Tensor, start: int, read: "ReadStored") -> None:
         read(self, out, start)
 
     def leaves(self) -> "Iterator[StoredTensor]":
         yield self
 
 
-Read = Callable[[StoredTensor, Tensor, int], None]
-"""Fills a flat tensor with the elements of a stored one from an index on."""
+ReadStored = Callable[[StoredTensor, Tensor, int], None]
+"""Fills a flat tensor with the elements of a stored tensor from an index on."""
 
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Runs of ``run`` elements of an origin: the first at ``offset``, then one every ``step`` elements."""
+    """Runs of elements of a source: ``length`` elements from ``offset`` on, repeated every ``stride`` elements.
 
-    origin: WeightSource
-    step: int
+    Example: the left half of a (4, 6) tensor is 4 runs of length 3, at offset 0 and stride 6.
+    """
+
+    source: WeightSource
+    stride: int
     offset: int
-    run: int
+    length: int
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Interleaved(WeightSource):
-    """Blocks of one run from each strand: what concatenating, stacking and cutting along any dimension give."""
+    """Blocks, each of one run from every source in turn: the result of cat, stack, chunk and split.
 
-    strands: tuple[StridedRun, ...]
+    Example: `torch.cat([a, b], dim=1)` of two (4, 6) tensors is 4 blocks (its rows). Each block is 6 elements of `a`,
+    then 6 elements of `b`. A range of the result is then a few ranges of `a` and `b`, and nothing else is read.
+    """
 
-    def fill(self, out: Tensor, start: int, read: Read) -> None:
-        block_size, done = sum(strand.run for strand in self.strands), 0
+    runs: tuple[StridedRun, ...]
+
+    def fill(self, out: Tensor, start: int, read: ReadStored) -> None:
+        block_size, done = sum(run.length for run in self.runs), 0
         while done < len(out):
-            block, inside = divmod(start + done, block_size)
-            for strand in self.strands:
-                count = min(strand.run - inside, len(out) - done)
+            block, skip = divmod(start + done, block_size)  # elements of the block before the next one to read
+            for run in self.runs:
+                count = min(run.length - skip, len(out) - done)
                 if count > 0:
-                    first = block * strand.step + strand.offset + inside
-                    strand.origin.fill(out[done : done + count], first, read)
+                    first = block * run.stride + run.offset + skip
+                    run.source.fill(out[done : done + count], first, read)
                     done += count
-                inside = max(0, inside - strand.run)
+                skip = max(0, skip - run.length)
 
     def leaves(self) -> Iterator[StoredTensor]:
-        for strand in self.strands:
-            yield from strand.origin.leaves()
+        for run in self.runs:
+            yield from run.source.leaves()
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Recomputed(WeightSource):
-    """A result of any other operation, which is done again on whole tensors when a part of it is read."""
+    """The result of any other operation, repeated on full tensors whenever a part of it is read.
+
+    Example: experts that are stored transposed, `torch.stack(experts).transpose(1, 2)`: a range of the result is
+    scattered over the stored tensor, so the full tensor is read, transposed and cut.
+    """
 
     operation: Callable[..., Any]
     args: Any
+    """positional arguments, with a WeightSource in the position of each traced tensor"""
     kwargs: Any
     index: int | None
-    """which of several results"""
+    """index of the result, for an operation with several; None for one result"""
 
-    def fill(self, out: Tensor, start: int, read: Read) -> None:
+    def fill(self, out: Tensor, start: int, read: ReadStored) -> None:
         def real(leaf: Any) -> Any:
-            return leaf.whole(read) if isinstance(leaf, WeightSource) else leaf
+            return leaf.read_full(read) if isinstance(leaf, WeightSource) else leaf
 
-        results = self.operation(*_mapped(self.args, real), **_mapped(self.kwargs, real))
+        results = self.operation(*_map_leaves(self.args, real), **_map_leaves(self.kwargs, real))
         result = results if self.index is None else results[self.index]
         out.copy_(result.reshape(-1)[start : start + len(out)])
 
     def leaves(self) -> Iterator[StoredTensor]:
-        found: list[WeightSource] = []
+        sources: list[WeightSource] = []
 
         def note(leaf: Any) -> Any:
             if isinstance(leaf, WeightSource):
-                found.append(leaf)
+                sources.append(leaf)
             return leaf
 
-        _mapped([self.args, self.kwargs], note)
-        for origin in found:
-            yield from origin.leaves()
+        _map_leaves([self.args, self.kwargs], note)
+        for source in sources:
+            yield from source.leaves()
 
 
 class TracedTensor(Tensor):
-    """A tensor without data that knows its origin; use ``traced`` and ``origin_of``."""
+    """A placeholder for a tensor: on the meta device, without data, with its WeightSource as an attribute.
+
+    Every torch function on a TracedTensor computes shapes as usual and attaches a source to each result. Example:
+    `torch.cat([a, b])` of two traced tensors returns a traced tensor whose source is ``Interleaved``. Create one with
+    ``traced``; read the source with ``source_of``.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         several = isinstance(results, (tuple, list))
-        for index, made in enumerate(results if several else [results]):
-            if isinstance(made, TracedTensor) and ORIGIN not in vars(made):
-                shapes = [tuple(each.shape) for each in results] if several else [tuple(made.shape)]
+        for index, result in enumerate(results if several else [results]):
+            # in-place operations return their input, which has a source already; its version counter shows the write
+            if isinstance(result, TracedTensor) and SOURCE_ATTRIBUTE not in vars(result):
+                shapes = [tuple(each.shape) for each in results] if several else [tuple(result.shape)]
                 which = index if several else None
-                vars(made)[ORIGIN] = _derive(func, args, kwargs or {}, shapes, which, made.dtype)
+                vars(result)[SOURCE_ATTRIBUTE] = _derive(func, args, kwargs or {}, shapes, which, result.dtype)
         return results
 
 
-def traced(origin: WeightSource) -> TracedTensor:
-    """A stand-in for a tensor of this origin."""
-    tensor = torch.empty(origin.shape, dtype=origin.dtype, device="meta").as_subclass(TracedTensor)
-    vars(tensor)[ORIGIN] = origin
+def traced(source: WeightSource) -> TracedTensor:
+    """Return a placeholder for a tensor of this source."""
+    tensor = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(TracedTensor)
+    vars(tensor)[SOURCE_ATTRIBUTE] = source
     return tensor
 
 
-def origin_of(tensor: Tensor) -> WeightSource | None:
-    """Where a tensor's elements come from, or None when that is not known."""
-    if not isinstance(tensor, TracedTensor) or tensor._version > 0:  # something was written into it
-        return None
-    origin: WeightSource | None = vars(tensor)[ORIGIN]
-    return origin
+def source_of(tensor: Tensor) -> WeightSource | None:
+    """Return the source of a placeholder, or of a parameter of a model from ``load_on_meta``; None if unknown."""
+    if isinstance(tensor, TracedTensor) and was_written(tensor):
+        return None  # because its elements are no longer those of the recorded operations
+    source: WeightSource | None = vars(tensor).get(SOURCE_ATTRIBUTE)
+    return source
 
 
-class _Unknown(Exception):
-    """An operation on something that has no origin."""
+class _UnknownSource(Exception):
+    """An operation reads a tensor on the meta device that has no source."""
 
 
 def _derive(
     func: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], index: int | None, dtype: torch.dtype
 ) -> WeightSource | None:
+    """Return the source of result ``index`` of an operation whose results have these shapes."""
     try:
-        args, kwargs = _mapped(args, _known), _mapped(kwargs, _known)
-    except _Unknown:
+        args, kwargs = _map_leaves(args, _to_source), _map_leaves(kwargs, _to_source)
+    except _UnknownSource:
         return None
     shape = shapes[index or 0]
     if func in UNCHANGED:
-        origin: WeightSource = args[0]
-        return origin
+        source: WeightSource = args[0]
+        return source
     if func in RULES and kwargs.keys() <= {"dim"}:
-        strands = RULES[func](shapes, index or 0, *args, **kwargs)
-        if strands is not None and all(strand.origin.dtype == dtype for strand in strands):
-            return Interleaved(shape, dtype, tuple(strands))
+        runs = RULES[func](shapes, index or 0, *args, **kwargs)
+        # torch.cat of mixed dtypes converts its inputs, which reading runs would not
+        if runs is not None and all(run.source.dtype == dtype for run in runs):
+            return Interleaved(shape, dtype, tuple(runs))
     return Recomputed(shape, dtype, func, args, kwargs, index)
 
 
-def _known(leaf: Any) -> Any:
+def _to_source(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    found = origin_of(leaf)
-    if found is None and leaf.is_meta:
-        raise _Unknown
-    return leaf if found is None else found
+    source = source_of(leaf)
+    if source is None and leaf.is_meta:
+        raise _UnknownSource
+    return leaf if source is None else source
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to everything inside nested lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(each, change) for each in value]
+        parts = [_map_leaves(each, change) for each in value]
         return parts if isinstance(value, list) else tuple(parts)
     if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
+        return {key: _map_leaves(each, change) for key, each in value.items()}
     return change(value)
 
 
-def _concatenated(
+def _cat_runs(
     shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
 ) -> list[StridedRun] | None:
-    """From (..., d1, ...) and (..., d2, ...): each block takes d1 rows of the first, then d2 of the second."""
+    """From (..., d1, ...) and (..., d2, ...): each block is d1 rows of the first tensor, then d2 of the second."""
     dim %= len(shapes[index])
     if any(len(each.shape) != len(shapes[index]) for each in tensors):
-        return None  # torch.cat skips empty tensors of one dimension
-    runs = [math.prod(each.shape[dim:]) for each in tensors]
-    return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each, run in zip(tensors, runs, strict=True)])
+        return None  # because torch.cat skips empty tensors of one dimension
+    lengths = [math.prod(each.shape[dim:]) for each in tensors]
+    runs = [StridedRun(each, length, 0, length) for each, length in zip(tensors, lengths, strict=True)]
+    return _unless_too_many(shapes[index][:dim], runs)
 
 
-def _stacked(
+def _stack_runs(
     shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
 ) -> list[StridedRun] | None:
+    """From n tensors of one shape: each block is one run of every tensor."""
     dim %= len(shapes[index])
-    run = math.prod(shapes[index][dim + 1 :])
-    return _few(shapes[index][:dim], [StridedRun(each, run, 0, run) for each in tensors])
+    length = math.prod(shapes[index][dim + 1 :])
+    return _unless_too_many(shapes[index][:dim], [StridedRun(each, length, 0, length) for each in tensors])
 
 
-def _cut(
+def _split_runs(
     shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0
 ) -> list[StridedRun] | None:
-    """One of the pieces that a tensor is cut into along a dimension; their sizes are those of the results."""
+    """Piece ``index`` of a tensor that is split along a dimension.
+
+    ``sizes`` is not read, because it is a number of pieces for chunk and their length for split; ``shapes`` suffice.
+    """
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])
-    strand = StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))
-    return _few(tensor.shape[:dim], [strand])
+    run = StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))
+    return _unless_too_many(tensor.shape[:dim], [run])
 
 
-def _few(outer: tuple[int, ...], strands: list[StridedRun]) -> list[StridedRun] | None:
-    return strands if math.prod(outer) <= MAX_BLOCKS else None
+def _unless_too_many(outer: tuple[int, ...], runs: list[StridedRun]) -> list[StridedRun] | None:
+    return runs if math.prod(outer) <= MAX_BLOCKS else None
 
 
-UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}
+UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}  # same elements in the same row-major order
 RULES: Final[dict[Any, Callable[..., list[StridedRun] | None]]] = {
-    torch.cat: _concatenated,
-    torch.stack: _stacked,
-    torch.chunk: _cut,
-    torch.split: _cut,
+    torch.cat: _cat_runs,
+    torch.stack: _stack_runs,
+    torch.chunk: _split_runs,
+    torch.split: _split_runs,
 }

@@ -1,201 +1,207 @@
-"""A base with packed weights: packed while it is read, one weight at a time, or packed already in its files.
+"""Quantise a base while it is read, one weight at a time, or read weights that the files hold quantised already.
 
-Invariant: beside the packed model there is never more than one weight in floats.
+Invariant: beside the quantised model, at most one weight is in memory dequantised.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.lazy import LazyTensors, load_on_meta
-from lorakit.base.load import load_base
-from lorakit.base.provenance import ORIGIN, StoredTensor
+from lorakit.base.lazy import LazyBase, LazyTensors
+from lorakit.base.meta import load_on_meta
+from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import open_base_files
+from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.bnb import SCHEMES, QuantizedWeight, QuantLinear, QuantScheme, floats, quantize
-from lorakit.quant.files import QuantizedEntry, dequantized_entries, is_quantized, quantized_entries, stored_tensors
-
-PACKED_ALREADY: Final = "its weights are packed in its files"
+from lorakit.quant.bnb import QuantizedWeight, QuantLinear, QuantScheme, dequantized_weight, quantize
+from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
+from lorakit.recipe import BaseSection
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How a base is to be packed."""
+    """The scheme and the layers of a base's quantisation."""
 
-    packing: QuantScheme
+    scheme: QuantScheme
     skip: tuple[str, ...] = ()
-    """modules that stay as they are, besides the output head, by name or suffix"""
+    """modules that stay unquantised, besides the output head: names or their endings"""
     only: tuple[str, ...] | None = None
-    """just these layers, by whole names"""
+    """full names of the layers to quantise; None: all linear layers but those of ``skip``"""
+
+
+def quant_config(section: BaseSection) -> QuantConfig | None:
+    """Return the quantisation that a recipe requests; None if it requests none."""
+    if section.quantize == "none":
+        return None
+    double = section.double_quantize and section.quantize != "int8"  # because int8 has no block scales to quantise
+    return QuantConfig(QuantScheme(section.quantize, double), section.skip_modules)
 
 
 @final
 class QuantizedTensors:
-    """The tensors of a packed base by the names of its model; what is packed is packed when it is asked for."""
+    """The ``LazyBase`` of a model with quantised layers; a weight is quantised when it is first read.
+
+    ``layers``: module name -> its quantised weight. ``stored``: module name -> its entry in the files, for weights that
+    the files hold quantised. ``device``: where weights are quantised.
+    """
 
     def __init__(
-        self, folder: Path, model: nn.Module, packed: Mapping[str, QuantizedWeight], stored: Mapping[str, QuantizedEntry],
-        device: torch.device,
+        self, folder: Path, model: nn.Module, layers: Mapping[str, QuantizedWeight],
+        stored: Mapping[str, QuantizedEntry], device: torch.device,
     ) -> None:  # fmt: skip
-        self._files, self._packed, self._stored, self._device = open_base_files(folder), packed, stored, device
-        self._plain = LazyTensors(folder, model)
+        self._files, self._layers, self._stored, self._device = open_base_files(folder), layers, stored, device
+        self._unquantized = LazyTensors(folder, model)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
-    def read_into(self, name: str, start: int, tensor: Tensor) -> None:
-        """Fill a tensor with the elements of a parameter from ``start`` on; errors as ``LazyTensors.read_into``."""
+    def fill(self, name: str, start: int, out: Tensor) -> None:
+        """Fill a tensor with the elements of a parameter from ``start`` on; errors as ``LazyTensors.fill``."""
         module, _, key = name.rpartition(".")
-        if module not in self._packed or key == "bias":
-            self._plain.read_into(name, start, tensor)
+        if module not in self._layers or key == "bias":
+            self._unquantized.fill(name, start, out)
             return
-        flat = self._of(module)[key].view(-1)
-        tensor.detach().view(-1).copy_(flat[start : start + tensor.numel()])
+        flat = self._tensors_of(module)[key].view(-1)
+        out.detach().view(-1).copy_(flat[start : start + out.numel()])
 
-    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A whole parameter in floats, as the layer computes with it."""
+    def read_weight(self, name: str) -> Tensor:
+        """Return a full parameter; a quantised weight is returned dequantised, in its shape (out, in)."""
         module, _, key = name.rpartition(".")
-        if module in self._packed and key == "weight":
-            return floats(QuantLinear(self._packed[module], self._of(module), None))
-        return self._plain.read(name, 0, torch.Size(shape).numel()).view(shape)
+        if module in self._layers and key == "weight":
+            return dequantized_weight(QuantLinear(self._layers[module], self._tensors_of(module), None))
+        return self._unquantized.read_weight(name)
 
-    def _of(self, module: str) -> dict[str, Tensor]:
-        """The packed tensors of a layer; those of the last one are kept, as an engine asks for one after the other."""
+    def _tensors_of(self, module: str) -> dict[str, Tensor]:
+        """Return the quantised tensors of a layer: weight and scales.
+
+        Those of the last layer stay cached, because an engine fills the tensors of a layer one after the other.
+        """
         if self._last[0] != module:
-            self._last = ("", {})
+            self._last = ("", {})  # freed first, so that two layers are never in memory at once
             self._last = (module, self._read(module))
         return self._last[1]
 
     def _read(self, module: str) -> dict[str, Tensor]:
-        facts = self._packed[module]
         if module in self._stored:
             return stored_tensors(self._files, self._stored[module])
-        W = self._plain.read(f"{module}.weight", 0, facts.shape[0] * facts.shape[1]).view(facts.shape)
-        return quantize(W.to(self._device), facts.scheme)
+        W = self._unquantized.read_weight(f"{module}.weight")
+        return quantize(W.to(self._device), self._layers[module].scheme)
 
 
 def load_quantized(
-    folder: Path, dtype: torch.dtype, quantization: QuantConfig | None, device: torch.device
+    folder: Path, dtype: torch.dtype, config: QuantConfig | None, device: torch.device
 ) -> tuple[nn.Module, QuantizedTensors]:
-    """The base without its weights, its linear layers packed, and the tensors to fill it with.
+    """Build the base on meta with quantised linear layers, and return it with the tensors to fill it.
 
-    ``device``: where weights are packed. ``quantization``: None for a base whose files are packed.
+    ``config``: None for a base whose files are quantised. ``device``: where weights are quantised.
 
     Raises:
-        BaseModelError: as ``load_on_meta``; or the files are packed in another way than asked, or not as
-        bitsandbytes packs.
+        BaseModelError: as ``load_on_meta``; or the files are quantised by another scheme than the recipe's, or not as
+            bitsandbytes does it.
     """
     files = open_base_files(folder)
     stored = quantized_entries(files, device)
-    if stored and quantization is not None and {one.packing for one in stored.values()} != {quantization.packing}:
-        found = ", ".join(sorted({_told(one.packing) for one in stored.values()}))
+    schemes = {entry.scheme for entry in stored.values()}
+    if stored and config is not None and schemes != {config.scheme}:
+        names = ", ".join(sorted(map(_scheme_name, schemes)))
         raise BaseModelError(
-            f"{folder}: {PACKED_ALREADY} ({found}), and base.quantize asks for {_told(quantization.packing)}; leave"
-            " base.quantize out"
+            f"{folder}: its weights are quantised in its files ({names}), and base.quantize asks for"
+            f" {_scheme_name(config.scheme)}; leave base.quantize out"
         )
+    if not stored and config is None:
+        raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype, dequantized_entries(files, stored) if stored else None)
-    if stored:
-        packed = _bind_stored(folder, model, stored, dtype)
-        held = {module: stored[_origin_name(model, module)] for module in packed}
-        for module in packed:
-            vars(model.get_parameter(f"{module}.weight")).pop(ORIGIN)
+    if config is None or stored:
+        entries = _stored_layers(folder, model, stored)
+        layers = {module: QuantizedWeight(entry.scheme, entry.shape, dtype) for module, entry in entries.items()}
+        for module in layers:
+            # because this source has the dequantised shape, which LazyTensors would not find in the files
+            vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
     else:
-        assert quantization is not None
-        packed, held = layers_to_quantize(folder, model, quantization, dtype), {}
-    tensors = QuantizedTensors(folder, model, packed, held, device)
-    for module, facts in packed.items():
-        replace_with_quantized(model, module, facts)
+        entries, layers = {}, layers_to_quantize(folder, model, config, dtype)
+    tensors = QuantizedTensors(folder, model, layers, entries, device)
+    for module, weight in layers.items():
+        replace_with_quantized(model, module, weight)
     return model, tensors
 
 
-def materialize(model: nn.Module, tensors: QuantizedTensors, device: torch.device) -> nn.Module:
-    """The model with all its tensors, on a device."""
-    made: dict[int, nn.Parameter] = {}
+def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:
+    """Read every parameter that is on meta, and return the model with all its tensors on a device."""
+    filled: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             value = torch.empty(parameter.shape, dtype=parameter.dtype)
-            tensors.read_into(name, 0, value)
-            made[id(parameter)] = nn.Parameter(value.to(device), requires_grad=False)
+            weights.fill(name, 0, value)
+            filled[id(parameter)] = nn.Parameter(value.to(device), requires_grad=False)
+    # by identity, not by name, because a tied parameter has one name here and several modules
     for module in model.modules():
-        for key, held in list(module._parameters.items()):
-            if held is not None and id(held) in made:
-                module._parameters[key] = made[id(held)]
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in filled:
+                setattr(module, key, filled[id(parameter)])
     return model.to(device)
 
 
-def _origin_name(model: nn.Module, module: str) -> str:
-    origin = vars(model.get_parameter(f"{module}.weight")).get(ORIGIN)
-    return origin.name if isinstance(origin, StoredTensor) else ""
+def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry]) -> dict[str, QuantizedEntry]:
+    """Return the linear layers whose weights are quantised in the files: module name -> entry.
 
-
-def _bind_stored(
-    folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry], dtype: torch.dtype
-) -> dict[str, QuantizedWeight]:
-    """The layers whose weights are packed in the files."""
-    packed = {}
+    Raises:
+        BaseModelError: a quantised weight is no linear layer's, or transformers merges or splits it.
+    """
+    entries = {}
     for module in linear_layers(model):
-        if (name := _origin_name(model, module)) in stored:
-            packed[module] = QuantizedWeight(stored[name].packing, stored[name].shape, dtype)
-    if len(packed) < len(stored):
+        source = source_of(model.get_parameter(f"{module}.weight"))
+        if isinstance(source, StoredTensor) and source.name in stored:
+            entries[module] = stored[source.name]
+    if len(entries) < len(stored):
         raise BaseModelError(
-            f"{folder}: {len(stored) - len(packed)} of {len(stored)} packed weights belong to no linear layer of"
+            f"{folder}: {len(stored) - len(entries)} of {len(stored)} quantised weights belong to no linear layer of"
             f" {type(model).__name__}, or it rearranges them while loading; use the base it was made from"
         )
-    return packed
+    return entries
 
 
 def layers_to_quantize(
-    folder: Path, model: nn.Module, quantization: QuantConfig, dtype: torch.dtype
+    folder: Path, model: nn.Module, config: QuantConfig, dtype: torch.dtype
 ) -> dict[str, QuantizedWeight]:
-    """Every linear layer but the output head and what is to be skipped."""
+    """Return the layers that a config quantises, by module name.
+
+    Raises:
+        BaseModelError: a pattern of ``skip`` matches no module, or no layer is to be quantised.
+    """
     layers, modules = linear_layers(model), dict(model.named_modules())
-    for pattern in quantization.skip:
+    for pattern in config.skip:
         if not any(matches((pattern,), name) for name in modules if name):
             raise BaseModelError(
                 f"base.skip_modules: {pattern!r} matches no module of this base."
                 + did_you_mean(pattern, (name.rpartition(".")[2] for name in layers))
             )
     _, head = embedding_and_head(model)
-    skipped = tuple(name for name in modules if name and matches(quantization.skip, name))
+    skipped = tuple(name for name in modules if name and matches(config.skip, name))
 
-    def chosen(name: str) -> bool:
-        if quantization.only is not None:
-            return name in quantization.only
-        return name != head and not any(name == one or name.startswith(f"{one}.") for one in skipped)
+    def is_chosen(name: str) -> bool:
+        if config.only is not None:
+            return name in config.only
+        return name != head and not any(name == module or name.startswith(f"{module}.") for module in skipped)
 
-    packed = {
-        name: QuantizedWeight(quantization.packing, (layer.out_features, layer.in_features), dtype)
+    weights = {
+        name: QuantizedWeight(config.scheme, (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
-        if chosen(name)
+        if is_chosen(name)
     }
-    if not packed:
+    if not weights:
         raise BaseModelError(
-            f"{folder}: base.quantize: {type(model).__name__} has nothing to pack: only Linear layers are, not Conv1D"
-            " and not experts that are stored as 3-D parameters"
+            f"{folder}: base.quantize: {type(model).__name__} has nothing to quantise: only Linear layers are, not"
+            " Conv1D and not experts that are stored as 3-D parameters"
         )
-    return packed
-
-
-def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
-    """A whole base: in floats, packed as asked, or as its files are.
-
-    Raises:
-        BaseModelError: it cannot be loaded so.
-    """
-    if quantize not in ("none", *SCHEMES):
-        raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {quantize!r}")
-    how = None if quantize == "none" else QuantConfig(QuantScheme(quantize, quantize != "int8"))
-    if how is None and not is_quantized(folder):
-        return load_base(folder, dtype, device)
-    return materialize(*load_quantized(folder, dtype, how, device), device)
+    return weights
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every layer that could be packed, by name."""
+    """Return every layer that could be quantised, by module name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -203,16 +209,48 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def replace_with_quantized(model: nn.Module, name: str, facts: QuantizedWeight) -> None:
-    old = model.get_submodule(name)
+def replace_with_quantized(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    """Replace a linear layer by a quantised one whose tensors are on meta; the bias stays the same parameter."""
+    old: Any = model.get_submodule(name)
     tensors = {
         key: torch.empty(shape, dtype=dtype, device="meta")
-        for key, (shape, dtype) in facts.scheme.shapes(*facts.shape).items()
+        for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
     }
-    new: Any = QuantLinear(facts, tensors, old._parameters["bias"])
     parent, _, key = name.rpartition(".")
-    model.get_submodule(parent).register_module(key, new.train(old.training))
+    model.get_submodule(parent).register_module(key, QuantLinear(weight, tensors, old.bias).train(old.training))
 
 
-def _told(packing: QuantScheme) -> str:
-    return packing.name + (" with packed scales" if packing.double_quant else "")
+def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
+    """Return the quantised weight of a layer, with or without an adapter; None if the layer is not quantised."""
+    # by attribute, because a LoraLinear copies the attribute from the QuantLinear that it replaces
+    weight = getattr(layer, "quantization", None)
+    return weight if isinstance(weight, QuantizedWeight) else None
+
+
+def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
+    """Return the record that a patch has of its base's quantisation: scheme, dtype and layers; None if unquantised."""
+    weights = {name: weight for name, layer in model.named_modules() if (weight := quantized_weight(layer)) is not None}
+    if not weights:
+        return None
+    first = next(iter(weights.values()))  # all layers have one scheme, as load_quantized ensures
+    return {
+        "name": first.scheme.name, "double": first.scheme.double_quant,
+        "dtype": dtype_name(first.dtype), "layers": sorted(weights),
+    }  # fmt: skip
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a base without an adapter; a quantised weight counts as its original one."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        weight = quantized_weight(module)
+        for name, tensor in module.named_parameters(recurse=False):
+            counts[id(tensor)] = tensor.numel()
+            if weight is not None and name in weight.scheme.shapes(*weight.shape):
+                # two 4-bit values share a byte, and scales are no parameters of the base
+                counts[id(tensor)] = weight.shape[0] * weight.shape[1] if name == "weight" else 0
+    return sum(counts.values())
+
+
+def _scheme_name(scheme: QuantScheme) -> str:
+    return scheme.name + (" with quantised scales" if scheme.double_quant else "")

@@ -1,6 +1,6 @@
-"""Packed bases without their weights: which layers are packed and how, by the recipe or by the base's config.
+"""Quantise the layers of a model on meta without any weights, as a run would: for plans and checks.
 
-The layers are those that a run computes with, on the meta device, so that what unpacking allocates is seen.
+Invariant: the same layers become ``QuantLinear`` as in ``load_quantized``, so that sizes and allocations are a run's.
 """
 
 import re
@@ -10,64 +10,60 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.base.loading import quantization
-from lorakit.base.quantized import QuantConfig, layers_to_quantize, linear_layers, replace_with_quantized
+from lorakit.base.quantized import QuantConfig, layers_to_quantize, linear_layers, quant_config, replace_with_quantized
 from lorakit.lora.targets import embedding_and_head
 from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizedWeight, QuantScheme, code_tables
 from lorakit.quant.files import quantization_config
 from lorakit.recipe import BaseSection
 
 META: Final = torch.device("meta")
-PACKING_BYTES: Final = 64  # for each of PIECE_ELEMENTS values, which are packed at a time
-ROUNDING_BYTES: Final = 10  # for each value that becomes a byte: one float16, and two products in float32
+FOUR_BIT_WORK_BYTES: Final = 64  # for each of the PIECE_ELEMENTS values that are quantised at a time
+INT8_WORK_BYTES: Final = 10  # for each value: one float16, and two products in float32
 
 
-def pack_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The same model, with packed layers where the run would have them.
+def quantize_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Replace the layers that a run would quantise, by the base's config.json or else by the recipe.
 
     Raises:
-        BaseModelError: its files are packed as lorakit cannot read, or nothing can be packed as asked.
+        BaseModelError: the files are quantised in a way that is not supported, or no layer can be quantised.
     """
-    how = _stored(folder, model) or quantization(section)
-    if how is not None:
-        if how.packing.name in FOUR_BITS:
-            code_tables(how.packing.name, META)  # kept; they cannot be made where nothing has values
-        for name, facts in layers_to_quantize(folder, model, how, dtype).items():
-            replace_with_quantized(model, name, facts)
+    config = _stored_config(folder, model) or quant_config(section)
+    if config is not None:
+        if config.scheme.name in FOUR_BITS:
+            # cached now, because the tables are computed from values, which a trace on meta does not have
+            code_tables(config.scheme.name, META)
+        for name, weight in layers_to_quantize(folder, model, config, dtype).items():
+            replace_with_quantized(model, name, weight)
     return model
 
 
-def facts_of(layer: nn.Module) -> QuantizedWeight | None:
-    """What the tensors of a layer stand for; None for a layer in floats."""
-    facts = getattr(layer, "packed", None)
-    return facts if isinstance(facts, QuantizedWeight) else None
+def quantizing_bytes(weight: QuantizedWeight) -> int:
+    """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
+    size = weight.shape[0] * weight.shape[1]
+    four_bits = weight.scheme.name in FOUR_BITS
+    working = FOUR_BIT_WORK_BYTES * min(size, PIECE_ELEMENTS) if four_bits else INT8_WORK_BYTES * size
+    return size * weight.dtype.itemsize + working + weight.scheme.num_bytes(*weight.shape)
 
 
-def bytes_to_pack(facts: QuantizedWeight) -> int:
-    """Taken while one weight is packed: the weight in floats, what packing it needs, and its parts before they meet."""
-    size = facts.shape[0] * facts.shape[1]
-    four = facts.scheme.name in FOUR_BITS
-    needs = PACKING_BYTES * min(size, PIECE_ELEMENTS) if four else ROUNDING_BYTES * size
-    return size * facts.dtype.itemsize + needs + facts.scheme.num_bytes(*facts.shape)
+def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
+    """Return the quantisation of the files by config.json; None if they are not quantised.
 
-
-def _stored(folder: Path, model: nn.Module) -> QuantConfig | None:
-    """How config.json says that the files are packed; None when they are not.
-
-    It is what transformers goes by: all linear layers but the output head, or but those that the config names.
+    By transformers' rule: all linear layers but the output head, or all but those that the config lists.
     """
-    told = quantization_config(folder)
-    if told is None:
+    stored = quantization_config(folder)
+    if stored is None:
         return None
-    packing = QuantScheme("int8")
-    if not told.get("load_in_8bit", told.get("_load_in_8bit")):
-        packing = QuantScheme(told.get("bnb_4bit_quant_type", "fp4"), bool(told.get("bnb_4bit_use_double_quant")))
-    kept = told.get("llm_int8_skip_modules")
+    scheme = QuantScheme("int8")
+    if not stored.get("load_in_8bit", stored.get("_load_in_8bit")):  # config.json has either name
+        scheme = QuantScheme(stored.get("bnb_4bit_quant_type", "fp4"), bool(stored.get("bnb_4bit_use_double_quant")))
+    skipped = stored.get("llm_int8_skip_modules")  # the key of 4-bit bases too
     _, head = embedding_and_head(model)
-    names = [name for name in linear_layers(model) if (name != head if kept is None else not _is_kept(name, kept))]
-    return QuantConfig(packing, only=tuple(names))
+    names = [
+        name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
+    ]
+    return QuantConfig(scheme, only=tuple(names))
 
 
-def _is_kept(name: str, patterns: list[Any]) -> bool:
-    """As transformers reads them: from the start up to a dot, or at the end."""
+def _is_skipped(name: str, patterns: list[Any]) -> bool:
+    """True if a pattern matches by transformers' rule: from the start up to a dot, or at the end."""
     return any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(key) for key in patterns)

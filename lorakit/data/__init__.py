@@ -1,6 +1,11 @@
-"""Rows -> chat template -> tokens and labels -> micro-batches, exactly resumable."""
+"""Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
 
-from lorakit.data.encode import Encoder, end_marker
+Files in this order: rows.py, row_formats.py, chat_template.py, encode.py (the label mask), token_cache.py, sampler.py,
+batch.py, prefetch.py.
+"""
+
+from lorakit.data.chat_template import end_marker
+from lorakit.data.encode import Encoder
 from lorakit.data.prefetch import Prefetcher
 from lorakit.data.rows import find_sources
 from lorakit.data.sampler import BatchSampler, collate

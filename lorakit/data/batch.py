@@ -1,4 +1,4 @@
-"""One micro-batch: what data makes and an engine computes with."""
+"""One micro-batch: made by data/, computed by an engine."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -7,31 +7,38 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX: Final = -100
-"""The label of a position that is not learnt."""
+"""label of a position without loss, as torch's cross-entropy has it"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. ``labels`` are shifted already: position t holds the token to predict after token t.
+    """One micro-batch, in one of two layouts.
 
-    Packed: one line holding every row end to end, ``position_ids`` restart at each row, no attention mask; each row
-    has ``row_lengths`` tokens.
-    Padded: one line per row, padded on the right and masked.
+    Packed: one line with all rows end to end, without padding and attention mask. ``position_ids`` restart at each row.
+    Padded: one line per row, padded on the right, with an attention mask.
     """
 
     input_ids: Tensor
+    """(lines, width) int64"""
     labels: Tensor
+    """(lines, width) int64, shifted: position t has the token that follows token t, or IGNORE_INDEX"""
     position_ids: Tensor
+    """(lines, width) int64: index of each token in its row"""
     attention_mask: Tensor | None
-    rows: tuple[int, ...]
+    """(lines, width) int64, 1 for a token and 0 for padding; None: packed"""
+    row_indices: tuple[int, ...]
+    """index of each row in its data set"""
     num_tokens: int
+    """tokens of all rows, without padding"""
     num_label_tokens: int
     row_lengths: tuple[int, ...] = ()
+    """packed: tokens of each row, in the order of the line; padded: empty"""
     label_positions: Tensor | None = None
-    """Where there is a label, all lines end to end; made by ``to`` on the host, so that no device is waited for."""
+    """indices of labels in the flattened ``labels``; None before ``to``"""
 
     def to(self, device: torch.device) -> "Batch":
-        """The same micro-batch on a device."""
+        """Return the same micro-batch on a device, with ``label_positions``."""
+        # on the host, because nonzero on a GPU waits for the device to know the size of its result
         positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
         tensors = {
             name: None if value is None else value.to(device, non_blocking=True)

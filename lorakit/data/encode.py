@@ -1,43 +1,43 @@
-"""A row -> token ids and which of them are learnt.
+"""Turn a row into token ids and a label mask: the mask says which tokens carry the loss.
 
-Chat rows go through the tokenizer's own template. What is learnt is found by comparing renderings, so templates need no
-generation markers. A row whose labels cannot be told, or that the template does not show whole, is a BadRow.
+    row          {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    text         <|user|>hi<|end|><|assistant|>yes<|end|>        rendered by the chat template (chat_template.py)
+    spans                                      yes<|end|>        characters of every answer with its end token
+    ids          <|user|> hi <|end|> <|assistant|> yes <|end|>   tokens of the text
+    label_mask   False  False False  False        True True      True for the tokens of a span
+
+A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended.
+``collate`` (sampler.py) shifts the labels, so that each token predicts the next one.
+
+Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
+the text is a label.
 """
 
 import itertools
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
+from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_formats import Chat, Plain, parse_row_format
 from lorakit.data.rows import BadRow
 from lorakit.errors import DataError
 
-SENTINEL = "\u241elorakit\u241e"
+Span = tuple[int, int]
+"""(start, stop): a range of characters"""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of one row; ``learnt[i]`` says whether token i is a label."""
+    """The tokens of one row."""
 
     ids: list[int]
     label_mask: list[bool]
+    """True: the loss is on this token"""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """An assistant's turn in the rendered text: from the end of its prompt to the end of its end token.
-
-    ``end`` is where that token begins, or None when the template writes none.
-    """
-
-    start: int
-    stop: int
-    end: int | None
-
-
+@final
 class Encoder:
-    """Turns rows into tokens with one tokenizer and one choice of what is learnt (``answer`` or ``all``)."""
+    """Encodes rows with one tokenizer; ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token)."""
 
     def __init__(self, tokenizer: Any, loss_on: str) -> None:
         if not tokenizer.is_fast:
@@ -45,196 +45,111 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer, self._loss_on = tokenizer, loss_on
-        self._added = added_tokens(tokenizer)
+        self._template = ChatTemplate(tokenizer)
 
     def __call__(self, row: Any) -> Encoded:
-        """The tokens of a row.
+        """Return the tokens and the label mask of a row.
 
         Raises:
-            BadRow: unknown shape, a template that refuses or hides part of it, or nothing to learn.
+            BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
-        shape = parse_row_format(row)
-        encoded = self._chat(shape) if isinstance(shape, Chat) else self._plain(shape)
-        if not any(encoded.label_mask[1:]):
+        parsed = parse_row_format(row)
+        encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_plain(parsed)
+        if not any(encoded.label_mask[1:]):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         return encoded
 
-    def _plain(self, row: Plain) -> Encoded:
+    def _encode_plain(self, row: Plain) -> Encoded:
         text = row.prompt + row.completion
         start = len(row.prompt) if self._loss_on == "answer" else 0
-        return self._with_end(self._tokens(text, [(start, len(text))], [], special=True))
+        return self._append_end(self._tokenize(text, [(start, len(text))], [], add_special_tokens=True))
 
-    def _chat(self, row: Chat) -> Encoded:
+    def _encode_chat(self, row: Chat) -> Encoded:
         if not self._tokenizer.chat_template:
             raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
         if not any(row.trained):
             raise BadRow("has nothing to learn: no assistant message")
-        text = self._render(row.messages, row.tools)
-        self._check_shown(row, text)
-        turns = [self._turn(row, index, text) for index, trained in enumerate(row.trained) if trained]
-        open_end = row.trained[-1] and turns[-1].end is None
-        if open_end:
-            text = text[: turns[-1].stop]  # what the template writes after the answer is for the next turn
-        spans = [(0, len(text))] if self._loss_on == "all" else [(turn.start, turn.stop) for turn in turns]
-        encoded = self._tokens(text, spans, [turn.end for turn in turns if turn.end is not None], special=False)
-        return self._with_end(encoded) if open_end else encoded
+        text = self._template.render(row.messages, row.tools)
+        self._template.check_complete(row, text)
+        answers = [self._template.find_answer(row, index, text) for index, trained in enumerate(row.trained) if trained]
+        lacks_end = row.trained[-1] and answers[-1].end_token_start is None
+        if lacks_end:
+            text = text[: answers[-1].stop]  # because the text after the answer belongs to the next turn
+        spans = [(0, len(text))] if self._loss_on == "all" else [(answer.start, answer.stop) for answer in answers]
+        end_tokens = [answer.end_token_start for answer in answers if answer.end_token_start is not None]
+        # the template writes its own special tokens, such as the begin token
+        encoded = self._tokenize(text, spans, end_tokens, add_special_tokens=False)
+        return self._append_end(encoded) if lacks_end else encoded
 
-    def _turn(self, row: Chat, index: int, text: str) -> Turn:
-        """Where assistant turn ``index`` lies in the rendered text."""
-        start = self._start(row, index, text)
-        whole = self._render(row.messages[: index + 1], row.tools)
-        if text.startswith(whole):
-            stop, token = len(whole.rstrip()), self._token_before(whole)
-            content = stop - len(token)
-        else:
-            # The template renders this turn differently once others follow: see what comes after its content.
-            after = self._around(row, index, text)[1]
-            token = self._token_after(after)
-            if token != self._token_before(whole) and not (index and self._ends_with(row, index - 1, text, token)):
-                token = ""  # the header of the next turn, not the end of this one
-            content = len(text) - len(after)
-            stop = content + (len(after) - len(after.lstrip()) + len(token) if token else 0)
-        said = str(row.messages[index]["content"]).rpartition("</think>")[2].strip()
-        if said not in text[start:content]:
-            raise BadRow(f"message {index + 1}: the chat template does not show it after its prompt")
-        if token and token in json.dumps(row.messages[index], ensure_ascii=False, default=str):
-            raise BadRow(f"message {index + 1}: holds the end token {token!r}, so its end cannot be told")
-        return Turn(start, stop, stop - len(token) if token else None)
+    def _tokenize(self, text: str, spans: list[Span], end_tokens: list[int], *, add_special_tokens: bool) -> Encoded:
+        """Return the tokens of a text. Labels are the tokens inside a span, and those that begin an end token.
 
-    def _start(self, row: Chat, index: int, text: str) -> int:
-        """Where the answer begins: right after the prompt the model is asked with."""
-        prompt = self._render(row.messages[:index], row.tools, prompt=True) if index else SENTINEL
-        if text.startswith(prompt):
-            return len(prompt)
-        if index and index == len(row.messages) - 1:
-            raise BadRow(
-                f"message {index + 1}: the chat template asks for it with a prompt ending in {prompt[-40:]!r},"
-                " but shows it after something else, so the model would learn to answer what it is never asked;"
-                " use prompt + completion rows, or another chat template"
-            )
-        return len(self._around(row, index, text)[0])
-
-    def _around(self, row: Chat, index: int, text: str) -> tuple[str, str]:
-        """What the template writes before and after the content of a message, found with a mark in its place."""
-        marked = {"role": row.messages[index]["role"], "content": SENTINEL}
-        messages = (*row.messages[:index], marked, *row.messages[index + 1 :])
-        before, found, after = self._render(messages, row.tools).partition(SENTINEL)
-        if not found or not text.endswith(after):
-            raise BadRow(f"message {index + 1}: the chat template changes with its content: the labels cannot be told")
-        return (before if text.startswith(before) else text), after
-
-    def _ends_with(self, row: Chat, index: int, text: str, token: str) -> bool:
-        return self._token_after(self._around(row, index, text)[1]) == token
-
-    def _token_before(self, text: str) -> str:
-        """The special token a text ends with, white space aside."""
-        return max((token for token in self._added if text.rstrip().endswith(token)), key=len, default="")
-
-    def _token_after(self, text: str) -> str:
-        """The special token a text begins with, white space aside."""
-        return max((token for token in self._added if text.lstrip().startswith(token)), key=len, default="")
-
-    def _check_shown(self, row: Chat, text: str) -> None:
-        """Every message, tool and tool call must be in the text; what a template leaves out is not taught."""
-        for number, message in enumerate(row.messages, 1):
-            said = str(message["content"]).strip()
-            quoted = (json.dumps(said, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
-            if not any(form in text for form in (said, said.rpartition("</think>")[2].strip(), *quoted)):
-                raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
-            for call in message.get("tool_calls") or []:
-                function = call.get("function", call) if isinstance(call, dict) else {}
-                if str(function.get("name", SENTINEL)) not in text:
-                    raise BadRow(f"message {number}: the chat template leaves out its tool call")
-        if row.tools and self._render(row.messages, None) == text:
-            raise BadRow("tools: the chat template leaves them out")
-
-    def _render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool = False) -> str:
-        import jinja2
-
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
-            raise BadRow(f"the chat template refuses it: {problem}") from None
-        return str(rendered)
-
-    def _tokens(self, text: str, spans: list[tuple[int, int]], ends: list[int], *, special: bool) -> Encoded:
-        """The tokens of a text; those inside a span are learnt, and those that begin an end token at ``ends``.
-
-        A prompt is tokenised alone when the model is asked, so no token may reach across the start of an answer:
-        where one does, the text is tokenised in pieces.
+        ``end_tokens``: characters where end tokens start. They are listed beside the spans, because an end token may
+        include white space after it, and then reaches out of its span.
         """
         coded = self._tokenizer(
-            text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True
         )
-        places = _tiled(coded["offset_mapping"])
-        markers = self._tokenizer.added_tokens_decoder  # may take the white space after them; they belong to the prompt
-        plain = [place for place, token in zip(places, coded["input_ids"], strict=True) if token not in markers]
-        if any(first < start < last for start, _ in spans for first, last in plain):
-            return self._in_pieces(text, spans, special=special)
+        offsets = _close_gaps(coded["offset_mapping"])
+        # added tokens are no problem: one before an answer may include its first spaces, and counts as prompt then
+        added = self._tokenizer.added_tokens_decoder
+        ordinary = [offset for offset, token in zip(offsets, coded["input_ids"], strict=True) if token not in added]
+        if any(first < start < stop for start, _ in spans for first, stop in ordinary):
+            # a token reaches across the start of an answer, which cannot happen in use: the prompt is tokenised alone
+            return self._tokenize_in_pieces(text, spans, add_special_tokens=add_special_tokens)
         label_mask = [
-            not added and (_inside(first, last, spans) or any(first <= end < last for end in ends))
-            for (first, last), added in zip(places, coded["special_tokens_mask"], strict=True)
+            not special and (_inside(first, stop, spans) or any(first <= end < stop for end in end_tokens))
+            for (first, stop), special in zip(offsets, coded["special_tokens_mask"], strict=True)
         ]
         return Encoded(list(coded["input_ids"]), label_mask)
 
-    def _in_pieces(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
+    def _tokenize_in_pieces(self, text: str, spans: list[Span], *, add_special_tokens: bool) -> Encoded:
+        """Return the tokens of a text that is cut at every edge of a span, so that no token crosses an edge."""
         edges = sorted({0, len(text)} | {edge for span in spans for edge in span})
         ids: list[int] = []
         label_mask: list[bool] = []
-        for first, last in itertools.pairwise(edges):
-            tokens = self._later_piece(text[first:last]) if first else self._first_piece(text[:last], special)
+        for first, stop in itertools.pairwise(edges):
+            piece = text[first:stop]
+            tokens = self._tokenize_inner(piece) if first else self._tokenize_first(piece, add_special_tokens)
             ids += tokens
-            label_mask += [_inside(first, last, spans)] * len(tokens)
-        if self._tokenizer.decode(ids, skip_special_tokens=special).strip() != text.strip():
+            label_mask += [_inside(first, stop, spans)] * len(tokens)
+        if self._tokenizer.decode(ids, skip_special_tokens=add_special_tokens).strip() != text.strip():
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
         return Encoded(ids, label_mask)
 
-    def _first_piece(self, text: str, special: bool) -> list[int]:
-        ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
-        return ids[:-1] if special and ids[-1:] == [self._tokenizer.eos_token_id] else ids
+    def _tokenize_first(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text's beginning, without the end token that some tokenizers append."""
+        ids = list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        return ids[:-1] if add_special_tokens and ids[-1:] == [self._tokenizer.eos_token_id] else ids
 
-    def _later_piece(self, text: str) -> list[int]:
-        """The tokens of a text in the middle: after a line break, where no tokenizer adds a space of its own."""
-        mark = self._tokenizer("\n", add_special_tokens=False)["input_ids"]
+    def _tokenize_inner(self, text: str) -> list[int]:
+        """Return the tokens of a text from the middle of a row.
+
+        It is tokenised after a line break, because some tokenizers prepend a space to a text, but not after a break.
+        """
+        line_break = self._tokenizer("\n", add_special_tokens=False)["input_ids"]
         ids = self._tokenizer("\n" + text, add_special_tokens=False)["input_ids"]
-        if ids[: len(mark)] == mark:
-            return list(ids[len(mark) :])
+        if ids[: len(line_break)] == line_break:
+            return list(ids[len(line_break) :])
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _with_end(self, encoded: Encoded) -> Encoded:
+    def _append_end(self, encoded: Encoded) -> Encoded:
+        """Make the tokenizer's end token the last label; append the token unless the row ends with it."""
         end = self._tokenizer.eos_token_id
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
-def added_tokens(tokenizer: Any) -> set[str]:
-    """The tokens a template can end a turn with."""
-    return {token.content for token in tokenizer.added_tokens_decoder.values()} | {tokenizer.eos_token}
+def _close_gaps(offsets: list[Span]) -> list[Span]:
+    """Extend each token to the end of the token before, because some tokenizers exclude a token's own space."""
+    closed, reached = [], 0
+    for first, stop in offsets:
+        closed.append((min(first, reached), stop))
+        reached = max(reached, stop)
+    return closed
 
 
-def end_marker(tokenizer: Any) -> str | None:
-    """The token a template puts after an assistant's last content, or None when it puts none."""
-    import jinja2
-
-    try:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
-        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(SENTINEL)[2].lstrip()
-    except jinja2.TemplateError as problem:
-        raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
-    return max((token for token in added_tokens(tokenizer) if tail.startswith(token)), key=len, default=None)
-
-
-def _tiled(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Offsets without gaps: some tokenizers trim the space a token stands for."""
-    tiled, reached = [], 0
-    for first, last in places:
-        tiled.append((min(first, reached), last))
-        reached = max(reached, last)
-    return tiled
-
-
-def _inside(first: int, last: int, spans: list[tuple[int, int]]) -> bool:
-    return any(start <= first and last <= end and (first < last or first < end) for start, end in spans)
+def _inside(first: int, stop: int, spans: list[Span]) -> bool:
+    """True if characters ``first`` to ``stop`` are inside a span; an empty range at a span's stop is not."""
+    return any(start <= first and stop <= end and (first < stop or first < end) for start, end in spans)

@@ -1,7 +1,7 @@
-"""The ecosystem's row shapes, recognised by their keys, as conversations or plain text.
+"""Parse a row into a conversation or plain text; its keys decide which of the usual row formats it has.
 
-In this order: ``messages``; ``conversations``; ``prompt`` + ``completion``; ``instruction`` (+ ``input``) + ``output``;
-``text``. Other keys of a row are ignored.
+They are tried in this order: ``messages``; ``conversations``; ``prompt`` + ``completion``; ``instruction`` (+
+``input``) + ``output``; ``text``. Invariant: other keys are ignored, and a value of the wrong type is a BadRow.
 """
 
 import json
@@ -20,26 +20,27 @@ SHAREGPT_ROLES: Final = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation for the tokenizer's chat template; ``trained[i]`` says whether message i is learnt."""
+    """A conversation for the tokenizer's chat template."""
 
     messages: tuple[dict[str, Any], ...]
     tools: list[Any] | None
     trained: tuple[bool, ...]
+    """for each message: True if the loss is on it"""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Text without a template: the completion is learnt, the prompt is not."""
+    """Text without a template: the loss is on the completion, not on the prompt."""
 
     prompt: str
     completion: str
 
 
 def parse_row_format(row: Any) -> Chat | Plain:
-    """The conversation or text in a row.
+    """Parse the conversation or text of a row.
 
     Raises:
-        BadRow: no known shape, or a value of the wrong type.
+        BadRow: no known format, or a value of the wrong type.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"a row is a mapping, got {type(row).__name__}")
@@ -53,8 +54,8 @@ def parse_row_format(row: Any) -> Chat | Plain:
             return _chat([*row["prompt"], *row["completion"]], row.get("tools"), len(row["prompt"]))
         return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
     if {"instruction", "output"} <= present:
-        given = _text(row, "input", may_be_empty=True) if "input" in present else ""
-        question = _text(row, "instruction") + (f"\n{given}" if given else "")
+        instruction_input = _text(row, "input", may_be_empty=True) if "input" in present else ""
+        question = _text(row, "instruction") + (f"\n{instruction_input}" if instruction_input else "")
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
         return _chat([*_system(row), *turns], None)
     if "text" in present:
@@ -117,8 +118,9 @@ def _message(number: int, message: Any) -> dict[str, Any]:
         raise BadRow(f"message {number}: the assistant says nothing")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
-    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    return {**kept, "content": content or ""}
+    # without None, because templates test whether a key exists
+    fields = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    return {**fields, "content": content or ""}
 
 
 def _part(number: int, part: Any) -> str:

@@ -1,6 +1,6 @@
-"""Rows from files: JSON lines (plain or .gz), parquet, a folder of them, or a hub data set.
+"""Read rows from JSON lines (plain or .gz), parquet, a folder of them, or a hub data set.
 
-Every row arrives with its file and line; a row that cannot be read arrives as a BadRow, for the caller to judge.
+Invariant: every row has a file and a line. A row that cannot be read is yielded as a BadRow, never skipped.
 """
 
 import gzip
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from lorakit.data._internals import dataset_fingerprint
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
@@ -20,7 +21,7 @@ SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 class BadRow(ValueError):
-    """A row that cannot be trained on; the message says why."""
+    """A row that cannot be trained on; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class RowSource:
     split: str | None = None
 
     def digest(self) -> str:
-        """A digest of the content, to key caches and to notice changed data."""
+        """Return a digest of the content: the key of caches, and the test for changed data."""
         import xxhash
 
         if self.path is None:
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_open_hub(self)._fingerprint}".encode())
+            return xxhash.xxh3_128_hexdigest(
+                f"{self.name}/{self.split}/{dataset_fingerprint(_open_hub(self))}".encode()
+            )
         state = xxhash.xxh3_128(self.path.suffix.encode())  # the same bytes mean other rows under another suffix
         with open(self.path, "rb") as file:
             while block := file.read(1 << 20):
@@ -45,21 +48,21 @@ class RowSource:
 
 
 def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
-    """The files behind a recipe's ``data.train`` or ``data.eval``, in a fixed order.
+    """Return the files named by a recipe's ``data.train`` or ``data.eval``, in a fixed order.
 
     Raises:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
-    found = [source for name in ([names] if isinstance(names, str) else names) for source in _find(name, split)]
-    places = [str(source.path.resolve()) if source.path else source.name for source in found]
-    repeated = {place for place in places if places.count(place) > 1}
+    sources = [source for name in ([names] if isinstance(names, str) else names) for source in _find(name, split)]
+    paths = [str(source.path.resolve()) if source.path else source.name for source in sources]
+    repeated = {path for path in paths if paths.count(path) > 1}
     if repeated:
         raise DataError(f"data: named twice: {', '.join(sorted(repeated))}")
-    return found
+    return sources
 
 
 def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
-    """(line, row) of every row; a row that cannot be read is a BadRow."""
+    """Yield (line, row) of every row; a row that cannot be read is a BadRow."""
     if source.path is None:
         yield from ((line, without_none(row)) for line, row in enumerate(_open_hub(source), 1))
     elif source.path.name.endswith(".parquet"):
@@ -103,7 +106,7 @@ def _is(path: Path, test: Callable[[Path], bool]) -> bool:
 
 
 def without_none(value: Any) -> Any:
-    """A row of a table without its empty fields: a table gives every row all fields of all rows."""
+    """Remove the empty fields of a table's row, because a table gives every row the fields of all rows."""
     if isinstance(value, dict):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list) else value
@@ -115,7 +118,7 @@ def _open_lines(path: Path) -> BinaryIO:
 
 def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]]:
     line = 0
-    blank: list[int] = []  # blank lines count only when a row follows: the end of a file may be empty
+    blank: list[int] = []  # blank lines are bad rows only if a row follows, because files may end in blank lines
     try:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             line += 1
@@ -126,18 +129,19 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]
             blank = []
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
+            # a byte order mark may begin the file, which json.loads refuses
             yield line, parse_row((raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).rstrip())
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
 
 
 def parse_row(raw: bytes) -> Any | BadRow:
-    """One JSON line, or a BadRow that says what is wrong with it."""
+    """Parse one JSON line, or return a BadRow with the reason."""
     try:
         row = json.loads(
             raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
         )
-        json.dumps(row, ensure_ascii=False).encode()
+        json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair, which json.loads accepts
         return row
     except UnicodeEncodeError:
         return BadRow("half a surrogate pair (\\ud800 to \\udfff), which is no character")

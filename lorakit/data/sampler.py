@@ -1,7 +1,7 @@
-"""Which rows make which step, and the tensors of a micro-batch.
+"""Choose the rows of each step, and collate them to the tensors of micro-batches.
 
-The rows of a step are a pure function of (seed, epoch, step): nothing is remembered, so any step can be taken again
-and a resumed run sees exactly the rows it would have seen. Packing changes the layout, never the rows of a step.
+Invariant: the rows of a step are a pure function of (seed, epoch, step). No state is saved, so a resumed run computes
+with the same rows as an uninterrupted one. Packing changes the layout of a step, never its rows.
 """
 
 import math
@@ -16,61 +16,66 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.token_cache import TokenDataset
 
 BUCKET_STEPS: Final = 16
+"""steps whose rows are sorted by length together"""
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """The micro-batches of every step of a run."""
+    """The micro-batches of every step of a run, for one rank."""
 
     rows: TokenDataset
     batch_size: int
+    """rows of a step, over all ranks"""
     micro_batch_size: int
+    """rows of a micro-batch, at most"""
     packing: bool
     seed: int
     rank: int = 0
     num_ranks: int = 1
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """cache: epoch -> its order of rows, for one epoch"""
 
     @property
     def steps_per_epoch(self) -> int:
         return math.ceil(len(self.rows) / self.batch_size)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of step ``step`` (counted from 0). The last step of an epoch may have fewer rows."""
+        """Return this rank's micro-batches of a step (counted from 0). An epoch's last step may have fewer rows."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        if epoch not in self._order:  # of one epoch at a time; drawn again when a run goes back
+        if epoch not in self._order:
             self._order.clear()
             self._order[epoch] = epoch_order(self, epoch)
-        chosen = self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]
-        return self.micro_batches(chosen.tolist())
+        row_indices = self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]
+        return self.micro_batches(row_indices.tolist())
 
     def eval_batches(self) -> list[list[int]]:
-        """All rows in micro-batches of similar length, for evaluation."""
+        """Return the indices of all rows, in micro-batches of similar length, for evaluation."""
         order = np.argsort(self.rows.lengths, kind="stable")
         return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
 
-    def micro_batches(self, rows: list[int]) -> list[Batch]:
-        """Rows -> this rank's micro-batches of at most ``micro_batch_size`` rows, as many on every rank.
+    def micro_batches(self, row_indices: list[int]) -> list[Batch]:
+        """Return this rank's micro-batches of a step's rows, of at most ``micro_batch_size`` rows each.
 
-        Where rows are fewer than places, a rank gets a row of which nothing is learnt and nothing counted.
+        Every rank gets equally many, because collectives must run in step. A rank without rows left gets one row
+        without labels, which adds nothing to loss or counts.
         """
-        size = min(self.micro_batch_size, math.ceil(len(rows) / self.num_ranks))
-        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-        mine = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
-        if len(mine) < math.ceil(len(parts) / self.num_ranks):
-            shortest = min(rows, key=lambda row: int(self.rows.lengths[row]))
-            mine.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
-        return mine
+        size = min(self.micro_batch_size, math.ceil(len(row_indices) / self.num_ranks))
+        parts = [row_indices[i : i + size] for i in range(0, len(row_indices), size)]
+        batches = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
+        if len(batches) < math.ceil(len(parts) / self.num_ranks):
+            shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
+            batches.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
+        return batches
 
 
 def epoch_order(batches: BatchSampler, epoch: int) -> np.ndarray:
-    """The order of rows in an epoch: a permutation, a function of seed and epoch alone.
+    """Return the order of rows in an epoch: a permutation that depends on seed and epoch alone.
 
-    Without packing, rows of similar length are put into the same steps: windows of the permutation are sorted by
-    length, and the steps in a window shuffled.
+    Without packing, rows of similar length share a step, so that little is padded: windows of the permutation are
+    sorted by length, and the steps of a window shuffled.
     """
-    numbers = np.random.Generator(np.random.Philox(key=[batches.seed, epoch]))
-    order = numbers.permutation(len(batches.rows))
+    generator = np.random.Generator(np.random.Philox(key=[batches.seed, epoch]))
+    order = generator.permutation(len(batches.rows))
     if batches.packing:
         return order
     window = batches.batch_size * BUCKET_STEPS
@@ -79,38 +84,42 @@ def epoch_order(batches: BatchSampler, epoch: int) -> np.ndarray:
         part = order[start : start + window]
         part = part[np.argsort(batches.rows.lengths[part], kind="stable")]
         steps = [part[i : i + batches.batch_size] for i in range(0, len(part), batches.batch_size)]
-        whole = steps if len(steps[-1]) == batches.batch_size else steps[:-1]
-        parts += [whole[i] for i in numbers.permutation(len(whole))] + steps[len(whole) :]
+        # a step with fewer rows stays last, because ``step`` cuts the order every batch_size rows
+        num_full = len(steps) if len(steps[-1]) == batches.batch_size else len(steps) - 1
+        parts += [steps[i] for i in generator.permutation(num_full)] + steps[num_full:]
     return np.concatenate(parts)
 
 
-def collate(rows: TokenDataset, chosen: list[int], *, packing: bool) -> Batch:
-    """The tensors of one micro-batch."""
-    ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in chosen]
-    labels = [
-        _shifted(tokens, torch.from_numpy(rows.learnt(row).copy())) for tokens, row in zip(ids, chosen, strict=True)
-    ]
+def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:
+    """Return the tensors of one micro-batch of these rows."""
+    ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in row_indices]
+    masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
+    labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
     positions = [torch.arange(len(tokens)) for tokens in ids]
     if packing:
-        input_ids, shifted, position_ids = (torch.cat(parts)[None] for parts in (ids, labels, positions))
-        mask = None
+        input_ids, all_labels, position_ids = (torch.cat(parts)[None] for parts in (ids, labels, positions))
+        attention_mask = None
     else:
-        input_ids, shifted, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
-        mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
+        input_ids, all_labels, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
+        attention_mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
     num_label_tokens = sum(int((label != IGNORE_INDEX).sum()) for label in labels)
     lengths = tuple(map(len, ids))
-    told = lengths if packing else ()
-    return Batch(input_ids, shifted, position_ids, mask, tuple(chosen), sum(lengths), num_label_tokens, told)
+    return Batch(
+        input_ids, all_labels, position_ids, attention_mask, tuple(row_indices), sum(lengths), num_label_tokens,
+        lengths if packing else (),
+    )  # fmt: skip
 
 
 def without_labels(batch: Batch) -> Batch:
-    """The same tensors, of which nothing is learnt and nothing counted: work for a rank that has none."""
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), rows=(), num_tokens=0, num_label_tokens=0)
+    """Return the same tensors without labels, rows and counts: work for a rank that has no rows left."""
+    labels = torch.full_like(batch.labels, IGNORE_INDEX)
+    return replace(batch, labels=labels, row_indices=(), num_tokens=0, num_label_tokens=0)
 
 
-def _shifted(ids: Tensor, learnt: Tensor) -> Tensor:
-    labels = torch.full_like(ids, IGNORE_INDEX)
-    labels[:-1] = torch.where(learnt[1:], ids[1:], IGNORE_INDEX)
+def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:
+    """Return the labels of a row: at each position the next token if that is a label, else IGNORE_INDEX."""
+    labels = torch.full_like(ids, IGNORE_INDEX)  # the last position has no next token, and none of another row
+    labels[:-1] = torch.where(label_mask[1:], ids[1:], IGNORE_INDEX)
     return labels
 
 

@@ -1,6 +1,7 @@
-"""Rows -> tokenised rows on disk: an Arrow file, memory-mapped, so data larger than memory works.
+"""Tokenise rows into a memory-mapped Arrow file, so that data larger than memory works.
 
-Kept in the user's cache under a key of data, tokenizer, template and settings; built once, then only opened.
+The file is in the user's cache and is built once. Invariant: its folder is named by a digest of data, tokenizer,
+template and settings, so that a file of other tokens is never opened.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import tokenizers
@@ -19,17 +20,20 @@ from lorakit.data.rows import BadRow, RowSource, find_sources, read_rows
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
 
-if TYPE_CHECKING:  # rows are tokenised without a recipe too, and without pydantic
+if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import DataSection
 
-FORMAT: Final = 1  # change it whenever the same row would give other tokens
+FORMAT: Final = 1
+"""part of the cache's key; change it whenever the same row would give other tokens"""
+LABEL_MASK: Final = "learnt"
+"""name of the column; not renamed, because existing files have it, and their digests are in run.json"""
 SHOWN_BAD_ROWS: Final = 10
 ROWS_PER_BLOCK: Final = 1024
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What decides how rows become tokens."""
+    """Settings that decide the tokens and labels of a row."""
 
     max_tokens: int
     on_long_rows: str
@@ -39,9 +43,10 @@ class RowSettings:
 
 @dataclass
 class RowCounts:
-    """What became of the rows."""
+    """Counts of rows, tokens and label tokens, and of rows not used."""
 
     rows: int = 0
+    """rows of the data set, without bad and dropped ones"""
     bad: int = 0
     truncated: int = 0
     dropped_long: int = 0
@@ -49,11 +54,13 @@ class RowCounts:
     label_tokens: int = 0
     largest_id: int = 0
     long: int = 0
+    """rows longer than ``max_tokens``, whether truncated or dropped"""
     longest: int = 0
+    """tokens of the longest row, before truncation"""
 
 
 class TokenDataset:
-    """Tokenised rows, memory-mapped. Row i is ``ids(i)``, ``learnt(i)`` and came from ``where(i)``."""
+    """Tokenised rows, memory-mapped: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i."""
 
     def __init__(self, folder: Path, sources: list[str]) -> None:
         import pyarrow as pa
@@ -69,21 +76,23 @@ class TokenDataset:
         return len(self.lengths)
 
     def ids(self, row: int) -> np.ndarray:
-        held, start, stop = self._held(row, "input_ids")
-        return np.frombuffer(held, np.int32)[start:stop]
+        """Return the token ids of a row, (tokens,) int32, as a view of the file."""
+        values, start, stop = self._column(row, "input_ids")
+        return np.frombuffer(values, np.int32)[start:stop]
 
-    def learnt(self, row: int) -> np.ndarray:
-        held, start, stop = self._held(row, "learnt")  # a bit each
-        return np.unpackbits(np.frombuffer(held, np.uint8)[start // 8 : -(-stop // 8)], bitorder="little")[
-            start % 8 : start % 8 + stop - start
-        ].view(bool)
+    def label_mask(self, row: int) -> np.ndarray:
+        """Return which tokens of a row are labels, (tokens,) bool."""
+        values, start, stop = self._column(row, LABEL_MASK)  # Arrow stores 8 of them in a byte
+        bits = np.unpackbits(np.frombuffer(values, np.uint8)[start // 8 : -(-stop // 8)], bitorder="little")
+        return bits[start % 8 : start % 8 + stop - start].view(bool)
 
-    def _held(self, row: int, column: str) -> tuple[Any, int, int]:
-        """The memory of a block's values, and where the row's are; pyarrow's own way to numpy imports pandas."""
+    def _column(self, row: int, column: str) -> tuple[Any, int, int]:
+        """Return the buffer of a block, and the row's start and stop in it. pyarrow's ``to_numpy`` imports pandas."""
         values = self._cell(row, column).values
         return values.buffers()[1], values.offset, values.offset + len(values)
 
     def location(self, row: int) -> str:
+        """Return the file and line of a row: ``rows.jsonl:7``."""
         return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
 
     def _cell(self, row: int, column: str) -> Any:
@@ -93,7 +102,7 @@ class TokenDataset:
 
 
 def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, settings: RowSettings) -> TokenDataset:
-    """The rows of a recipe's ``data.train`` or ``data.eval``, tokenised.
+    """Tokenise the rows of a recipe's ``data.train`` or ``data.eval``, or open them from the cache.
 
     Raises:
         DataError: missing files; bad rows, with file and line of the first ten and the total; or no row left.
@@ -111,7 +120,7 @@ def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, sett
                 if digests != [source.digest() for source in sources]:
                     raise DataError(f"data: {names} changed while it was read; run again when it is complete")
         except OSError:
-            if not manifest_matches(folder):  # unless another process built the same rows meanwhile
+            if not manifest_matches(folder):  # it does if another process built the same rows meanwhile
                 raise
     return TokenDataset(folder, [source.name for source in sources])
 
@@ -120,7 +129,7 @@ def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: 
     import pyarrow as pa
 
     schema = pa.schema(
-        {"input_ids": pa.list_(pa.int32()), "learnt": pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
+        {"input_ids": pa.list_(pa.int32()), LABEL_MASK: pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
     )
     counts = RowCounts()
     bad: list[str] = []
@@ -132,15 +141,15 @@ def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: 
                 counts.bad += 1
                 bad += [f"{sources[index].name}:{line}: {encoded}"] if len(bad) < SHOWN_BAD_ROWS else []
                 continue
-            kept = _fit(encoded, settings, counts)
-            if kept is None:
+            fitted = _fit(encoded, settings, counts)
+            if fitted is None:
                 continue
-            block.append({"input_ids": kept.ids, "learnt": kept.label_mask, "source": index, "line": line})
-            lengths.append(len(kept.ids))
+            block.append({"input_ids": fitted.ids, LABEL_MASK: fitted.label_mask, "source": index, "line": line})
+            lengths.append(len(fitted.ids))
             counts.rows += 1
-            counts.tokens += len(kept.ids)
-            counts.label_tokens += sum(kept.label_mask[1:])
-            counts.largest_id = max(counts.largest_id, *kept.ids)
+            counts.tokens += len(fitted.ids)
+            counts.label_tokens += sum(fitted.label_mask[1:])  # no token predicts the first one
+            counts.largest_id = max(counts.largest_id, *fitted.ids)
             if len(block) == ROWS_PER_BLOCK:
                 writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
                 block = []
@@ -162,12 +171,13 @@ def _encode(sources: list[RowSource], encoder: Encoder) -> Iterator[tuple[int, i
 
 
 def _fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> Encoded | None:
-    """The row within ``max_tokens``, or None when it is dropped; either is counted."""
+    """Fit a row into ``max_tokens``; None if the row is dropped. Both are counted."""
     limit = settings.max_tokens
     counts.longest = max(counts.longest, len(row.ids))
     if len(row.ids) <= limit:
         return row
     counts.long += 1
+    # a row whose labels are all cut off is dropped too, because its loss would have no tokens
     if settings.on_long_rows == "drop" or not any(row.label_mask[1:limit]):
         counts.dropped_long += 1
         return None
@@ -206,6 +216,6 @@ def _cache() -> Path:
 
 
 def load_split(data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
-    """The tokenised rows of one part of the data section."""
+    """Return the tokenised rows of ``data.train`` or ``data.eval`` (``names``), by the settings of the data section."""
     settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
     return tokenize_rows(names, split, tokenizer, settings)

@@ -75,9 +75,11 @@ def test_a_shipped_patch_is_small_and_made_by_its_recipe(task: str) -> None:
     patch = read_patch(folder)
 
     assert (folder / "adapter_model.safetensors").stat().st_size < 1_000_000
-    told = Recipe.model_validate_json(json.dumps(patch.metadata["recipe"] | {"output": "x"})).model_dump(mode="json")
+    recorded = Recipe.model_validate_json(json.dumps(patch.metadata["recipe"] | {"output": "x"})).model_dump(
+        mode="json"
+    )
     for section in ("base", "adapter", "data", "train"):  # keys that came later have their defaults
-        assert told[section] == recipe[section]
+        assert recorded[section] == recipe[section]
     assert {layer.rank for layer in patch.layers.values()} == {8}
 
 

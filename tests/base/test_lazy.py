@@ -1,4 +1,4 @@
-"""A base by ranges is the whole base: values, names, buffers and errors, in the memory of the ranges alone."""
+"""A base read by ranges equals the full base: values, names, buffers and errors, in the memory of the ranges alone."""
 
 import json
 import os
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from lorakit.base.lazy import LazyTensors, load_on_meta
+from lorakit.base.lazy import LazyTensors
 from lorakit.base.load import load_base, load_skeleton
-from lorakit.base.provenance import ORIGIN, Interleaved, Recomputed, StoredTensor, WeightSource, origin_of, traced
+from lorakit.base.meta import load_on_meta
+from lorakit.base.provenance import Interleaved, Recomputed, StoredTensor, WeightSource, source_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
@@ -84,37 +85,37 @@ def ranges(size: int) -> list[tuple[int, int]]:
 
 
 def assert_same_base(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """The law: whatever is asked of a hollow base and its files is what the whole base has."""
-    whole, hollow = load_base(folder, dtype, CPU), load_on_meta(folder, dtype)
-    tensors, expected, found = LazyTensors(folder, hollow), parameters(whole), parameters(hollow)
-    assert expected.keys() == found.keys()
-    assert len(list(whole.parameters())) == len(list(hollow.parameters())), "the same weights are tied"
+    """Assert the law: a base on meta, with its files, has the values, names and buffers of the full base."""
+    full, on_meta = load_base(folder, dtype, CPU), load_on_meta(folder, dtype)
+    tensors, expected, actual = LazyTensors(folder, on_meta), parameters(full), parameters(on_meta)
+    assert expected.keys() == actual.keys()
+    assert len(list(full.parameters())) == len(list(on_meta.parameters())), "the same weights are tied"
     for name, parameter in expected.items():
-        assert found[name].is_meta
-        assert (found[name].dtype, found[name].shape) == (parameter.dtype, parameter.shape), name
+        assert actual[name].is_meta
+        assert (actual[name].dtype, actual[name].shape) == (parameter.dtype, parameter.shape), name
         for start, stop in ranges(parameter.numel()):
-            part = tensors.read(name, start, stop)
+            part = tensors.read_range(name, start, stop)
             assert part.dtype == parameter.dtype
             assert torch.equal(part, parameter.detach().flatten()[start:stop]), f"{name} {start}:{stop}"
-    buffers, others = dict(whole.named_buffers()), dict(hollow.named_buffers())
+    buffers, others = dict(full.named_buffers()), dict(on_meta.named_buffers())
     assert buffers.keys() == others.keys()
     for name, buffer in buffers.items():
         assert buffer.dtype == others[name].dtype
         assert torch.equal(buffer, others[name]), name
-    return whole, hollow
+    return full, on_meta
 
 
-def filled(folder: Path, hollow: Any) -> Any:
-    """A hollow model with every parameter read: what a single process's shard is."""
-    tensors = LazyTensors(folder, hollow)
-    made = {
-        parameter: nn.Parameter(tensors.read(name, 0, parameter.numel()).view(parameter.shape))
-        for name, parameter in hollow.named_parameters()
+def filled(folder: Path, on_meta: Any) -> Any:
+    """Return a model on meta with every parameter read."""
+    tensors = LazyTensors(folder, on_meta)
+    values = {
+        parameter: nn.Parameter(tensors.read_range(name, 0, parameter.numel()).view(parameter.shape))
+        for name, parameter in on_meta.named_parameters()
     }
-    for name, parameter in parameters(hollow).items():
+    for name, parameter in parameters(on_meta).items():
         module, _, key = name.rpartition(".")
-        setattr(hollow.get_submodule(module), key, made[parameter])
-    return hollow
+        setattr(on_meta.get_submodule(module), key, values[parameter])
+    return on_meta
 
 
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -122,24 +123,24 @@ IDS = torch.arange(3, 27).reshape(2, 12)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", BASES)
-def test_every_range_is_that_of_the_whole_base(name: str, dtype: torch.dtype, bases: Callable[[str], Path]) -> None:
-    whole, hollow = assert_same_base(bases(name), dtype)
+def test_every_range_is_that_of_the_full_base(name: str, dtype: torch.dtype, bases: Callable[[str], Path]) -> None:
+    full, on_meta = assert_same_base(bases(name), dtype)
 
-    assert not hollow.training
-    assert str(hollow.config) == str(whole.config)
-    assert hollow.config.name_or_path == whole.config.name_or_path
-    assert hollow.generation_config.max_new_tokens == 7  # type: ignore[union-attr]
-    assert hollow.generation_config.to_dict() == whole.generation_config.to_dict()  # type: ignore[operator, union-attr]
-    assert {key for key in vars(whole) if str(vars(whole)[key]) != str(vars(hollow)[key])} == set()
+    assert not on_meta.training
+    assert str(on_meta.config) == str(full.config)
+    assert on_meta.config.name_or_path == full.config.name_or_path
+    assert on_meta.generation_config.max_new_tokens == 7  # type: ignore[union-attr]
+    assert on_meta.generation_config.to_dict() == full.generation_config.to_dict()  # type: ignore[operator, union-attr]
+    assert {key for key in vars(full) if str(vars(full)[key]) != str(vars(on_meta)[key])} == set()
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_filled_base_computes_what_the_whole_base_does(name: str, bases: Callable[[str], Path]) -> None:
+def test_a_filled_base_computes_what_the_full_base_does(name: str, bases: Callable[[str], Path]) -> None:
     folder = bases(name)
-    whole, hollow = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
+    full, on_meta = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
 
     with torch.no_grad():
-        assert torch.equal(filled(folder, hollow)(IDS).logits, whole(IDS).logits)
+        assert torch.equal(filled(folder, on_meta)(IDS).logits, full(IDS).logits)
 
 
 def test_the_cases_hold_what_they_are_there_for(bases: Callable[[str], Path]) -> None:
@@ -148,8 +149,8 @@ def test_the_cases_hold_what_they_are_there_for(bases: Callable[[str], Path]) ->
     assert kinds["mixtral"] == kinds["qwen3_moe"] == {StoredTensor, Interleaved}
     assert kinds.get("inkling2_text", {StoredTensor, Recomputed}) == {StoredTensor, Recomputed}
     for name, dtype in (("ernie4_5_moe", torch.bfloat16), ("gpt_oss", torch.float16)):
-        found = {parameter.dtype for parameter in load_on_meta(bases(name), dtype).parameters()}
-        assert found == {dtype, torch.float32}
+        dtypes = {parameter.dtype for parameter in load_on_meta(bases(name), dtype).parameters()}
+        assert dtypes == {dtype, torch.float32}
     tied: Any = load_on_meta(bases("gpt2"), torch.float32)
     assert tied.lm_head.weight is tied.transformer.wte.weight
     buffers = dict(load_on_meta(bases("deepseek_v3"), torch.bfloat16).named_buffers())
@@ -157,7 +158,7 @@ def test_the_cases_hold_what_they_are_there_for(bases: Callable[[str], Path]) ->
 
 
 def kinds_of(model: nn.Module) -> set[type[WeightSource]]:
-    return {type(vars(parameter)[ORIGIN]) for parameter in model.parameters()}
+    return {type(source) for parameter in model.parameters() if (source := source_of(parameter)) is not None}
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -168,8 +169,8 @@ def test_any_stored_dtype_and_many_files(tmp_path: Path, stored: torch.dtype, ti
     assert len(open_base_files(tmp_path).shards) > 2
 
     for dtype in (torch.float32, torch.bfloat16):
-        _, hollow = assert_same_base(tmp_path, dtype)
-        same = hollow.get_parameter("lm_head.weight") is hollow.get_parameter("model.embed_tokens.weight")
+        _, on_meta = assert_same_base(tmp_path, dtype)
+        same = on_meta.get_parameter("lm_head.weight") is on_meta.get_parameter("model.embed_tokens.weight")
         assert same == tied
 
 
@@ -184,39 +185,39 @@ def test_pieces_join_without_seams(
 
 def test_names_and_values_stay_when_adapters_are_attached(bases: Callable[[str], Path]) -> None:
     folder = bases("llama")
-    whole, hollow = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
-    adapted = inject(hollow, rank=2)
+    full, on_meta = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
+    adapted = inject(on_meta, rank=2)
 
     tensors = LazyTensors(folder, adapted)
 
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(tensors.read(name, 3, 30), parameter.detach().flatten()[3:30])
+    for name, parameter in full.named_parameters():
+        assert torch.equal(tensors.read_range(name, 3, 30), parameter.detach().flatten()[3:30])
     for name in adapter_tensors(adapted):
         with pytest.raises(BaseModelError, match=f"'{name}' is no parameter that was loaded from here"):
-            tensors.read(name, 0, 1)
+            tensors.read_range(name, 0, 1)
 
 
 def test_reading_into_a_tensor_fills_that_tensor_and_no_more(bases: Callable[[str], Path]) -> None:
     folder = bases("mixtral")
-    whole, hollow = load_base(folder, torch.bfloat16, CPU), load_on_meta(folder, torch.bfloat16)
-    tensors = LazyTensors(folder, hollow)
-    for name, parameter in whole.named_parameters():
+    full, on_meta = load_base(folder, torch.bfloat16, CPU), load_on_meta(folder, torch.bfloat16)
+    tensors = LazyTensors(folder, on_meta)
+    for name, parameter in full.named_parameters():
         flat = parameter.detach().flatten()
         room = torch.full((4, 5), 7.0, dtype=torch.bfloat16)
-        tensors.read_into(name, 2, room[1:3])
+        tensors.fill(name, 2, room[1:3])
         assert torch.equal(room[1:3].flatten(), flat[2:12]), name
         assert (room[0] == 7).all()
         assert (room[3] == 7).all()
         wide = nn.Parameter(torch.zeros(10))  # by way of the dtype of the base
-        tensors.read_into(name, 2, wide)
+        tensors.fill(name, 2, wide)
         assert torch.equal(wide.detach(), flat[2:12].float()), name
 
 
 def test_files_are_closed_when_they_are_let_go(bases: Callable[[str], Path]) -> None:
     tensors = LazyTensors(bases("llama"), load_on_meta(bases("llama"), torch.float32))
     before = len(os.listdir("/dev/fd"))
-    tensors.read("model.norm.weight", 0, 32)
-    tensors.read("model.norm.weight", 0, 32)
+    tensors.read_range("model.norm.weight", 0, 32)
+    tensors.read_range("model.norm.weight", 0, 32)
     assert len(os.listdir("/dev/fd")) == before + 1
     del tensors
     assert len(os.listdir("/dev/fd")) == before
@@ -226,7 +227,7 @@ def test_a_range_outside_of_a_parameter_is_refused(bases: Callable[[str], Path])
     tensors = LazyTensors(bases("llama"), load_on_meta(bases("llama"), torch.float32))
     for start, stop in ((-1, 4), (30, 33), (33, 33)):
         with pytest.raises(ValueError, match=f"model.norm.weight has 32 elements; asked for {start} to {stop}"):
-            tensors.read("model.norm.weight", start, stop)
+            tensors.read_range("model.norm.weight", start, stop)
 
 
 # names that transformers changes while it loads
@@ -248,16 +249,18 @@ def copy(tmp_path: Path, bases: Callable[[str], Path]) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(bases(name), tmp_path / name))
 
 
-def test_names_without_the_prefix_of_the_whole_model(copy: Callable[[str], Path]) -> None:
-    folder = rewritten(copy("gpt2"), lambda held: {name.removeprefix("transformer."): held[name] for name in held})
+def test_names_without_the_prefix_of_the_full_model(copy: Callable[[str], Path]) -> None:
+    folder = rewritten(
+        copy("gpt2"), lambda stored: {name.removeprefix("transformer."): stored[name] for name in stored}
+    )
     assert_same_base(folder, torch.bfloat16)
 
 
 def test_names_of_old_files(copy: Callable[[str], Path]) -> None:
-    def old(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def old(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-            for name, tensor in held.items()
+            for name, tensor in stored.items()
         }
 
     folder = rewritten(copy("bert"), old)
@@ -265,25 +268,25 @@ def test_names_of_old_files(copy: Callable[[str], Path]) -> None:
     assert_same_base(folder, torch.float32)
 
 
-@pytest.mark.parametrize("kept", ["embedding", "head", "both", "both but different"])
-def test_tied_weights_are_tied_as_in_the_whole_base(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("saved", ["embedding", "head", "both", "both but different"])
+def test_tied_weights_are_tied_as_in_the_full_base(tmp_path: Path, saved: str) -> None:
     scrambled("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
 
-    def change(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        head = held["model.embed_tokens.weight"] + (kept == "both but different")
-        if kept == "head":
-            del held["model.embed_tokens.weight"]
-        return held if kept == "embedding" else {**held, "lm_head.weight": head}
+    def change(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        head = stored["model.embed_tokens.weight"] + (saved == "both but different")
+        if saved == "head":
+            del stored["model.embed_tokens.weight"]
+        return stored if saved == "embedding" else {**stored, "lm_head.weight": head}
 
-    _, hollow = assert_same_base(rewritten(tmp_path, change), torch.bfloat16)
+    _, on_meta = assert_same_base(rewritten(tmp_path, change), torch.bfloat16)
 
-    same = hollow.get_parameter("lm_head.weight") is hollow.get_parameter("model.embed_tokens.weight")
-    assert same == (kept != "both but different")
-    tied: Any = hollow.all_tied_weights_keys
+    same = on_meta.get_parameter("lm_head.weight") is on_meta.get_parameter("model.embed_tokens.weight")
+    assert same == (saved != "both but different")
+    tied: Any = on_meta.all_tied_weights_keys
     assert tied == ({"lm_head.weight": "model.embed_tokens.weight"} if same else {})
 
 
-def test_an_engine_that_partitions_inside_transformers_is_kept_out(bases: Callable[[str], Path]) -> None:
+def test_an_engine_that_partitions_inside_transformers_is_switched_off(bases: Callable[[str], Path]) -> None:
     """Given accelerate's DeepSpeed plugin alive, under which transformers would partition what it builds."""
     from transformers.integrations import HfDeepSpeedConfig, deepspeed
 
@@ -297,15 +300,15 @@ def test_an_engine_that_partitions_inside_transformers_is_kept_out(bases: Callab
     alive = Alive()
     try:
         assert deepspeed.is_deepspeed_zero3_enabled()
-        hollow = load_on_meta(bases("llama"), torch.float32)
-        assert all(parameter.is_meta for parameter in hollow.parameters())
+        on_meta = load_on_meta(bases("llama"), torch.float32)
+        assert all(parameter.is_meta for parameter in on_meta.parameters())
         assert deepspeed.is_deepspeed_zero3_enabled()
     finally:
         deepspeed.unset_hf_deepspeed_config()
     assert alive is not None
 
 
-# origins
+# sources
 
 
 def operations() -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
@@ -325,48 +328,48 @@ def operations() -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
     return cases
 
 
-@pytest.mark.parametrize("max_blocks", [0, 1 << 16], ids=["computed", "woven"])
+@pytest.mark.parametrize("max_blocks", [0, 1 << 16], ids=["recomputed", "interleaved"])
 @pytest.mark.parametrize("case", operations())
-def test_an_origin_gives_what_the_operation_gives(case: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_gives_what_the_operation_gives(case: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakit.base.provenance.MAX_BLOCKS", max_blocks)
     numbers = torch.Generator().manual_seed(0)
     real = [torch.randn(4, 6, generator=numbers) for _ in range(3)]
     expected = operations()[case](real).flatten()
 
-    origin = origin_of(operations()[case]([traced(StoredTensor((4, 6), torch.float32, str(i))) for i in range(3)]))
+    source = source_of(operations()[case]([traced(StoredTensor((4, 6), torch.float32, str(i))) for i in range(3)]))
 
     def read(stored: StoredTensor, out: torch.Tensor, start: int) -> None:
         out.copy_(real[int(stored.name)].flatten()[start : start + len(out)])
 
-    assert origin is not None
+    assert source is not None
     if case[-1].isdigit():
-        assert isinstance(origin, Interleaved if max_blocks else Recomputed)
+        assert isinstance(source, Interleaved if max_blocks else Recomputed)
     for start, stop in ranges(len(expected)):
         out = torch.empty(stop - start)
-        origin.fill(out, start, read)
+        source.fill(out, start, read)
         assert torch.equal(out, expected[start:stop])
 
 
 def test_rules_read_no_more_than_a_range_needs() -> None:
     experts = [traced(StoredTensor((8, 16), torch.float32, f"{kind}{i}")) for kind in ("gate", "up") for i in range(4)]
-    origin = origin_of(torch.cat([torch.stack(experts[:4]), torch.stack(experts[4:])], dim=1))
-    asked: list[tuple[str, int, int]] = []
-    assert origin is not None
+    source = source_of(torch.cat([torch.stack(experts[:4]), torch.stack(experts[4:])], dim=1))
+    reads: list[tuple[str, int, int]] = []
+    assert source is not None
 
-    origin.fill(torch.empty(150), 256 + 120, lambda stored, out, start: asked.append((stored.name, start, len(out))))
+    source.fill(torch.empty(150), 256 + 120, lambda stored, out, start: reads.append((stored.name, start, len(out))))
 
-    assert asked == [("gate1", 120, 8), ("up1", 0, 128), ("gate2", 0, 14)]
+    assert reads == [("gate1", 120, 8), ("up1", 0, 128), ("gate2", 0, 14)]
 
 
-def test_what_was_written_in_place_has_no_origin() -> None:
+def test_what_was_written_in_place_has_no_source() -> None:
     tensor = traced(StoredTensor((4, 6), torch.float32, "0"))
     copied = tensor.clone()
-    assert origin_of(copied) is not None
+    assert source_of(copied) is not None
     copied[0] = 1
-    assert origin_of(copied) is None
-    assert origin_of(torch.stack([tensor, copied])) is None
+    assert source_of(copied) is None
+    assert source_of(torch.stack([tensor, copied])) is None
     empty = torch.empty(4, 6, device="meta")
-    assert origin_of(torch.cat([tensor, empty])) is None
+    assert source_of(torch.cat([tensor, empty])) is None
 
 
 # errors
@@ -388,21 +391,21 @@ def test_a_file_that_ends_while_it_is_read_is_an_error_that_names_the_tensor(cop
     with open(file, "r+b") as handle:
         handle.truncate(file.stat().st_size - 4)
 
-    assert tensors.read(name, 0, 3).numel() == 3
+    assert tensors.read_range(name, 0, 3).numel() == 3
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(BaseModelError, match=rf"llama/model\.safetensors: the file ended while {name} was read"):
-            tensors.read_into(name, 0, torch.empty(32, dtype=dtype))
+            tensors.fill(name, 0, torch.empty(32, dtype=dtype))
 
 
 def test_files_that_were_replaced_are_an_error(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    hollow = load_on_meta(folder, torch.float32)
-    rewritten(folder, lambda held: {**held, "model.norm.weight": torch.ones(33)})
+    on_meta = load_on_meta(folder, torch.float32)
+    rewritten(folder, lambda stored: {**stored, "model.norm.weight": torch.ones(33)})
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight is not what it was when the model was built"):
-        LazyTensors(folder, hollow)
-    rewritten(folder, lambda held: {name: held[name] for name in held if name != "model.norm.weight"})
+        LazyTensors(folder, on_meta)
+    rewritten(folder, lambda stored: {name: stored[name] for name in stored if name != "model.norm.weight"})
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight is not what it was"):
-        LazyTensors(folder, hollow)
+        LazyTensors(folder, on_meta)
 
 
 def both_refuse(folder: Path, message: str) -> None:
@@ -414,13 +417,13 @@ def both_refuse(folder: Path, message: str) -> None:
 
 def test_a_missing_tensor_is_an_error_that_names_it(copy: Callable[[str], Path]) -> None:
     lost = "model.layers.1.mlp.up_proj.weight"
-    folder = rewritten(copy("llama"), lambda held: {name: held[name] for name in held if name != lost})
+    folder = rewritten(copy("llama"), lambda stored: {name: stored[name] for name in stored if name != lost})
     both_refuse(folder, rf"llama/model\.safetensors: 1 tensors of LlamaForCausalLM are missing .*: {lost} is missing")
 
 
 def test_a_base_without_any_known_name_is_an_error_and_takes_no_memory(copy: Callable[[str], Path]) -> None:
     """Missing parameters are not made and drawn at random first: these are too large for any address space."""
-    folder = rewritten(copy("llama"), lambda held: {f"other.{name}": held[name] for name in held})
+    folder = rewritten(copy("llama"), lambda stored: {f"other.{name}": stored[name] for name in stored})
     config = json.loads((folder / "config.json").read_text())
     size = {"hidden_size": 1 << 22, "intermediate_size": 1 << 24, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps({**config, **size}))
@@ -429,13 +432,13 @@ def test_a_base_without_any_known_name_is_an_error_and_takes_no_memory(copy: Cal
 
 
 def test_a_tensor_of_another_shape_is_an_error_that_names_it(copy: Callable[[str], Path]) -> None:
-    folder = rewritten(copy("llama"), lambda held: {**held, "model.norm.weight": torch.ones(33)})
+    folder = rewritten(copy("llama"), lambda stored: {**stored, "model.norm.weight": torch.ones(33)})
     both_refuse(folder, r"model\.norm\.weight in model\.safetensors is \(33,\) instead of \(32,\)")
 
 
 def test_a_missing_expert_is_an_error_that_names_the_merged_tensor(copy: Callable[[str], Path]) -> None:
-    def without(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: held[name] for name in held if ".experts.2." not in name or ".layers.0." not in name}
+    def without(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: stored[name] for name in stored if ".experts.2." not in name or ".layers.0." not in name}
 
     both_refuse(
         rewritten(copy("mixtral"), without),
@@ -443,7 +446,7 @@ def test_a_missing_expert_is_an_error_that_names_the_merged_tensor(copy: Callabl
     )
 
 
-def test_an_unknown_architecture_is_the_error_of_the_whole_base(copy: Callable[[str], Path]) -> None:
+def test_an_unknown_architecture_is_the_error_of_the_full_base(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
     (folder / "config.json").write_text('{"model_type": "nothing"}')
     both_refuse(folder, r"llama: transformers cannot load it: ValueError: .*nothing")
@@ -469,10 +472,10 @@ def test_a_tensor_that_transformers_writes_into_is_refused(tmp_path: Path) -> No
 def test_a_parameter_that_transformers_would_draw_at_random_unasked_is_refused(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some architectures name tensors that may be missing; a whole base then has random ones."""
+    """Some architectures name tensors that may be missing; a full base then has random ones."""
     lost = "model.layers.1.mlp.up_proj.weight"
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [lost])
-    folder = rewritten(copy("llama"), lambda held: {name: held[name] for name in held if name != lost})
+    folder = rewritten(copy("llama"), lambda stored: {name: stored[name] for name in stored if name != lost})
     assert load_base(folder, torch.float32, CPU) is not None
     with pytest.raises(BaseModelError, match=rf"{lost} is not put together from stored tensors .*use backend single"):
         load_on_meta(folder, torch.float32)
@@ -485,27 +488,28 @@ import os, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from lorakit.base.load import load_base
-from lorakit.base.lazy import LazyTensors, load_on_meta
+from lorakit.base.lazy import LazyTensors
+from lorakit.base.meta import load_on_meta
 
 def half(folder, dtype):
     model = load_on_meta(folder, dtype)
     tensors = LazyTensors(folder, model)
-    return [tensors.read(name, 0, p.numel() // 2) for name, p in model.named_parameters()]
+    return [tensors.read_range(name, 0, p.numel() // 2) for name, p in model.named_parameters()]
 
-def whole(folder, dtype):
+def full(folder, dtype):
     return load_base(folder, dtype, torch.device("cpu"))
 
 def resident(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 warm, folder = Path(sys.argv[1]), Path(sys.argv[2])
-for load in (half, whole):
+for load in (half, full):
     load(warm, torch.float32)
 for dtype in (torch.bfloat16, torch.float32):
-    for load in (half, whole):
+    for load in (half, full):
         child = os.fork()  # a heap and a high-water mark of its own
         if not child:
-            before, held = resident("VmRSS"), load(folder, dtype)
+            before, tensors = resident("VmRSS"), load(folder, dtype)
             print(resident("VmHWM") - before, end=" ", flush=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
@@ -545,8 +549,8 @@ def test_half_a_base_takes_the_memory_of_half_a_base(tmp_path: Path, bases: Call
 
     slack = 40 << 20
     for dtype, line in zip((torch.bfloat16, torch.float32), done.stdout.splitlines(), strict=True):
-        part, whole = map(int, line.split())
-        print(f"{dtype}: half {part:,} bytes, whole {whole:,}")
+        part, full = map(int, line.split())
+        print(f"{dtype}: half {part:,} bytes, full {full:,}")
         bound = dtype.itemsize * (sum(sizes) // 2 + max(sizes)) + slack
         assert part < bound, f"{dtype}: {part:,} bytes, {bound:,} allowed"
-        assert whole > bound, f"{dtype}: a whole base takes {whole:,} bytes, so the bound of {bound:,} proves nothing"
+        assert full > bound, f"{dtype}: a full base takes {full:,} bytes, so the bound of {bound:,} proves nothing"

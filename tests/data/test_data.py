@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.load import load_base
 from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate, tokenize_rows
+from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.row_formats import parse_row_format
 from lorakit.data.rows import BadRow, parse_row
@@ -64,9 +66,11 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
     return other
 
 
-def learnt_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
+def label_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
     encoded = Encoder(tokenizer, loss_on)(row)
-    return tokenizer.decode([token for token, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt])
+    return tokenizer.decode(
+        [token for token, is_label in zip(encoded.ids, encoded.label_mask, strict=True) if is_label]
+    )
 
 
 TURNS = [
@@ -75,9 +79,9 @@ TURNS = [
 ]  # fmt: skip
 
 
-def test_every_assistant_turn_and_its_end_token_is_learnt_and_nothing_else(tokenizer: Any) -> None:
-    assert learnt_text(tokenizer, {"messages": TURNS}) == "yes<|end|>no<|end|>"
-    assert learnt_text(with_template(tokenizer, CHATML), {"messages": TURNS}) == "yes<|end|>no<|end|>"
+def test_the_label_mask_is_every_answer_with_its_end_token_and_nothing_else(tokenizer: Any) -> None:
+    assert label_text(tokenizer, {"messages": TURNS}) == "yes<|end|>no<|end|>"
+    assert label_text(with_template(tokenizer, CHATML), {"messages": TURNS}) == "yes<|end|>no<|end|>"
 
 
 def thinking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -105,7 +109,7 @@ def thinking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
 def test_the_labels_are_exact_for_templates_of_every_habit(
     tokenizer: Any, template: str, turns: Any, expected: str
 ) -> None:
-    assert learnt_text(with_template(tokenizer, template), {"messages": turns}) == expected
+    assert label_text(with_template(tokenizer, template), {"messages": turns}) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,12 +139,12 @@ def test_what_a_template_hides_or_asks_otherwise_is_not_taught(
     assert expected in str(caught.value)
 
 
-def test_an_end_token_that_takes_the_line_break_with_it_is_still_learnt(tokenizer: Any) -> None:
+def test_an_end_token_that_takes_the_line_break_with_it_is_still_a_label(tokenizer: Any) -> None:
     wide = with_template(tokenizer, CHATML)
     wide.add_special_tokens({"additional_special_tokens": [AddedToken("<|done|>", special=True, rstrip=True)]})
     wide.chat_template = CHATML.replace("<|end|>", "<|done|>")
 
-    assert learnt_text(wide, {"messages": TURNS}).replace("\n", "") == "yes<|done|>no<|done|>"
+    assert label_text(wide, {"messages": TURNS}).replace("\n", "") == "yes<|done|>no<|done|>"
 
 
 def test_a_header_token_that_takes_the_spaces_after_it_belongs_to_the_prompt(tokenizer: Any) -> None:
@@ -150,7 +154,7 @@ def test_a_header_token_that_takes_the_spaces_after_it_belongs_to_the_prompt(tok
         "assistant\n", "assistant<|sep|>"
     )
 
-    assert learnt_text(wide, chat("hi", "  yes")) == "yes<|end|>"
+    assert label_text(wide, chat("hi", "  yes")) == "yes<|end|>"
 
 
 @pytest.mark.parametrize("scheme", ["always", "first"])
@@ -165,7 +169,7 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
 
     assert spaced.decode(encoded.ids) == "A: yes</s>"
     assert (
-        spaced.decode([t for t, learnt in zip(encoded.ids, encoded.label_mask, strict=True) if learnt]).strip()
+        spaced.decode([t for t, is_label in zip(encoded.ids, encoded.label_mask, strict=True) if is_label]).strip()
         == "yes</s>"
     )
 
@@ -173,14 +177,14 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
 def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> None:
     plain = with_template(tokenizer, NO_END)
 
-    assert learnt_text(plain, chat("hi", "yes")) == "yes<|end|>"
+    assert label_text(plain, chat("hi", "yes")) == "yes<|end|>"
     encoded = Encoder(plain, "answer")(chat("hi", "yes"))
     assert encoded.label_mask[encoded.label_mask.index(True) :] == [True] * sum(
         encoded.label_mask
-    )  # nothing unlearnt before the end
+    )  # every token of the answer, up to the end token
 
 
-def test_what_is_learnt_is_what_the_model_must_say_after_its_prompt(tokenizer: Any) -> None:
+def test_the_labels_are_the_tokens_that_the_model_must_generate_after_its_prompt(tokenizer: Any) -> None:
     prompt = tokenizer.apply_chat_template(TURNS[:4], tokenize=False, add_generation_prompt=True)
     encoded = Encoder(tokenizer, "answer")({"messages": TURNS})
     start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -207,12 +211,12 @@ def test_what_is_learnt_is_what_the_model_must_say_after_its_prompt(tokenizer: A
     ids=str,
 )
 def test_the_usual_row_shapes_are_known_by_their_keys(tokenizer: Any, row: Any, expected: str) -> None:
-    assert learnt_text(tokenizer, row).removeprefix(tokenizer.bos_token) == expected
+    assert label_text(tokenizer, row).removeprefix(tokenizer.bos_token) == expected
 
 
-def test_all_tokens_are_learnt_when_asked(tokenizer: Any) -> None:
-    assert "hi" in learnt_text(tokenizer, chat("hi", "yes"), "all")
-    assert "one" in learnt_text(tokenizer, {"prompt": "one ", "completion": "two"}, "all")
+def test_all_tokens_are_labels_on_request(tokenizer: Any) -> None:
+    assert "hi" in label_text(tokenizer, chat("hi", "yes"), "all")
+    assert "one" in label_text(tokenizer, {"prompt": "one ", "completion": "two"}, "all")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_all_tokens_are_learnt_when_asked(tokenizer: Any) -> None:
         ({"instruction": "a", "output": "b", "history": [["q", "a"]]}, "history: not read"),
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_be_learnt_says_why(tokenizer: Any, row: Any, expected: str) -> None:
+def test_a_row_that_cannot_be_trained_on_is_refused_with_the_reason(tokenizer: Any, row: Any, expected: str) -> None:
     with pytest.raises(BadRow) as caught:
         Encoder(tokenizer, "answer")(row)
     assert expected in str(caught.value)
@@ -309,18 +313,18 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path: Path, tokenizer: Any) 
         tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
         for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet")
     ]
-    whole = tokenize_rows(str(tmp_path), "train", tokenizer, SETTINGS)
+    all_files = tokenize_rows(str(tmp_path), "train", tokenizer, SETTINGS)
 
     assert [[r.ids(i).tolist() for i in range(len(r))] for r in each] == [
         [each[0].ids(i).tolist() for i in range(5)]
     ] * 3
-    assert len(whole) == 15
-    assert whole.location(14) == f"{tmp_path}/rows.parquet:5"
+    assert len(all_files) == 15
+    assert all_files.location(14) == f"{tmp_path}/rows.parquet:5"
 
 
 def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    whole = gzip.compress(b'{"text": "a b"}\n' * 1000)
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-9])
+    compressed = gzip.compress(b'{"text": "a b"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(compressed[:-9])
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("")
@@ -334,6 +338,11 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
         with pytest.raises(DataError) as caught:
             tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
         assert message in str(caught.value), name
+
+
+def test_datasets_still_has_a_fingerprint_of_the_content() -> None:
+    one, same, other = (datasets.Dataset.from_dict({"text": [text]}) for text in ("a", "a", "b"))
+    assert dataset_fingerprint(one) == dataset_fingerprint(same) != dataset_fingerprint(other)
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(
@@ -366,12 +375,12 @@ def test_every_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(
     rows: Path, tokenizer: Any, packing: bool
 ) -> None:
     batches = prepared_batches(rows, tokenizer, packing=packing)
-    again = prepared_batches(rows, tokenizer, packing=packing)
+    same = prepared_batches(rows, tokenizer, packing=packing)
     other = prepared_batches(rows, tokenizer, packing=packing, seed=1)
 
     def order(source: BatchSampler, epoch: int) -> list[int]:
         steps = range(epoch * 7, epoch * 7 + 7)
-        return [row for step in steps for batch in source.step(step) for row in batch.rows]
+        return [row for step in steps for batch in source.step(step) for row in batch.row_indices]
 
     first = order(batches, 0)
     assert sorted(first) == list(range(40))
@@ -379,7 +388,7 @@ def test_every_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(
     assert order(batches, 1) != first
     assert order(other, 0) != first
     torch.manual_seed(99)  # the global generators play no part
-    assert order(again, 0) == first  # also when epoch 1 was not asked for before
+    assert order(same, 0) == first  # also when epoch 1 was not asked for before
 
 
 def test_without_packing_rows_of_similar_length_go_together(rows: Path, tokenizer: Any) -> None:
@@ -394,12 +403,14 @@ def test_without_packing_rows_of_similar_length_go_together(rows: Path, tokenize
     assert padding([b for s in range(7) for b in prepared_batches(rows, tokenizer).step(s)]) == 0
 
 
-def test_labels_are_the_next_learnt_token_and_never_cross_into_another_row(rows: Path, tokenizer: Any) -> None:
+def test_labels_are_the_next_tokens_and_never_cross_into_another_row(rows: Path, tokenizer: Any) -> None:
     batches = prepared_batches(rows, tokenizer)
     for row in (0, 7):
-        ids, learnt = batches.rows.ids(row), batches.rows.learnt(row)
+        ids, label_mask = batches.rows.ids(row), batches.rows.label_mask(row)
         batch = collate(batches.rows, [row], packing=True)
-        expected = [int(ids[t + 1]) if learnt[t + 1] else IGNORE_INDEX for t in range(len(ids) - 1)] + [IGNORE_INDEX]
+        expected = [int(ids[t + 1]) if label_mask[t + 1] else IGNORE_INDEX for t in range(len(ids) - 1)] + [
+            IGNORE_INDEX
+        ]
         assert batch.labels[0].tolist() == expected
     every = BatchSampler(tokenize_rows(str(rows), "train", tokenizer, replace(SETTINGS, loss_on="all")), 6, 4, True, 0)
     ids = every.rows.ids(0).tolist()

@@ -1,0 +1,156 @@
+"""Render conversations with the tokenizer's chat template, and find every answer in the rendered text.
+
+Answers are found by comparing renderings, because most templates have no generation markers. Example, for the second
+message of a conversation:
+
+    prompt      <|user|>hi<|end|><|assistant|>               messages before it, with the generation prompt
+    through     <|user|>hi<|end|><|assistant|>yes<|end|>     messages up to and including it
+    answer                                    yes<|end|>     from the end of the prompt to the end of the end token
+
+Invariant: no guess. A row whose answers cannot be found exactly is a BadRow, and so is one that the template shows only
+in part.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from lorakit.data.row_formats import Chat
+from lorakit.data.rows import BadRow
+from lorakit.errors import DataError
+
+SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An assistant's turn in the rendered text, as character positions."""
+
+    start: int
+    """end of its prompt"""
+    stop: int
+    """end of its end token, or of its content if the template writes no end token"""
+    end_token_start: int | None
+    """None: the template writes no end token"""
+
+
+@final
+class ChatTemplate:
+    """The chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added_tokens = added_tokens(tokenizer)
+
+    def render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
+
+        Raises:
+            BadRow: the template raises an error.
+        """
+        import jinja2
+
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
+            raise BadRow(f"the chat template refuses it: {problem}") from None
+        return str(rendered)
+
+    def find_answer(self, row: Chat, index: int, text: str) -> Answer:
+        """Return the position of message ``index``, an assistant's, in the text of the full conversation.
+
+        Raises:
+            BadRow: the answer's start or end cannot be found exactly.
+        """
+        start = self._answer_start(row, index, text)
+        through = self.render(row.messages[: index + 1], row.tools)
+        if text.startswith(through):
+            stop, end_token = len(through.rstrip()), self._token_at_end(through)
+            content_stop = stop - len(end_token)
+        else:
+            # because the template renders this message differently once others follow, use the text after its content
+            after = self._around_content(row, index, text)[1]
+            end_token = self._token_at_start(after)
+            if end_token != self._token_at_end(through) and not self._previous_ends_with(row, index, text, end_token):
+                end_token = ""  # because this token is the header of the next turn
+            content_stop = len(text) - len(after)
+            stop = content_stop + (len(after) - len(after.lstrip()) + len(end_token) if end_token else 0)
+        # without its thinking, because templates drop that of earlier turns
+        content = str(row.messages[index]["content"]).rpartition("</think>")[2].strip()
+        if content not in text[start:content_stop]:
+            raise BadRow(f"message {index + 1}: the chat template does not show it after its prompt")
+        if end_token and end_token in json.dumps(row.messages[index], ensure_ascii=False, default=str):
+            raise BadRow(f"message {index + 1}: holds the end token {end_token!r}, so its end cannot be told")
+        return Answer(start, stop, stop - len(end_token) if end_token else None)
+
+    def check_complete(self, row: Chat, text: str) -> None:
+        """Pass if every message, tool and tool call is in the text.
+
+        Raises:
+            BadRow: a part is left out. The adapter would learn to answer without it, and be given it in use.
+        """
+        for number, message in enumerate(row.messages, 1):
+            content = str(message["content"]).strip()
+            quoted = (json.dumps(content, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
+            if not any(form in text for form in (content, content.rpartition("</think>")[2].strip(), *quoted)):
+                raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
+            for call in message.get("tool_calls") or []:
+                function = call.get("function", call) if isinstance(call, dict) else {}
+                if str(function.get("name", SENTINEL)) not in text:
+                    raise BadRow(f"message {number}: the chat template leaves out its tool call")
+        if row.tools and self.render(row.messages, None) == text:
+            raise BadRow("tools: the chat template leaves them out")
+
+    def _answer_start(self, row: Chat, index: int, text: str) -> int:
+        """Return the end of the prompt after which the model generates this answer."""
+        # a conversation that begins with its answer has no prompt
+        prompt = self.render(row.messages[:index], row.tools, prompt=True) if index else SENTINEL
+        if text.startswith(prompt):
+            return len(prompt)
+        if index and index == len(row.messages) - 1:
+            raise BadRow(
+                f"message {index + 1}: the chat template asks for it with a prompt ending in {prompt[-40:]!r},"
+                " but shows it after something else, so the model would learn to answer what it is never asked;"
+                " use prompt + completion rows, or another chat template"
+            )
+        return len(self._around_content(row, index, text)[0])
+
+    def _around_content(self, row: Chat, index: int, text: str) -> tuple[str, str]:
+        """Return the text before and after the content of a message, found by rendering a sentinel as its content."""
+        marked = {"role": row.messages[index]["role"], "content": SENTINEL}
+        messages = (*row.messages[:index], marked, *row.messages[index + 1 :])
+        before, sentinel, after = self.render(messages, row.tools).partition(SENTINEL)
+        if not sentinel or not text.endswith(after):
+            raise BadRow(f"message {index + 1}: the chat template changes with its content: the labels cannot be told")
+        return (before if text.startswith(before) else text), after
+
+    def _previous_ends_with(self, row: Chat, index: int, text: str, token: str) -> bool:
+        """True if the template writes ``token`` after the message before ``index`` too, so that it ends any message."""
+        return index > 0 and self._token_at_start(self._around_content(row, index - 1, text)[1]) == token
+
+    def _token_at_end(self, text: str) -> str:
+        """Return the added token that a text ends with, white space aside; empty if there is none."""
+        return max((token for token in self._added_tokens if text.rstrip().endswith(token)), key=len, default="")
+
+    def _token_at_start(self, text: str) -> str:
+        """Return the added token that a text begins with, white space aside; empty if there is none."""
+        return max((token for token in self._added_tokens if text.lstrip().startswith(token)), key=len, default="")
+
+
+def added_tokens(tokenizer: Any) -> set[str]:
+    """Return the texts of the tokens that a template can end a turn with."""
+    return {token.content for token in tokenizer.added_tokens_decoder.values()} | {tokenizer.eos_token}
+
+
+def end_marker(tokenizer: Any) -> str | None:
+    """Return the token that the template writes after the last assistant's content; None if it writes none."""
+    import jinja2
+
+    try:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
+        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(SENTINEL)[2].lstrip()
+    except jinja2.TemplateError as problem:
+        raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
+    return max((token for token in added_tokens(tokenizer) if tail.startswith(token)), key=len, default=None)
