@@ -1,1 +1,1 @@
-"""Patches made from patches, or from two full models."""
+"""Make a patch from other patches, or from two full models."""

@@ -1,13 +1,13 @@
-"""Several patches become one, a layer at a time: their exact sum, that sum at a smaller rank, or TIES and DARE.
+"""Combine patches into one, a layer at a time: their exact sum, that sum at a smaller rank, or TIES and DARE.
 
-One invariant: the new patch is what was asked for up to the error that it reports and holds, or it is not written.
+The new patch equals the requested combination up to the error that it reports and stores, or it is not written.
 """
 
 import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,28 +16,19 @@ from lorakit.base.load import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
-from lorakit.patch import Caps, Patch, PatchLayer, new_patch, open_patch, write_new_patch
+from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
-from lorakit.patch.bases import base_differences, comparable, joint_fingerprint, rounding
-from lorakit.patch.fingerprint import SCHEME
+from lorakit.patch.fingerprint import SCHEME, base_differences, base_rounding, comparable, joint_fingerprint
 from lorakit.patch.patch import TENSOR_FILE, check_plain
+from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
 
 How = Literal["sum", "ties", "dare"]
 DENSITIES: Final[Mapping[str, float | None]] = {"sum": None, "ties": 0.2, "dare": 0.5}
-"""the ways to combine, and the share of entries each keeps when nothing is said"""
+"""way to combine -> default share of entries that are not dropped; None: all"""
 Say = Callable[[str], None]
 Parts = list[tuple[PatchLayer, float]]
-"""what goes into one layer: the sources' layers, each with the factor w s of its B A"""
-
-
-@dataclass(frozen=True)
-class WeightedPatch:
-    """One of the patches and its weight."""
-
-    folder: Path
-    patch: Patch
-    weight: float
+"""the summands of one layer: (a source's layer, the factor w s of its B A)"""
 
 
 def combine(
@@ -46,19 +37,20 @@ def combine(
 ) -> Path:  # fmt: skip
     """Write several patches of one base as one; returns ``out``. An adapter may be given as (folder, weight).
 
-    ``sum``: delta = sum_i w_i s_i B_i A_i exactly, its ranks side by side; with ``rank``, the nearest of that rank.
-    ``ties`` and ``dare``: as ``lora.algebra`` has them, on the dense deltas w_i s_i B_i A_i of one layer at a time, so
-    without the cross terms of treating A and B by themselves; then brought to ``rank``, or to the sum of the sources'
-    ranks. No layer gets more than its smaller side. ``density``: the share of entries kept, 0.2 for ties, 0.5 for dare.
-    ``seed``: of what dare drops in each layer, and of the SVD of large layers. The same call writes the same bytes.
-    Whole tensors (a saved head, biases) are carried over when one patch alone has them, with weight 1.
+    ``sum``: delta = sum_i w_i s_i B_i A_i exactly, by concatenating ranks; with ``rank``, the nearest of that rank.
+    ``ties`` and ``dare``: as in ``lora.low_rank``, on the dense deltas w_i s_i B_i A_i of one layer at a time. Dense
+    deltas avoid the cross terms of combining A and B separately. The result is truncated to ``rank``, or to the sum of
+    the sources' ranks. No layer's rank exceeds its smaller side.
+    ``density``: share of entries that are not dropped, by default 0.2 for ties and 0.5 for dare.
+    ``seed``: for the entries that dare drops in each layer, and for the SVD of large layers. The same call writes the
+    same bytes. Full tensors (a saved head, biases) are copied if only one patch has them, with weight 1.
 
     Raises:
-        MergeError: not possible as asked. PatchError: a patch is damaged, or two are of different bases (which is only
-        recorded with ``allow_base_mismatch``). Nothing is written then.
+        MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
+        (``allow_base_mismatch`` records this instead). Nothing is written then.
     """
-    kept = DENSITIES.get(how) if density is None else density
-    _check_settings(how, rank, density, kept)
+    _check_settings(how, rank, density)
+    density = DENSITIES[how] if density is None else density
     if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     sources = _sources(adapters, rank)
@@ -71,9 +63,9 @@ def combine(
     if rank is None and how != "sum":
         say("rank: not given; every layer gets the ranks of its sources together, at most its smaller side")
     parts = _parts(sources)
-    combined = _combine(parts, _ranks(parts, how, rank), how, kept, seed, say)
-    made: dict[str, Any] = {
-        "how": how, "rank": rank, "density": kept, "seed": seed, "error": _error(*combined.values()),
+    combined = _combine(parts, _ranks(parts, how, rank), how, density, seed, say)
+    record: dict[str, Any] = {
+        "how": how, "rank": rank, "density": density, "seed": seed, "error": _error(*combined.values()),
         "errors": {name: _error(one) for name, one in combined.items()},
         "sources": [
             {"name": one.folder.name, "sha256": digest(one.folder / TENSOR_FILE), "weight": one.weight}
@@ -82,48 +74,48 @@ def combine(
         "allow_base_mismatch": allow_base_mismatch, "bases_differ": differing, "bases_not_compared": unknown,
     }  # fmt: skip
     layers = {name: _layer(one, parts[name][0][0]) for name, one in combined.items()}
-    holder = next((one.folder for one in sources if one.patch.whole_shapes), None)
+    holder = next((one.folder for one in sources if one.patch.full_shapes), None)
     tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
-    return write_new_patch(out, _patch(sources, layers, made, say), beside=tokenizer)
+    return write_new_patch(out, _patch(sources, layers, record, say), beside=tokenizer)
 
 
-def _check_settings(how: str, rank: int | None, density: float | None, kept: float | None) -> None:
+def _check_settings(how: str, rank: int | None, density: float | None) -> None:
     if how not in DENSITIES:
         raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{did_you_mean(how, DENSITIES)}")
     if how == "sum" and density is not None:
         raise MergeError(f"density: {density}, but a sum keeps every entry; leave it out, or say ties or dare")
-    if kept is not None and not 0 < kept <= 1:
-        raise MergeError(f"density: the share of entries to keep, above 0 and at most 1, got {kept}")
+    if density is not None and not 0 < density <= 1:
+        raise MergeError(f"density: the share of entries to keep, above 0 and at most 1, got {density}")
     if rank is not None and rank < 1:
         raise MergeError(f"rank: a whole number from 1, got {rank}")
 
 
 def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[WeightedPatch]:
-    """The patches, opened; each can be combined with all others."""
-    pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in adapters]
-    for folder, weight in pairs:
-        if not math.isfinite(weight):
-            raise MergeError(f"{folder}: weight {weight}; a weight is a finite number")
-    if not pairs or (len(pairs) == 1 and rank is None):
-        raise MergeError(f"{len(pairs)} patches: name two or more, or one with the rank it is to be brought down to")
-    if not any(weight for _, weight in pairs):
+    """Open the patches and check that they can be combined with each other."""
+    sources = open_weighted(adapters)
+    if not sources or (len(sources) == 1 and rank is None):
+        raise MergeError(f"{len(sources)} patches: name two or more, or one with the rank it is to be brought down to")
+    if not any(one.weight for one in sources):
         raise MergeError("nothing would change: every weight is 0")
-    sources = [WeightedPatch(Path(folder), open_patch(folder), float(weight)) for folder, weight in pairs]
     for one in sources:
         check_plain(one.patch, "combining")
     _check_alike(sources)
-    whole = [one for one in sources if one.patch.whole_shapes]
-    for one in whole:
-        if len(whole) > 1 or one.weight != 1.0:
+    with_full_tensors = [one for one in sources if one.patch.full_shapes]
+    for one in with_full_tensors:
+        if len(with_full_tensors) > 1 or one.weight != 1.0:
             raise MergeError(
-                f"{one.folder}: brings whole tensors ({', '.join([*one.patch.whole_shapes][:3])}) in place of the"
+                f"{one.folder}: brings full tensors ({', '.join([*one.patch.full_shapes][:3])}) in place of the"
                 " base's. One patch may, with weight 1; weighing them needs the base: merge into it (lorakit merge)"
             )
     return sources
 
 
 def _check_alike(sources: Sequence[WeightedPatch]) -> None:
-    """No patch is there twice, and what two of them change is of one shape."""
+    """Check that no patch is named twice, and that the patches agree on the shape of every layer.
+
+    Raises:
+        MergeError: a patch is named twice. PatchError: two patches have a layer in different shapes.
+    """
     for one, two in combinations(sources, 2):
         if one.patch.digest == two.patch.digest:
             raise MergeError(f"{one.folder} and {two.folder} are one patch; name it once, with the sum of the weights")
@@ -135,7 +127,11 @@ def _check_alike(sources: Sequence[WeightedPatch]) -> None:
 
 
 def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[str]]:
-    """(how the bases of two patches differ, what could not be compared), in sentences."""
+    """Return sentences: (differences between the bases of two patches, bases that could not be compared).
+
+    Raises:
+        PatchError: a fingerprint has an unknown scheme.
+    """
     differing, unknown = [], []
     for one in sources:
         scheme = (one.patch.metadata.get("base") or {}).get("scheme")
@@ -148,13 +144,13 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
         if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
         elif not comparable(one.patch, two.patch):
-            dtypes = " and ".join(sorted((rounding(one.patch), rounding(two.patch))))
+            dtypes = " and ".join(sorted((base_rounding(one.patch), base_rounding(two.patch))))
             unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
 
 
 def _parts(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
-    """module -> what goes into it; a source of weight 0 adds nothing."""
+    """Return module -> summands. Sources with weight 0 are left out."""
     parts: dict[str, Parts] = {}
     for one in sources:
         for name, layer in one.patch.layers.items() if one.weight else ():
@@ -163,7 +159,11 @@ def _parts(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
 
 
 def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, int]:
-    """module -> the rank it gets at most."""
+    """Return module -> largest rank of its result.
+
+    Raises:
+        MergeError: ``rank`` is larger than any layer can use, or a rank is larger than a patch may hold.
+    """
     ranks, most = {}, 0
     for name, own in parts.items():
         total, smaller_side = sum(layer.rank for layer, _ in own), min(own[0][0].sizes)
@@ -201,47 +201,51 @@ def _combine(
     return combined
 
 
-def _error(*found: LowRankFit) -> float:
-    """||delta asked for - delta written|| / ||delta asked for||, over all of the layers; 0 where both are 0."""
-    size = math.hypot(*(one.size for one in found))
-    return math.hypot(*(one.residual_norm for one in found)) / size if size else 0.0
+def _error(*fits: LowRankFit) -> float:
+    """Return ||requested delta - written delta|| / ||requested delta|| over all layers; 0 if the requested one is 0."""
+    norm = math.hypot(*(one.target_norm for one in fits))
+    return math.hypot(*(one.residual_norm for one in fits)) / norm if norm else 0.0
 
 
-def _layer(found: LowRankFit, like: PatchLayer) -> PatchLayer:
-    rank, tensors = found.factors.rank, {"lora_A": found.factors.A, "lora_B": found.factors.B}
-    return PatchLayer("lora", rank, found.s * rank, like.sizes, tensors, like.embedding)
+def _layer(fit: LowRankFit, like: PatchLayer) -> PatchLayer:
+    rank, tensors = fit.factors.rank, {"lora_A": fit.factors.A, "lora_B": fit.factors.B}
+    return PatchLayer("lora", rank, fit.s * rank, like.sizes, tensors, like.embedding)
 
 
 def _patch(
-    sources: Sequence[WeightedPatch], layers: Mapping[str, PatchLayer], made: Mapping[str, Any], say: Say
+    sources: Sequence[WeightedPatch], layers: Mapping[str, PatchLayer], record: Mapping[str, Any], say: Say
 ) -> Patch:
     configs = [one.patch.config for one in sources]
     named = next((config for config in configs if config.base_model), configs[0])
-    base = _fingerprint(sources, list(layers), apart=bool(made["bases_differ"]))
+    base = _fingerprint(sources, list(layers), apart=bool(record["bases_differ"]))
     if base is None:
         say("the new patch does not say which base it is for: no source does so for all of its layers")
     tasks, ranks = {config.raw.get("task_type") for config in configs}, {layer.rank for layer in layers.values()}
     adapter = {
         "layers": len(layers),
         "rank": ", ".join(map(str, sorted(ranks))),
-        made["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources),
+        record["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources),
     }
-    holder = next((one.patch for one in sources if one.patch.whole_shapes), None)
+    holder = next((one.patch for one in sources if one.patch.full_shapes), None)
     patch = new_patch(
-        layers, facts={"lorakit": VERSION, "adapter": adapter, "combined": made} | ({"base": base} if base else {}),
-        base_model=named.base_model, revision=named.revision, whole=holder.full_tensors if holder else None,
+        layers,
+        metadata={"lorakit": VERSION, "adapter": adapter, "combined": record} | ({"base": base} if base else {}),
+        base_model=named.base_model, revision=named.revision, full_tensors=holder.full_tensors if holder else None,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
     )  # fmt: skip
     raw = holder.config.raw if holder else {}
-    kept = {key: raw[key] for key in ("bias", "modules_to_save", "ensure_weight_tying") if key in raw}
-    return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **kept}))
+    settings = {key: raw[key] for key in ("bias", "modules_to_save", "ensure_weight_tying") if key in raw}
+    return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))
 
 
 def _fingerprint(sources: Sequence[WeightedPatch], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
-    """What the sources together say about the base; when they are of different bases, one of them must say it all."""
+    """Join the sources' fingerprints of the base; None if they do not cover all modules in ``names``.
+
+    ``apart``: the sources are of different bases, so a single source must cover all modules.
+    """
     groups: dict[str, list[Patch]] = {}
-    for number, one in enumerate(sources):
+    for one in sources:
         if one.patch.metadata.get("base"):
-            groups.setdefault(str(number) if apart else rounding(one.patch), []).append(one.patch)
-    return next((told for group in groups.values() if (told := joint_fingerprint(group, names))), None)
+            groups.setdefault(str(one.index) if apart else base_rounding(one.patch), []).append(one.patch)
+    return next((fingerprint for group in groups.values() if (fingerprint := joint_fingerprint(group, names))), None)

@@ -1,6 +1,6 @@
-"""A patch from two full models: the change of every linear layer, as the nearest product of two thin matrices.
+"""Extract a patch from two full models: for every linear layer, the nearest low-rank matrix to its change.
 
-One invariant: what differs between the models is in the patch, up to the energy it reports, or is named in an error.
+Every difference between the models is in the patch, up to the reported energy, or is named in an error.
 """
 
 import math
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
+from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank
-from lorakit.patch import BaseFiles, BaseShapes, Caps, Patch, PatchLayer, new_patch, open_base_files, write_new_patch
+from lorakit.patch import BaseShapes, Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS
@@ -26,25 +27,25 @@ from lorakit.version import VERSION
 Say = Callable[[str], None]
 SHOWN: Final = 5
 NO_LOGITS: Final = ("_token_id", "dropout", "dropout_prob", "_pdrop")
-"""ends of config keys that change no logits of a model that is not being trained"""
+"""suffixes of config keys that do not affect logits outside training"""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Two models of one shape, tensor by tensor."""
+    """Two models with equal shapes, tensor by tensor."""
 
     base: BaseFiles
     tuned: BaseFiles
     skeleton: nn.Module
     shapes: BaseShapes
     stored: Mapping[str, tuple[str, str]]
-    """parameter, or a stored tensor that is none -> its stored names in base and tuned"""
+    """parameter, or stored tensor that is not a parameter -> its stored names in base and tuned"""
 
     def read(self, name: str) -> tuple[Tensor, Tensor]:
-        """One tensor of both.
+        """Read one tensor from base and tuned.
 
         Raises:
-            BaseModelError: it holds values that are not finite.
+            BaseModelError: the tensor holds values that are not finite.
         """
         one, two = self.stored[name]
         before, after = self.base.shard_of[one].read(one), self.tuned.shard_of[two].read(two)
@@ -58,21 +59,21 @@ def extract(
     base: str | Path, tuned: str | Path, *, rank: int, out: str | Path, revision: str | None = None,
     rest: Literal["refuse", "save"] = "refuse", say: Say = lambda text: None,
 ) -> Path:  # fmt: skip
-    """Write what ``tuned`` has learnt beyond ``base`` as a patch on ``base``; returns ``out``.
+    """Write the difference between ``tuned`` and ``base`` as a patch on ``base``; returns ``out``.
 
     For every Linear, Conv1D and Embedding whose weight differs: D = W_tuned - W_base (out, in) in float64, and the
-    nearest B A of ``rank`` (``lora.algebra.found_near``), alpha = rank, so s = 1. The energy kept,
-    1 - ||D - B A||^2 / ||D||^2 with A and B as they are stored, is said and held in the patch, by layer and over all.
+    nearest B A of ``rank`` (``lora.low_rank.nearest_low_rank``), alpha = rank, so s = 1. The retained energy,
+    1 - ||D - B A||^2 / ||D||^2 with A and B as stored, is printed and stored in the patch, by layer and in total.
     Models are folders, hub ids or builtin:tiny; ``revision`` is the base's.
 
-    ``rest``: ``refuse`` stops where anything else differs (norms, biases); ``save`` puts it into the patch as whole
-    tensors, exactly. An embedding that is tied to the head is part of this rest: a patch that changes both alike by a
-    low rank cannot be checked against a base that stores the tensor once.
+    ``rest``: ``refuse`` raises if anything else differs (norms, biases); ``save`` writes those as full tensors,
+    exactly. An embedding tied to the head belongs to this rest: a low-rank change of both cannot be checked against a
+    base that stores the tensor once.
 
     Raises:
-        BaseModelError: the two are not the same architecture in the same shapes, or a tensor is missing, quantised or
-        not finite. PatchError: something differs that the patch would not hold, or nothing does. MergeError: ``out``
-        exists, or the rank is not possible. Nothing is written then.
+        BaseModelError: the models differ in architecture or shapes, or a tensor is missing, quantised or not finite.
+        PatchError: a difference cannot be stored in the patch, or there is none. MergeError: ``out`` exists, or the
+        rank is impossible. Nothing is written then.
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")
@@ -88,29 +89,33 @@ def extract(
     if others and rest == "refuse":
         raise PatchError(
             f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update: {_some(others)}."
-            " Say --rest save (in Python rest='save') to put them into the patch whole"
+            " Say --rest save (in Python rest='save') to save them as full tensors"
         )
-    whole, settings = _whole(models, others)
-    found = dict(_updates(models, updated, rank, say))
-    if not found:
+    full_tensors, settings = _full_tensors(models, others)
+    fits = dict(_updates(models, updated, rank, say))
+    if not fits:
         raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
-    energies = {name: _energy(one) for name, one in found.items()}
+    energies = {name: _energy(one) for name, one in fits.items()}
     extracted = {
-        "tuned": str(tuned), "rank": rank, "energy": _energy(*found.values()), "energies": energies,
-        "unchanged": len(updated) - len(found), "whole": sorted(whole),
+        "tuned": str(tuned), "rank": rank, "energy": _energy(*fits.values()), "energies": energies,
+        "unchanged": len(updated) - len(fits), "whole": sorted(full_tensors),
     }  # fmt: skip
     facts = {
-        "lorakit": VERSION, "base": fingerprint(models.base, found), "extracted": extracted,
-        "adapter": {"layers": len(found), "rank": rank, "energy kept": extracted["energy"]},
+        "lorakit": VERSION, "base": fingerprint(models.base, fits), "extracted": extracted,
+        "adapter": {"layers": len(fits), "rank": rank, "energy kept": extracted["energy"]},
     }  # fmt: skip
-    patch = _patch(models, found, facts, str(base), revision, whole)
+    patch = _patch(models, fits, facts, str(base), revision, full_tensors)
     return write_new_patch(
         out, replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))
     )
 
 
 def _open(base: Path, tuned: Path, say: Say) -> Models:
-    """Both models, known to be the same but for values."""
+    """Open both models and check that they differ in values alone.
+
+    Raises:
+        BaseModelError: they differ in architecture, settings or shapes.
+    """
     skeleton, other = load_skeleton(base), load_skeleton(tuned)
     if type(skeleton) is not type(other):
         raise BaseModelError(f"{base} is a {type(skeleton).__name__}, {tuned} a {type(other).__name__}")
@@ -136,7 +141,11 @@ def _settings(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
 
 
 def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tuple[str, str]]:
-    """Which stored tensor of one is which of the other; else all problems at once: missing, other shape, quantised."""
+    """Pair the stored tensors of both models by parameter.
+
+    Raises:
+        BaseModelError: lists every tensor that is missing, of another shape or quantised.
+    """
     ours, theirs = _names(base, shapes), _names(tuned, shapes)
     problems = [f"{name} is missing in {tuned.folder}" for name in ours if name not in theirs]
     problems += [f"{name} is missing in {base.folder}" for name in theirs if name not in ours]
@@ -146,14 +155,18 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tu
         if a.shape != b.shape:
             problems.append(f"{name} is {a.shape} in {base.folder}, {b.shape} in {tuned.folder}")
         elif name in shapes.parameters and (a.shape != shapes.parameters[name] or not {a.dtype, b.dtype} <= {*FLOATS}):
-            problems.append(f"{name} is stored as {a.shape} {a.dtype} and {b.dtype}: quantised, or packed otherwise")
+            problems.append(f"{name} is stored as {a.shape} {a.dtype} and {b.dtype}: quantised")
     if problems:
         raise BaseModelError(f"{base.folder} and {tuned.folder} differ in more than values: {_some(problems, '; ')}")
     return stored
 
 
 def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
-    """Parameter -> stored name, without a tied head; a stored tensor that is no parameter keeps its name."""
+    """Return parameter -> stored name, without a tied head. A stored tensor that is no parameter has its own name.
+
+    Raises:
+        BaseModelError: a tied head is stored with other values than the embedding.
+    """
     names = {}
     for parameter in shapes.parameters:
         with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
@@ -169,15 +182,18 @@ def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
 
 
 def _updatable(models: Models) -> list[str]:
-    """The modules that can get an update: all linear layers, but none that is tied or computes in its own way."""
-    own_way = {
+    """Return the modules that can get an update: all linear layers and embeddings that are not tied.
+
+    An embedding with a forward of its own, other than Gemma's scaling, is excluded: its forward may not read W + B A.
+    """
+    custom_embeddings = {
         name
         for name, module in models.skeleton.named_modules()
         if isinstance(module, nn.Embedding)
         and type(module).forward is not nn.Embedding.forward
         and getattr(module, "embed_scale", None) is None
     }
-    left_out = {*own_way, *(models.shapes.tied or ())}
+    left_out = {*custom_embeddings, *(models.shapes.tied or ())}
     return [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
 
 
@@ -185,10 +201,14 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return torch.equal(one, two) if one.dtype == two.dtype else torch.equal(one.double(), two.double())
 
 
-def _whole(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(whole tensors by parameter, settings that tell PEFT of them).
+def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (full tensors by parameter, the PEFT settings that declare them).
 
-    Biases of linear layers stand alone; of any other module PEFT reads all tensors or none.
+    Biases of linear layers are saved alone. Any other module is saved with all its tensors, because PEFT reads all of a
+    module's tensors or none.
+
+    Raises:
+        PatchError: a tensor is no parameter of a layer.
     """
     shapes, biases, modules = models.shapes, [], set[str]()
     for name in others:
@@ -201,51 +221,51 @@ def _whole(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], di
             modules |= set(shapes.tied) if shapes.tied and module == shapes.tied[1] else {module}
     names = [*biases, *(name for name in shapes.parameters if name.rpartition(".")[0] in modules)]
     head = {f"{shapes.tied[0]}.weight": f"{shapes.tied[1]}.weight"} if shapes.tied else {}
-    whole = {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
-    return whole, {
+    full_tensors = {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
+    return full_tensors, {
         "bias": "all" if biases else "none", "modules_to_save": sorted(modules) or None,
-        "ensure_weight_tying": any(name in whole for name in head),
+        "ensure_weight_tying": any(name in full_tensors for name in head),
     }  # fmt: skip
 
 
 def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, LowRankFit]]:
-    """module -> what was found for it, one tensor at a time; unchanged ones are left out."""
+    """Yield (module, nearest low-rank matrix to its change), one tensor at a time; unchanged modules are left out."""
     width = max(map(len, ["all layers", *updated]))
     say(f"{'layer':<{width}} {'rank':>5}  energy kept")
-    found = []
+    fits = []
     for name in updated:
         before, after = models.read(f"{name}.weight")
         if _same(before, after):
             continue
         D = after.double() - before.double()
         one = nearest_low_rank(D.T if models.shapes.layers[name][0].transposed else D, rank)
-        found.append(one)
+        fits.append(one)
         say(f"{name:<{width}} {one.factors.rank:>5}  {_energy(one):.6f}")
         yield name, one
-    say(f"{'all layers':<{width}} {rank:>5}  {_energy(*found):.6f}")
+    say(f"{'all layers':<{width}} {rank:>5}  {_energy(*fits):.6f}")
 
 
-def _energy(*found: LowRankFit) -> float:
-    """1 - ||D - B A||^2 / ||D||^2, over all of them."""
-    size = math.hypot(*(one.size for one in found))
-    return 1 - (math.hypot(*(one.residual_norm for one in found)) / size) ** 2 if size else 1.0
+def _energy(*fits: LowRankFit) -> float:
+    """Return 1 - ||D - B A||^2 / ||D||^2, summed over all fits; 1 if every D is 0."""
+    norm = math.hypot(*(one.target_norm for one in fits))
+    return 1 - (math.hypot(*(one.residual_norm for one in fits)) / norm) ** 2 if norm else 1.0
 
 
 def _patch(
-    models: Models, found: Mapping[str, LowRankFit], facts: Mapping[str, Any], base: str, revision: str | None,
-    whole: Mapping[str, Tensor],
+    models: Models, fits: Mapping[str, LowRankFit], facts: Mapping[str, Any], base: str, revision: str | None,
+    full_tensors: Mapping[str, Tensor],
 ) -> Patch:  # fmt: skip
-    kinds = {name: models.shapes.layers[name][0] for name in found}
+    kinds = {name: models.shapes.layers[name][0] for name in fits}
     layers = {
         name: PatchLayer(
             "lora", one.factors.rank, float(one.factors.rank), models.shapes.layers[name][1],
             {"lora_A": one.factors.A, "lora_B": one.factors.B}, kinds[name] is EMBEDDING,
         )
-        for name, one in found.items()
+        for name, one in fits.items()
     }  # fmt: skip
     linear = [kind for kind in kinds.values() if kind is not EMBEDDING]
     return new_patch(
-        layers, facts=facts, base_model=base, revision=revision, whole=whole,
+        layers, metadata=facts, base_model=base, revision=revision, full_tensors=full_tensors,
         all_modules=[name for name, _ in models.skeleton.named_modules()],
         task_type="CAUSAL_LM" if type(models.skeleton).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=bool(linear) and all(kind is CONV1D for kind in linear),

@@ -1,1 +1,1 @@
-"""Adapters of other programs, both ways: exactly the same update, or a refusal that says what stands in the way."""
+"""Read and write adapters of other programs: the same update exactly, or an error that names the obstacle."""

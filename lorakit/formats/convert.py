@@ -1,4 +1,7 @@
-"""The door: read whatever it is into a patch, check that it fits its base, write the patch as what is asked for."""
+"""Convert an adapter: read any format into a patch, check that the patch fits its base, write the requested format.
+
+The conversion is exact, or it is refused and nothing is written.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,33 +12,33 @@ from typing import Final
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import SafetensorsFile
-from lorakit.formats.adapter import ForeignAdapter, as_patch
+from lorakit.formats.adapter import ForeignAdapter, Options, as_patch, open_base
 from lorakit.formats.detect import detect_format
 from lorakit.formats.diffusers import read_diffusers, write_diffusers
 from lorakit.formats.kohya import read_kohya, write_kohya
 from lorakit.formats.loralib import read_loralib, write_loralib
 from lorakit.formats.metadata import ConversionSource
 from lorakit.formats.mlx import read_mlx, write_mlx
-from lorakit.formats.options import Options, open_base
 from lorakit.patch import Patch, check_fits, read_patch, write_new_patch
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 
 
 @dataclass(frozen=True)
 class Format:
-    """One program's way to store an adapter; everything goes through a Patch."""
+    """The reader and writer of one program's adapters."""
 
     read: Callable[[SafetensorsFile, Options], ForeignAdapter] | None
-    """None: lorakit's own"""
+    """None: lorakit's own reader of patches"""
     write: Callable[[Path, Patch, Options, ConversionSource], str]
-    """returns what has to be known to use the result, or nothing"""
+    """returns a note on how to use the result, or an empty text"""
     folder: bool
+    """whether an adapter is a folder, not a single file"""
     prefixed: bool = False
-    """whether something may stand before the names of modules"""
+    """whether the names of modules may have a prefix"""
 
 
 def write_peft(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
-    """A patch folder, as PEFT and lorakit read it.
+    """Write a patch folder, as PEFT and lorakit read it.
 
     Raises:
         TemporaryFailure: the disk is full; nothing is left.
@@ -70,15 +73,15 @@ def convert(
     a .safetensors file) is recognised by its names; ``to`` is one of FORMATS. ``out`` is a folder for peft and mlx, a
     .safetensors file for the others, and must not exist.
 
-    ``base``: a folder, a hub id (with ``revision``) or builtin:tiny; the result is checked against it, and kohya's
-    names cannot be read without it. ``alpha``: of a loralib file, which does not hold it. ``prefix``: what stands
-    before the names of kohya's (``lora_te``) or diffusers' (``text_encoder``) files, of the source if both are: others
-    in the source are left out. ``say``: hears what was done and what has to be known to use it.
+    ``base``: a folder, a hub id (with ``revision``) or builtin:tiny. The result is checked against it, and kohya's
+    names cannot be read without it. ``alpha``: for a loralib file, which does not store it. ``prefix``: of the names in
+    kohya's (``lora_te``) or diffusers' (``text_encoder``) files; of the source if both have one. Tensors with other
+    prefixes are left out. ``say``: called with a summary and a note on how to use the result.
 
     Raises:
-        PatchError: the source is damaged or unknown, or something of it has no exact place in ``to``; names the
-        file, the tensor or setting, and what to do. BaseModelError: there is no such base. TemporaryFailure: the disk is
-        full. Nothing is left of a refused conversion.
+        PatchError: the source is damaged or unknown, or ``to`` cannot store it exactly; names the file, the tensor or
+        setting, and what to do. BaseModelError: there is no such base. TemporaryFailure: the disk is full. Nothing is
+        left of a refused conversion.
     """
     source, out = Path(source), Path(out)
     if to not in FORMATS:
@@ -102,15 +105,15 @@ def convert(
 def _read(
     source: Path, name: str, file: SafetensorsFile | None, options: Options
 ) -> tuple[Patch, ConversionSource, Options]:
-    """The patch, where it is from, and what is left to be said to the writer."""
+    """Return (the patch, its source, the options for the writer without those that the reader used)."""
     read = FORMATS[name].read
     if read is None or file is None:
         return read_patch(source), ConversionSource(name, digest(source / TENSOR_FILE)), options
-    found = read(file, options)
+    adapter = read(file, options)
     used = options.prefix if FORMATS[name].prefixed else None
-    origin = ConversionSource(name, found.sha256, used)
+    origin = ConversionSource(name, adapter.sha256, used)
     rest = Options(options.base, None, options.prefix if used is None else None)
-    return as_patch(found, options, origin), origin, rest
+    return as_patch(adapter, options, origin), origin, rest
 
 
 def _check_out(out: Path, to: str) -> None:
@@ -122,7 +125,11 @@ def _check_out(out: Path, to: str) -> None:
 
 
 def _check_options(name: str, to: str, alpha: float | None, prefix: str | None) -> None:
-    """Every argument is one that is looked at: nothing that was said is ignored."""
+    """Check that every given argument is used.
+
+    Raises:
+        PatchError: an argument would be ignored, or source and target have the same format.
+    """
     if name == to:
         raise PatchError(f"to: this is a {name} adapter already; nothing would change")
     if alpha is not None and name != "loralib":

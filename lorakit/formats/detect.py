@@ -1,4 +1,7 @@
-"""Which program wrote this: known by the names of files and tensors, never guessed."""
+"""Detect the program that wrote an adapter, by the names of files and tensors.
+
+A mixture of formats or an unknown name is an error, never a guess.
+"""
 
 import json
 import shlex
@@ -8,7 +11,7 @@ from typing import Final
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.formats import diffusers, kohya, loralib, mlx
-from lorakit.formats.factors import HALVES, Suffixes, unknown_key_error, variant
+from lorakit.formats.factors import FACTORS, Suffixes, unknown_key_error, variant
 from lorakit.patch import Caps
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import TENSOR_FILE
@@ -21,10 +24,10 @@ TABLES: Final[dict[str, Suffixes]] = {
 
 
 def detect_format(source: Path) -> tuple[str, SafetensorsFile | None]:
-    """The format at ``source`` and its tensor file in memory; None for a PEFT patch, which has a reader of its own.
+    """Return (format of ``source``, its tensor file in memory). The file is None for a patch, read by ``read_patch``.
 
     Raises:
-        PatchError: nothing there, a pickle, no adapter, or a mixture of formats.
+        PatchError: ``source`` is missing, a pickle, no adapter, or a mixture of formats.
     """
     caps = Caps()
     path = _single(source) if source.is_dir() else source
@@ -38,7 +41,11 @@ def detect_format(source: Path) -> tuple[str, SafetensorsFile | None]:
 
 
 def _single(folder: Path) -> Path | None:
-    """The one tensor file of a folder, or None when it is a PEFT patch."""
+    """Return the tensor file of a folder; None if the folder is a patch.
+
+    Raises:
+        PatchError: no tensor file, or several.
+    """
     ours = [name for name in (TENSOR_FILE, "adapter_model.bin") if (folder / name).exists()]
     if (folder / mlx.TENSOR_FILE).exists():
         if ours:
@@ -71,33 +78,33 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _by_keys(file: SafetensorsFile) -> str:
-    found: dict[str, str] = {}
+    examples: dict[str, str] = {}
     for key in file.entries:
         if (name := _format_of(key)) is not None:
-            found.setdefault(name, key)
-    if not found:
+            examples.setdefault(name, key)
+    if not examples:
         if not file.entries:
             raise PatchError(f"{file.path}: holds no tensors")
-        telling = next((key for key in file.entries if variant(key)), next(iter(file.entries)))
+        key = next((key for key in file.entries if variant(key)), next(iter(file.entries)))
         raise unknown_key_error(
-            file, telling, {suffix: part for table in TABLES.values() for suffix, part in table.items()}
+            file, key, {suffix: part for table in TABLES.values() for suffix, part in table.items()}
         )
-    if len(found) > 1:
-        mixture = ", ".join(f"{key} is of {name}" for name, key in found.items())
+    if len(examples) > 1:
+        mixture = ", ".join(f"{key} is of {name}" for name, key in examples.items())
         raise PatchError(f"{file.path}: a mixture of formats: {mixture}; save each adapter in a file of its own")
-    name = next(iter(found))
+    name = next(iter(examples))
     if name in ("peft", "mlx"):
         raise PatchError(f"{file.path}: an adapter of {name} is a folder with {CONFIG_FILE} in it; name the folder")
     return name
 
 
 def _format_of(key: str) -> str | None:
-    """The format a key belongs to; None for what none of them tells by."""
+    """Return the format that a key belongs to; None if no format is recognised by such keys."""
     if key.startswith(PREFIX):
         return "peft"
     for name, suffixes in TABLES.items():
         for suffix, part in suffixes.items():
-            if part in HALVES and key.endswith(suffix):
+            if part in FACTORS and key.endswith(suffix):
                 flat = suffix in kohya.SUFFIXES and kohya.is_kohya_name(key.removesuffix(suffix))
                 return "kohya" if flat else name
     return None

@@ -1,7 +1,7 @@
-"""diffusers' files: dotted names, and the whole LoraConfig in the header, or an alpha for every layer.
+"""Read and write diffusers' files: dotted names, and a LoraConfig in the header or an alpha for every layer.
 
-Four spellings of the factors are read; ``<component>.<module>.lora_A.weight`` with the LoraConfig is written, as
-diffusers itself does. Without either, every rank being r, s = 1.
+Four spellings of the factors are read. ``<component>.<module>.lora_A.weight`` with the LoraConfig is written, as
+diffusers itself does. In a file with neither config nor alphas, every layer has the same rank r and s = 1.
 """
 
 import json
@@ -11,12 +11,9 @@ from typing import Any, Final
 
 from lorakit.errors import PatchError
 from lorakit.files.safetensors import SafetensorsFile
-from lorakit.formats.adapter import ForeignAdapter
-from lorakit.formats.factors import FactorPair, Keys, Suffixes, group_keys, read_pairs, read_scalar
+from lorakit.formats.adapter import ForeignAdapter, Options, refuse_embeddings, refuse_full_tensors, write_single
+from lorakit.formats.factors import PLAIN, FactorPair, Keys, Suffixes, group_keys, read_pairs, read_scalar
 from lorakit.formats.metadata import ConversionSource, metadata_of
-from lorakit.formats.options import Options
-from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
-from lorakit.formats.scales import PLAIN
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import PatchConfig, config_json, parse_config
 
@@ -30,45 +27,44 @@ SUFFIXES: Final[Suffixes] = {
 COMPONENTS: Final = (
     "unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "diffusion_model",
 )  # fmt: skip
-"""the models of a pipeline, which begin its names"""
+"""first parts of names: the models of a pipeline"""
 CONFIG: Final = "lora_adapter_metadata"
-"""where the LoraConfig is in the header's metadata, each key behind its component"""
+"""key of the LoraConfig in the header's metadata; each setting is prefixed with its component"""
 
 
 def read_diffusers(file: SafetensorsFile, options: Options) -> ForeignAdapter:
-    """The layers of a diffusers file, of one component.
+    """Read the layers of one component of a diffusers file.
 
     Raises:
-        PatchError: several components and no ``prefix``, an alpha that diffusers would not give every layer, or a
-        damaged pair.
+        PatchError: several components and no ``prefix``, alphas for some layers only, or a damaged pair.
     """
     header = _header(file)
     prefix = _prefix(file, header, options)
-    found = group_keys(file, SUFFIXES, prefix)
-    pairs = read_pairs(file, found)
+    keys = group_keys(file, SUFFIXES, prefix)
+    pairs = read_pairs(file, keys)
     settings = {key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)}
     if header and not settings:
         raise PatchError(
             f"{file.path}: {CONFIG} in the header says nothing of {prefix!r}, so there is no scale to read"
         )
     if settings:
-        config = _config(file, settings, found, pairs)
+        config = _config(file, settings, keys, pairs)
         if config.method not in PLAIN:
             raise PatchError(f"{file.path}: use_dora in the header: magnitudes of DoRA are not converted")
         alphas = {name: config.alpha_of(name) for name in pairs}
         return ForeignAdapter(file, pairs, alphas, method=config.method, dropout=config.dropout)
-    return ForeignAdapter(file, pairs, _alphas(file, found, pairs))
+    return ForeignAdapter(file, pairs, _alphas(file, keys, pairs))
 
 
 def write_diffusers(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
-    """One file with the LoraConfig in its header, which holds every scale exactly.
+    """Write one file with the LoraConfig in its header, which stores every scale exactly.
 
     Raises:
-        PatchError: anything but updates of linear layers.
+        PatchError: the patch holds more than updates of linear layers.
     """
     refuse_full_tensors(patch, "diffusers")
     refuse_embeddings(patch, "diffusers")
-    prefix = _ended(options.prefix or "")
+    prefix = _with_dot(options.prefix or "")
     parts = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight"}
     tensors = {
         f"{prefix}{module}{parts[part]}": tensor
@@ -81,7 +77,7 @@ def write_diffusers(out: Path, patch: Patch, options: Options, origin: Conversio
 
 
 def _lora_config(patch: Patch) -> dict[str, Any]:
-    """The patch's settings, its layers by their whole names: diffusers passes all of it to PEFT's LoraConfig."""
+    """Return the patch's settings, layers by full names, because diffusers passes them to PEFT's LoraConfig."""
     method = next(iter(patch.layers.values())).method
     return config_json(
         {name: (layer.rank, layer.alpha) for name, layer in patch.layers.items()}, method=method,
@@ -101,21 +97,25 @@ def _header(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) -> str:
-    """What is before the module names: as asked, as the header says, or as the base's own names show."""
+    """Return the prefix of module names: as requested, from the header, or from the base's names.
+
+    Raises:
+        PatchError: there are several components, or names that may begin with one.
+    """
     if options.prefix is not None:
-        return _ended(options.prefix)
-    told = sorted(key.removesuffix("r") for key in header if key == "r" or key.endswith(".r"))
+        return _with_dot(options.prefix)
+    prefixes = sorted(key.removesuffix("r") for key in header if key == "r" or key.endswith(".r"))
     firsts = sorted({first for key in file.entries if (first := key.partition(".")[0]) in COMPONENTS})
-    if len(told) == 1 and all(key.startswith(told[0]) for key in file.entries):
-        return told[0]
-    if not told and not firsts:
+    if len(prefixes) == 1 and all(key.startswith(prefixes[0]) for key in file.entries):
+        return prefixes[0]
+    if not prefixes and not firsts:
         return ""
-    if not told and options.base is not None:  # GPT-2's own names begin with transformer.
+    if not prefixes and options.base is not None:  # the base decides, because GPT-2's own names begin with transformer.
         known = tuple(f"{name}." for name in options.base.shapes.layers)
         for prefix in ("", *(f"{first}." for first in firsts)):
             if all(key.removeprefix(prefix).startswith(known) for key in file.entries):
                 return prefix
-    names = ", ".join(sorted({*(name.removesuffix(".") for name in told), *firsts} - {""}))
+    names = ", ".join(sorted({*(name.removesuffix(".") for name in prefixes), *firsts} - {""}))
     raise PatchError(
         f"{file.path}: names begin with the components of a pipeline ({names}); say which one's adapter is meant"
         " (prefix=), or that this is part of the layer's own name (prefix='')"
@@ -123,10 +123,14 @@ def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) 
 
 
 def _config(
-    file: SafetensorsFile, settings: Mapping[str, Any], found: Keys, pairs: Mapping[str, FactorPair]
+    file: SafetensorsFile, settings: Mapping[str, Any], keys: Keys, pairs: Mapping[str, FactorPair]
 ) -> PatchConfig:
-    """The LoraConfig in the header; it has to be that of these tensors."""
-    stray = next((keys["alpha"] for keys in found.values() if "alpha" in keys), None)
+    """Parse the LoraConfig in the header.
+
+    Raises:
+        PatchError: the config does not describe these tensors.
+    """
+    stray = next((parts["alpha"] for parts in keys.values() if "alpha" in parts), None)
     if stray is not None:
         raise PatchError(
             f"{file.path}: {stray}: the header has a LoraConfig too, and diffusers takes one of both; drop one"
@@ -142,9 +146,14 @@ def _config(
     return config
 
 
-def _alphas(file: SafetensorsFile, found: Keys, pairs: Mapping[str, FactorPair]) -> dict[str, float]:
-    """An alpha for every layer, or none at all and one rank: anything between, diffusers reads in ways of its own."""
-    alphas = {name: read_scalar(file, keys["alpha"]) for name, keys in found.items() if "alpha" in keys}
+def _alphas(file: SafetensorsFile, keys: Keys, pairs: Mapping[str, FactorPair]) -> dict[str, float]:
+    """Return the alphas of all layers; without any, each layer's rank.
+
+    Raises:
+        PatchError: an alpha is missing or zero, or there is none and ranks differ. diffusers reads such files in ways
+        of its own.
+    """
+    alphas = {name: read_scalar(file, parts["alpha"]) for name, parts in keys.items() if "alpha" in parts}
     for name in pairs if alphas else ():
         if name not in alphas:
             raise PatchError(f"{file.path}: {name} has no alpha, and others have one; write {name}.alpha")
@@ -159,5 +168,5 @@ def _alphas(file: SafetensorsFile, found: Keys, pairs: Mapping[str, FactorPair])
     return alphas or {name: float(pair.rank) for name, pair in pairs.items()}
 
 
-def _ended(prefix: str) -> str:
+def _with_dot(prefix: str) -> str:
     return prefix if prefix.endswith(".") or not prefix else f"{prefix}."

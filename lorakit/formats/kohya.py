@@ -1,7 +1,7 @@
-"""kohya's files (sd-scripts): flattened names, and an alpha for every layer.
+"""Read and write kohya's files (sd-scripts): flattened names, and an alpha for every layer.
 
-``<prefix><module with _ for .>.lora_down.weight`` is A, ``.lora_up.weight`` is B; s = alpha / r, and a missing or zero
-``.alpha`` means r. The flattening cannot be undone without the base.
+``<prefix><module with _ for .>.lora_down.weight`` is A, ``.lora_up.weight`` is B; s = alpha / r. A missing or zero
+``.alpha`` means r. Reading needs the base, because several module names may flatten to one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,28 +12,32 @@ import torch
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.safetensors import SafetensorsFile
-from lorakit.formats.adapter import ForeignAdapter
-from lorakit.formats.factors import FactorPair, Suffixes, group_keys, read_pairs, read_scalar
+from lorakit.formats.adapter import (
+    Base,
+    ForeignAdapter,
+    Options,
+    refuse_embeddings,
+    refuse_full_tensors,
+    write_single,
+)
+from lorakit.formats.factors import FactorPair, Suffixes, divided_alpha, group_keys, read_pairs, read_scalar
 from lorakit.formats.metadata import ConversionSource, metadata_of
-from lorakit.formats.options import Base, Options
-from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
-from lorakit.formats.scales import divided_alpha
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import Patch
 
 SUFFIXES: Final[Suffixes] = {".lora_down.weight": "lora_A", ".lora_up.weight": "lora_B", ".alpha": "alpha"}
 PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_")
-"""U-Net, text encoders, transformer: which model of a pipeline a tensor belongs to"""
+"""prefix of each model of a pipeline: U-Net, text encoders, transformer"""
 DEFAULT_PREFIX: Final = "lora_te_"
 FLAT: Final = ("lora_", "lycoris_")
-"""how every flattened name begins"""
+"""prefixes of flattened names"""
 
 
 def read_kohya(file: SafetensorsFile, options: Options) -> ForeignAdapter:
-    """The layers of a kohya file, by the base's names.
+    """Read the layers of a kohya file, by the base's names.
 
     Raises:
-        PatchError: no base, a name that is not that of exactly one of its linear layers, or a damaged pair.
+        PatchError: no base, a name that does not match exactly one of its linear layers, or a damaged pair.
     """
     if options.base is None:
         raise PatchError(
@@ -41,10 +45,10 @@ def read_kohya(file: SafetensorsFile, options: Options) -> ForeignAdapter:
             " what they were; name it (base=)"
         )
     prefix = _prefix(file, options.prefix)
-    found = group_keys(file, SUFFIXES, prefix)
-    pairs = read_pairs(file, found)
+    keys = group_keys(file, SUFFIXES, prefix)
+    pairs = read_pairs(file, keys)
     modules = _modules(file, prefix, pairs, options.base)
-    alphas = {name: read_scalar(file, keys["alpha"]) for name, keys in found.items() if "alpha" in keys}
+    alphas = {name: read_scalar(file, parts["alpha"]) for name, parts in keys.items() if "alpha" in parts}
     return ForeignAdapter(
         file,
         {modules[name]: pair for name, pair in pairs.items()},
@@ -53,14 +57,14 @@ def read_kohya(file: SafetensorsFile, options: Options) -> ForeignAdapter:
 
 
 def write_kohya(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
-    """One file with a float32 alpha for every layer.
+    """Write one file with a float32 alpha for every layer.
 
     Raises:
-        PatchError: two names that flatten to one, a scale that float32 would round, or anything but linear layers.
+        PatchError: two names flatten to one, float32 would round an alpha, or the patch has more than linear layers.
     """
     refuse_full_tensors(patch, "kohya")
     refuse_embeddings(patch, "kohya")
-    prefix = DEFAULT_PREFIX if options.prefix is None else _ended(options.prefix)
+    prefix = DEFAULT_PREFIX if options.prefix is None else _with_underscore(options.prefix)
     names = _flattened(_linear(options.base) if options.base else patch.layers)
     tensors = {}
     for module, layer in patch.layers.items():
@@ -81,20 +85,20 @@ def write_kohya(out: Path, patch: Patch, options: Options, origin: ConversionSou
 
 
 def is_kohya_name(name: str) -> bool:
-    """Whether the part before a suffix is a flattened name."""
+    """True if a key without its suffix is a flattened name."""
     return name.startswith(FLAT) and "." not in name
 
 
-def _prefix(file: SafetensorsFile, asked: str | None) -> str:
-    if asked is not None:
-        return _ended(asked)
-    found = {key: next((prefix for prefix in PREFIXES if key.startswith(prefix)), None) for key in file.entries}
-    unknown = [key for key, prefix in found.items() if prefix is None]
+def _prefix(file: SafetensorsFile, requested: str | None) -> str:
+    if requested is not None:
+        return _with_underscore(requested)
+    prefix_of = {key: next((prefix for prefix in PREFIXES if key.startswith(prefix)), None) for key in file.entries}
+    unknown = [key for key, prefix in prefix_of.items() if prefix is None]
     if unknown:
         raise PatchError(
             f"{file.path}: {unknown[0]}: none of {', '.join(PREFIXES)}; say what is before the name (prefix=)"
         )
-    several = sorted({str(prefix) for prefix in found.values()})
+    several = sorted({str(prefix) for prefix in prefix_of.values()})
     if len(several) != 1:
         raise PatchError(
             f"{file.path}: holds the adapters of several models ({', '.join(several)}); say which one (prefix=)"
@@ -103,18 +107,23 @@ def _prefix(file: SafetensorsFile, asked: str | None) -> str:
 
 
 def _modules(file: SafetensorsFile, prefix: str, names: Mapping[str, FactorPair], base: Base) -> dict[str, str]:
-    """Flattened name -> the one module that flattens to it."""
+    """Return flattened name -> module.
+
+    Raises:
+        PatchError: no module of the base flattens to a name, or several do.
+    """
     known = _flattened(_linear(base))
     modules = {}
     for name in names:
-        found = known.get(name, [])
-        if not found:
+        matches = known.get(name, [])
+        if not matches:
             raise PatchError(
-                f"{file.path}: {prefix}{name}: no linear layer of {base.name} flattens to {name}.{did_you_mean(name, known)}"
+                f"{file.path}: {prefix}{name}: no linear layer of {base.name} flattens to {name}."
+                f"{did_you_mean(name, known)}"
             )
-        if len(found) > 1:
-            raise PatchError(f"{file.path}: {prefix}{name}: several layers of {base.name}: {', '.join(found)}")
-        modules[name] = found[0]
+        if len(matches) > 1:
+            raise PatchError(f"{file.path}: {prefix}{name}: several layers of {base.name}: {', '.join(matches)}")
+        modules[name] = matches[0]
     return modules
 
 
@@ -123,15 +132,15 @@ def _linear(base: Base) -> list[str]:
 
 
 def _flattened(modules: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    flattened: dict[str, list[str]] = {}
     for module in modules:
-        found.setdefault(_flat(module), []).append(module)
-    return found
+        flattened.setdefault(_flat(module), []).append(module)
+    return flattened
 
 
 def _flat(module: str) -> str:
     return module.replace(".", "_")
 
 
-def _ended(prefix: str) -> str:
+def _with_underscore(prefix: str) -> str:
     return prefix if prefix.endswith("_") or not prefix else f"{prefix}_"

@@ -1,6 +1,6 @@
-"""What a foreign file remembers of the patch it came from: settings and facts, in its header's metadata.
+"""Store a patch's settings and facts in the header of a foreign file, and restore them when it is converted back.
 
-Other programs do not look at it. It is believed only while the tensors are the very ones it was written for.
+Other programs ignore this metadata. It is used only if the digest of the tensors still matches.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ from lorakit.patch.adapter_config import parse_config
 from lorakit.version import VERSION
 
 FACTS: Final = "lorakit"
-"""the key in the metadata"""
+"""key in the header's metadata"""
 
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """Where a patch was converted from."""
+    """The file that a patch was converted from."""
 
     format: str
     sha256: str
-    """of the file with the tensors"""
+    """digest of the tensor file"""
     prefix: str | None = None
-    """of the tensors that were asked for; others in the file were left out"""
+    """requested prefix; tensors with other prefixes were left out. None: no prefix was requested"""
 
     def facts(self) -> dict[str, Any]:
-        """As a patch and a foreign file remember it."""
+        """Return the source as it is stored in a patch and in a foreign file."""
         prefix = {} if self.prefix is None else {"prefix": self.prefix}
         return {"lorakit": VERSION, "converted": {"from": self.format, "source_sha256": self.sha256, **prefix}}
 
@@ -47,10 +47,10 @@ class OriginalMetadata:
     facts: Mapping[str, Any]
     embeddings: tuple[str, ...]
     lora_alpha: float | None
-    """what loralib's layers have to be made with; None in formats that hold it themselves"""
+    """alpha of loralib's layers; None in formats that store it themselves"""
 
     def restore(self, patch: Patch) -> Patch:
-        """The patch with its old settings and facts, where they give every layer the scale that the file gives it."""
+        """Return the patch with its old settings and facts; unchanged if these give a layer another scale or rank."""
         config = parse_config(self.path, self.config)
         layers = {
             name: replace(layer, method=config.method, alpha=config.alpha_of(name))
@@ -66,7 +66,7 @@ class OriginalMetadata:
 
 
 def metadata_of(patch: Patch, origin: ConversionSource, *, lora_alpha: float | None = None) -> dict[str, str]:
-    """The metadata of a foreign file's header, the same for the same patch."""
+    """Return the metadata of a foreign file's header, equal for equal patches."""
     tensors = {f"{name}.{part}": t for name, layer in patch.layers.items() for part, t in layer.tensors.items()}
     content = {
         **origin.facts(),
@@ -77,13 +77,13 @@ def metadata_of(patch: Patch, origin: ConversionSource, *, lora_alpha: float | N
     return {"format": "pt", FACTS: json.dumps(content, sort_keys=True)}
 
 
-def read_kept(file: SafetensorsFile, tensors: Mapping[str, Tensor]) -> OriginalMetadata | None:
-    """What the file remembers, or None: nothing, or it is about other tensors.
+def read_original(file: SafetensorsFile, tensors: Mapping[str, Tensor]) -> OriginalMetadata | None:
+    """Read the metadata of the original patch; None if there is none, or if the tensors have changed since.
 
-    ``tensors``: ``<module>.lora_A``, ``<module>.lora_B`` and whole parameters, in lorakit's layout.
+    ``tensors``: ``<module>.lora_A``, ``<module>.lora_B`` and full tensors by parameter, in lorakit's layout.
 
     Raises:
-        PatchError: it is damaged.
+        PatchError: the metadata is damaged.
     """
     try:
         content = json.loads(file.metadata.get(FACTS, "{}"))

@@ -1,7 +1,7 @@
-"""mlx-lm's adapter folder: ``adapters.safetensors`` with A and B transposed, and one scale and rank in its config.
+"""Read and write mlx-lm's adapter folders: A and B transposed, and one scale and rank in the config.
 
-``<module>.lora_a`` (in, r), ``<module>.lora_b`` (r, out); y = x W^T + scale (x lora_a) lora_b. mlx-lm finds a layer by
-its name below ``layers.N.``, in the last ``num_layers`` of them.
+``<module>.lora_a`` (in, r), ``<module>.lora_b`` (r, out); y = x W^T + scale (x lora_a) lora_b. mlx-lm adapts layers by
+their names below ``layers.N.``, in the last ``num_layers`` blocks.
 """
 
 import json
@@ -13,23 +13,20 @@ from typing import Any, Final
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import atomic_folder, write_json
 from lorakit.files.safetensors import SafetensorsFile
-from lorakit.formats.adapter import ForeignAdapter
-from lorakit.formats.factors import Suffixes, group_keys, read_pairs
+from lorakit.formats.adapter import ForeignAdapter, Options, refuse_embeddings, refuse_full_tensors, write_single
+from lorakit.formats.factors import Suffixes, exact_alpha, group_keys, read_pairs
 from lorakit.formats.metadata import ConversionSource, metadata_of
-from lorakit.formats.options import Options
-from lorakit.formats.places import refuse_embeddings, refuse_full_tensors, write_single
-from lorakit.formats.scales import exact_alpha
 from lorakit.patch import Caps, Patch
 
 SUFFIXES: Final[Suffixes] = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 TENSOR_FILE: Final = "adapters.safetensors"
 CONFIG_FILE: Final = "adapter_config.json"
 LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.(.+)")
-ALL_LAYERS: Final = -1  # mlx-lm's own sign
+ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
 
 
 def read_mlx(file: SafetensorsFile, options: Options) -> ForeignAdapter:
-    """The layers of an mlx-lm folder; ``file`` is its tensor file.
+    """Read the layers of an mlx-lm folder; ``file`` is its tensor file.
 
     Raises:
         PatchError: not a plain LoRA, a tensor that mlx-lm would not apply, or a scale that no alpha gives.
@@ -42,26 +39,26 @@ def read_mlx(file: SafetensorsFile, options: Options) -> ForeignAdapter:
         if pair.rank != rank:
             raise PatchError(f"{file.path}: {name}: rank {pair.rank}, and {path} says {rank} for all layers")
     _check_applied(file, path, config["num_layers"], keys, pairs, options)
-    found = exact_alpha(scale, rank)
-    if found is None:
+    method_and_alpha = exact_alpha(scale, rank)
+    if method_and_alpha is None:
         raise PatchError(
             f"{path}: scale {scale!r}: no alpha gives it at rank {rank}, bit for bit; the nearest that has one is"
             f" {scale * rank / rank!r}"
         )
-    method, alpha = found
+    method, alpha = method_and_alpha
     return ForeignAdapter(file, pairs, dict.fromkeys(pairs, alpha), method=method, dropout=dropout)
 
 
 def write_mlx(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
-    """A folder that mlx-lm loads with ``--adapter-path``.
+    """Write a folder that mlx-lm loads with ``--adapter-path``.
 
     Raises:
-        PatchError: layers of different scales or ranks, a layer outside ``layers.N.``, or anything but linear layers.
+        PatchError: layers have different scales or ranks, one is outside ``layers.N.``, or one is not linear.
     """
     refuse_full_tensors(patch, "mlx")
     refuse_embeddings(patch, "mlx")
     first, model = next(iter(patch.layers.items()))
-    places = _places(patch.folder, patch.layers)
+    positions = _layer_positions(patch.folder, patch.layers)
     for name, layer in patch.layers.items():
         if (layer.scale, layer.rank) != (model.scale, model.rank):
             raise PatchError(
@@ -72,7 +69,7 @@ def write_mlx(out: Path, patch: Patch, options: Options, origin: ConversionSourc
         "fine_tune_type": "lora", "num_layers": ALL_LAYERS,
         "lora_parameters": {
             "rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout,
-            "keys": sorted({key for _, key in places.values()}),
+            "keys": sorted({key for _, key in positions.values()}),
         },
     }  # fmt: skip
     parts = {"lora_A": "lora_a", "lora_B": "lora_b"}
@@ -111,11 +108,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[int, float, float, list[str] | None]:
-    """Rank, scale, dropout and the names of adapted layers."""
-    found = config.get("lora_parameters")
-    if not isinstance(found, dict):
+    """Return (rank, scale, dropout, names of adapted layers below ``layers.N.`` or None for all)."""
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
         raise PatchError(f"{path}: lora_parameters is not there, which holds rank and scale")
-    rank, scale, keys, dropout = found.get("rank"), found.get("scale"), found.get("keys"), found.get("dropout", 0.0)
+    rank, scale, keys = (parameters.get(key) for key in ("rank", "scale", "keys"))
+    dropout = parameters.get("dropout", 0.0)
     if type(rank) is not int or rank < 1:
         raise PatchError(f"{path}: lora_parameters.rank must be a positive whole number, got {rank!r}")
     if type(dropout) not in (int, float):
@@ -127,32 +125,36 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[int, float, floa
     return rank, float(scale), float(dropout), keys
 
 
-def _places(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """name -> (N, what is below ``layers.N.``), where mlx-lm looks for layers to adapt: in one stack of them.
+def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return name -> (N, the name below ``layers.N.``); mlx-lm adapts layers of one such stack only.
 
     Raises:
-        PatchError: a name that is somewhere else.
+        PatchError: a name is not in the stack.
     """
-    found = {}
+    positions = {}
     stack = None
     for name in names:
-        place = LAYER.fullmatch(name)
-        if place is None or place.group(1) != (stack or place.group(1)):
+        match = LAYER.fullmatch(name)
+        if match is None or match.group(1) != (stack or match.group(1)):
             where = f"{stack}.N." if stack else "layers.N."
             raise PatchError(f"{path}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out")
-        stack, found[name] = place.group(1), (int(place.group(2)), place.group(3))
-    return found
+        stack, positions[name] = match.group(1), (int(match.group(2)), match.group(3))
+    return positions
 
 
 def _check_applied(
     file: SafetensorsFile, path: Path, num_layers: int, keys: list[str] | None, names: Iterable[str], options: Options
 ) -> None:
-    """Every tensor of the file is one that mlx-lm would apply: it drops the others without a word."""
-    places = _places(file.path, names)
+    """Check that mlx-lm would apply every tensor of the file; it drops others without a message.
+
+    Raises:
+        PatchError: names the first tensor that it would drop.
+    """
+    positions = _layer_positions(file.path, names)
     in_base = [LAYER.fullmatch(name) for name in options.base.modules] if options.base else []
-    indices = [*(index for index, _ in places.values()), *(int(place.group(2)) for place in in_base if place)]
+    indices = [*(index for index, _ in positions.values()), *(int(match.group(2)) for match in in_base if match)]
     total = 1 + max(indices)
-    for name, (index, key) in places.items():
+    for name, (index, key) in positions.items():
         if keys is not None and key not in keys:
             raise PatchError(
                 f"{file.path}: {name}: {path} does not name {key} in lora_parameters.keys, so mlx-lm would not apply"

@@ -1,1 +1,1 @@
-"""Show, compare and examine: patches, bases, runs, this machine."""
+"""Inspect patches, runs, bases and this machine: show, diff, doctor."""

@@ -1,6 +1,6 @@
-"""What differs between two patches, or between two models: most different first, and one sentence at the end.
+"""Compare two patches, or two models: tables with the most different first, and one sentence at the end.
 
-Two patches are compared by what they do, not by their A and B: many pairs of factors make the same update.
+Patches are compared by their updates B A, not by A and B, because many pairs of factors give the same update.
 """
 
 import json
@@ -15,36 +15,38 @@ from torch import Tensor
 
 from lorakit.base.load import find_base
 from lorakit.errors import LorakitError
-from lorakit.lora.low_rank import inner, low_rank, norm, subtract_low_rank
-from lorakit.patch import BaseFiles, Patch, open_base_files, open_patch
+from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.dtypes import dtype_name
+from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
+from lorakit.patch import Patch, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.bases import base_differences
-from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
+from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, base_differences
 from lorakit.patch.patch import check_plain
 
 Say = Callable[[str], None]
 SHOWN: Final = 20
 CELL: Final = 48
 SAME_UPDATE: Final = 1e-6
-"""relative difference up to which two updates are the same: what rounding their factors to float32 explains"""
+"""relative difference up to which two updates are equal: rounding of the factors to float32"""
 BLOCK_ELEMENTS: Final = 1 << 22
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table, and how different its two sides are."""
+    """One row of a table, and the relative difference between its two sides."""
 
     difference: float
     cells: Sequence[str]
 
 
 def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -> bool:
-    """Print how two patches, or two models, differ; True when they are the same.
+    """Print the differences between two patches, or two models; True if they are the same.
 
-    Patches are the same when every update and whole tensor is, and they do not name different bases: an update by
-    ||d1 - d2|| / ||d1|| of delta = s B A, computed through the factors; a whole tensor by its values. Settings are
-    shown; they count by what they do. Models (folders, hub ids, builtin:tiny) are the same when every tensor has the
-    same values, and config and tokenizer say the same; dtypes and files are shown. One tensor is in memory at a time.
+    Patches are the same if all updates and full tensors are equal and they do not name different bases. Updates are
+    compared by ||d1 - d2|| / ||d1|| of delta = s B A, computed from the factors, and full tensors by value. Settings
+    are printed and count only through the updates. Models (folders, hub ids, builtin:tiny) are the same if all tensors
+    have equal values, and config and tokenizer are equal. Dtypes and files are printed and do not count. One tensor is
+    in memory at a time.
 
     Raises:
         LorakitError: one is a patch and the other is not. PatchError, BaseModelError: one of them cannot be read.
@@ -73,37 +75,39 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
     other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
     _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates)
-    names = dict.fromkeys([*one.whole_shapes, *two.whole_shapes])
-    wholes = [
-        _whole(name, *(patch.full_tensors[name] if name in patch.whole_shapes else None for patch in (one, two)))
+    names = dict.fromkeys([*one.full_shapes, *two.full_shapes])
+    full_tensors = [
+        _full_tensor(name, *(patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two)))
         for name in names
     ]
-    other_wholes = [line for line in wholes if line.difference]
-    _table(say, ("whole tensor", "first", "second", "largest", "difference"), other_wholes)
-    if not (bases or other_updates or other_wholes):
+    other_tensors = [line for line in full_tensors if line.difference]
+    _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors)
+    if not (bases or other_updates or other_tensors):
         most = max((line.difference for line in updates), default=0.0)
-        what = f"{len(updates)} updates and {len(wholes)} whole tensors"
+        compared = f"{len(updates)} updates and {len(full_tensors)} full tensors"
         bits = "exactly" if not most else f"updates within {most:.2g} of their size"
-        say(f"the same: {what}, {bits}")
+        say(f"the same: {compared}, {bits}")
         return True
     say(
-        f"different: {len(other_updates)} of {len(updates)} updates, {len(other_wholes)} of {len(wholes)} whole tensors"
+        f"different: {len(other_updates)} of {len(updates)} updates,"
+        f" {len(other_tensors)} of {len(full_tensors)} full tensors"
         + (", and the bases they were made for" if bases else "")
     )
     return False
 
 
 def _settings(patch: Patch) -> dict[str, Any]:
-    """What says how strong a patch is and where it belongs."""
+    """Return the settings that decide a patch's strength, its base and its layers."""
     layers, base = patch.layers.values(), patch.metadata.get("base") or {}
     return {
         "method": patch.config.method, "rank": sorted({layer.rank for layer in layers}),
         "alpha": sorted({layer.alpha for layer in layers}), "scale": sorted({layer.scale for layer in layers}),
-        "dropout": patch.config.dropout, "layers": len(layers), "whole tensors": len(patch.whole_shapes),
+        "dropout": patch.config.dropout, "layers": len(layers), "full tensors": len(patch.full_shapes),
         "parameters": patch.num_parameters, "bias": patch.config.raw.get("bias", "none"),
         "modules_to_save": sorted(patch.config.modules_to_save), "task_type": patch.config.raw.get("task_type"),
         "base model": patch.config.base_model, "revision": patch.config.revision,
-        "lorakit": patch.metadata.get("lorakit"), "base config": base.get("config"), "base dtype": base.get("rounded_to"),
+        "lorakit": patch.metadata.get("lorakit"), "base config": base.get("config"),
+        "base dtype": base.get("rounded_to"),
     }  # fmt: skip
 
 
@@ -113,7 +117,7 @@ def _base_differences(one: Patch, two: Patch) -> list[str]:
 
 
 def _update(name: str, one: Patch, two: Patch) -> Line:
-    """How far delta1 is from delta2; where one has none, it is zero there."""
+    """Compare the updates of one layer; a missing update is zero."""
     a, b = one.layers.get(name), two.layers.get(name)
     ranks = ["-" if layer is None else str(layer.rank) for layer in (a, b)]
     if a and b and (a.sizes, a.embedding) != (b.sizes, b.embedding):
@@ -121,14 +125,14 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
     d1, d2 = (None if x is None else low_rank(dict(x.tensors), x.scale) for x in (a, b))
     if d1 and d2 and torch.equal(d1.B, d2.B) and torch.equal(d1.A, d2.A):
         return Line(0.0, [name, *ranks, "0", "1"])
-    sizes = [0.0 if d is None else norm(d) for d in (d1, d2)]
-    apart = norm(subtract_low_rank(d1, d2)) if d1 and d2 else max(sizes)
-    cosine = f"{inner(d1, d2) / (sizes[0] * sizes[1]):.4f}" if d1 and d2 and all(sizes) else "-"
+    sizes = [0.0 if d is None else frobenius_norm(d) for d in (d1, d2)]
+    apart = frobenius_norm(subtract_low_rank(d1, d2)) if d1 and d2 else max(sizes)
+    cosine = f"{inner_product(d1, d2) / (sizes[0] * sizes[1]):.4f}" if d1 and d2 and all(sizes) else "-"
     difference = _relative(apart, sizes[0])
     return Line(difference, [name, *ranks, f"{difference:.3g}", cosine])
 
 
-def _whole(name: str, one: Tensor | None, two: Tensor | None) -> Line:
+def _full_tensor(name: str, one: Tensor | None, two: Tensor | None) -> Line:
     kinds = ["-" if tensor is None else _kind(tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
     if one is None or two is None or one.shape != two.shape:
         return Line(math.inf, [name, *kinds, "-", "-"])
@@ -181,7 +185,7 @@ def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, An
 
 
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[Line]:
-    """The keys with other values; what does not say which model it is counts as no difference."""
+    """Return a row for every key with unequal values. Keys in NOT_IDENTITY have difference 0."""
     return [
         Line(float(key.rpartition(".")[2] not in NOT_IDENTITY), [key, *(_cell(side, key) for side in (one, two))])
         for key in dict.fromkeys([*one, *two])
@@ -206,7 +210,10 @@ def _stored(name: str, one: BaseFiles, two: BaseFiles) -> Line:
 
 
 def _apart(blocks: Iterable[tuple[Tensor, ...]]) -> tuple[float, float]:
-    """(largest difference of two values, ||one - two|| / ||one||) over pairs of blocks. Equal bits are equal values."""
+    """Return (largest difference of two values, ||one - two|| / ||one||) over pairs of blocks.
+
+    Equal bits are equal values, NaN included.
+    """
     peaks, apart, size = [0.0], 0.0, 0.0
     for one, two in blocks:
         if one.is_complex() and two.is_complex():
@@ -216,26 +223,26 @@ def _apart(blocks: Iterable[tuple[Tensor, ...]]) -> tuple[float, float]:
         if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
             continue
         change = two.double() - before
-        whole = not one.is_floating_point()  # different whole numbers may be the same float64
-        peaks.append(max(float(change.abs().max()), float(whole)))
-        apart = math.hypot(apart, float(torch.linalg.vector_norm(change)), float(whole))
+        is_integer = not one.is_floating_point()  # at least 1, because different int64 may be equal as float64
+        peaks.append(max(float(change.abs().max()), float(is_integer)))
+        apart = math.hypot(apart, float(torch.linalg.vector_norm(change)), float(is_integer))
     return float(torch.tensor(peaks).max()), _relative(apart, size)
 
 
 def _relative(apart: float, size: float) -> float:
-    """apart / size; infinite against nothing, and where a value is no number."""
+    """Return apart / size; infinite if size is 0 or a value is not finite."""
     if not apart:
         return 0.0
     return apart / size if size and math.isfinite(apart) and math.isfinite(size) else math.inf
 
 
 def _kind(dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return name if shape is None else f"{name} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
 def _table(say: Say, header: Sequence[str], lines: Sequence[Line]) -> None:
-    """Aligned columns, most different first; nothing when there are no lines."""
+    """Print aligned columns, most different first; nothing if there are no lines."""
     if not lines:
         return
     shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]

@@ -1,4 +1,7 @@
-"""What this machine can do, and what of it is broken."""
+"""Report what this machine can do, and which parts of the installation are broken.
+
+A broken part is reported; it never ends the report.
+"""
 
 import importlib.metadata
 import os
@@ -11,18 +14,18 @@ import torch
 
 from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.load import BUILTIN, find_base
+from lorakit.files.base_files import open_base_files
 from lorakit.parallel import BACKENDS
-from lorakit.patch import open_base_files
 from lorakit.run.record import versions
 
-OPTIONAL = {
+EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",
     "trackio": "[log]",
 }  # fmt: skip
 
 
 def doctor(say: Callable[[str], None] = print) -> bool:
-    """Print devices, dtypes, engines, compilers and packages; True when nothing is broken."""
+    """Print devices, dtypes, backends, compilers and packages; True if nothing is broken."""
     broken: list[str] = []
     say("versions   " + ", ".join(f"{name} {number}" for name, number in versions().items()))
     say(f"system     {platform.platform()}, {os.cpu_count()} processors, torch uses {torch.get_num_threads()} threads")
@@ -36,15 +39,15 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         "compilers  "
         + ", ".join(f"{tool} {'found' if shutil.which(tool) else 'not found'}" for tool in ("g++", "ninja", "nvcc"))
     )
-    for package, extra in OPTIONAL.items():
+    for package, extra in EXTRAS.items():
         say(f"optional   {package} {_version(package) or f'not installed (extra {extra})'}")
     for base in BUILTIN:
         try:
             open_base_files(find_base(base))
-            say(f"base       {base} is whole")
-        except Exception as problem:  # a doctor reports what it finds, whatever it is
+            say(f"base       {base} is complete")
+        except Exception as problem:  # any problem of a base is reported, because the other checks still count
             broken.append(f"{base}: {problem}")
-    broken += _check_places(say)
+    broken += _check_folders(say)
     for line in broken:
         say(f"BROKEN     {line}")
     if not broken:
@@ -59,13 +62,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _check_places(say: Callable[[str], None]) -> list[str]:
+def _check_folders(say: Callable[[str], None]) -> list[str]:
+    """Print the free space of cache and working folder; returns the folders that cannot be written."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     broken = []
-    for name, place in (("cache", cache), ("here", Path.cwd())):
-        existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    for name, folder in (("cache", cache), ("here", Path.cwd())):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
-        say(f"disk       {name} {place}: {free / 1e9:.1f} GB free")
+        say(f"disk       {name} {folder}: {free / 1e9:.1f} GB free")
         if not os.access(existing, os.W_OK):
-            broken.append(f"{place} cannot be written")
+            broken.append(f"{folder} cannot be written")
     return broken

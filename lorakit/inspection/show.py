@@ -1,15 +1,16 @@
-"""What a patch, a run or a base is."""
+"""Show a patch, a run or a base, and whether a patch fits a base."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from lorakit.base.load import find_base, load_skeleton
 from lorakit.errors import LorakitError
-from lorakit.files.base_files import read_json
-from lorakit.lora.coverage import covering
-from lorakit.patch import BaseShapes, Patch, check_base, check_fits, open_base_files, read_patch, unverified_note
+from lorakit.files.base_files import open_base_files, read_json
+from lorakit.files.dtypes import dtype_name
+from lorakit.lora.coverage import coverage_of
+from lorakit.patch import BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.fingerprint import full_digests
@@ -22,12 +23,12 @@ Say = Callable[[str], None]
 
 
 def show(path: str, base: str | None = None, say: Say = print, *, full: bool = False) -> None:
-    """Print what lies at ``path``; with ``base``, also whether a patch belongs to it, tensor by tensor.
+    """Print a description of the patch, run or base at ``path``; with ``base``, also the fit of each tensor of a patch.
 
     ``full``: compare every value of the base's adapted weights, not samples of them.
 
     Raises:
-        LorakitError: nothing known lies there, it is damaged, or the patch does not belong to ``base``.
+        LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
     folder = Path(path)
     known = False
@@ -43,7 +44,7 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
         known = True
     if not known:
         if base is not None:
-            read_patch(folder)  # says what is there instead of a patch
+            read_patch(folder)  # for its error, which names the reason
         if folder.is_dir() and not (folder / "config.json").is_file():
             inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
             more = f"; there are patches inside: {', '.join(inside[:5])}" if inside else ""
@@ -57,11 +58,10 @@ def _show_patch(patch: Patch, say: Say) -> None:
     kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patch.layers))
     _table(
         say,
-        patch=folder, base=config.base_model, packed=_packed(facts), method=config.method,
+        patch=folder, base=config.base_model, quantised=_quantization(facts), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
-        whole=f"{len(patch.full_tensors)} ({', '.join(list(patch.full_tensors)[:3])}{', ...' if len(patch.full_tensors) > 3 else ''})"
-        if patch.full_tensors else None,
+        full=_first_names(patch.full_shapes) if patch.full_shapes else None,
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
         trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
@@ -73,12 +73,16 @@ def _show_patch(patch: Patch, say: Say) -> None:
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
 
 
-def _packed(facts: Mapping[str, Any]) -> str | None:
-    """How the base was packed that it was trained on."""
-    told = (facts.get("base") or {}).get("packed")
-    if told is None:
+def _first_names(names: Collection[str]) -> str:
+    return f"{len(names)} ({', '.join([*names][:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _quantization(facts: Mapping[str, Any]) -> str | None:
+    """Describe the base's quantisation during training; None if it was not quantised."""
+    record = (facts.get("base") or {}).get("packed")
+    if record is None:
         return None
-    return f"{told['name']}, {len(told['layers'])} layers computing in {told['dtype']} (lorakit merge --onto)"
+    return f"{record['name']}, {len(record['layers'])} layers computing in {record['dtype']} (lorakit merge --onto)"
 
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
@@ -87,25 +91,23 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     wrong = dict(fit_problems(patch, shapes))
     rows: list[tuple[str, ...]] = []
     for name, layer in patch.layers.items():
-        place = shapes.layers.get(name)
-        there = f"{place[0].name} {_by(place[1])}" if place else "-"
+        in_base = shapes.layers.get(name)
+        there = f"{in_base[0].name} {_by(in_base[1])}" if in_base else "-"
         if name in shapes.experts:
             there = f"experts {_by(shapes.experts[name])}"
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
         rows.append((name, there, update, "no" if name in wrong else "yes"))
-    for name, shape in patch.whole_shapes.items():
+    for name, shape in patch.full_shapes.items():
         there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
-        rows.append((name, there, f"whole {_by(shape)}", "no" if name in wrong else "yes"))
-    for name, held in patch.token_rows.items():
+        rows.append((name, there, f"full {_by(shape)}", "no" if name in wrong else "yes"))
+    for name, token_rows in patch.token_rows.items():
         there = _by(shapes.parameters[f"{name}.weight"]) if f"{name}.weight" in shapes.parameters else "-"
-        what = f"rows of {len(held.tokens)} tokens {_by(tuple(held.tensor.shape))}"
-        rows.append((name, there, what, "no" if name in wrong else "yes"))
+        described = f"rows of {len(token_rows.tokens)} tokens {_by(tuple(token_rows.tensor.shape))}"
+        rows.append((name, there, described, "no" if name in wrong else "yes"))
     rows += [
-        (name, "yes", "-", "no")
-        for name in wrong
-        if name not in {*patch.layers, *patch.whole_shapes, *patch.token_rows}
+        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.full_shapes, *patch.token_rows}
     ]
-    _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_alike(rows)])
+    _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_joined(rows)])
     check_fits(patch, shapes, base)
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
@@ -116,12 +118,12 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     say(f"\nfits {base}: the base it was trained on, by {compared} of {len(patch.layers)} weights{more}")
 
 
-def _alike(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that differ in the numbers of their name alone, as one: model.layers.{0-31}.mlp.up_proj."""
+def _joined(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join rows that differ only in the numbers of their names: model.layers.{0-31}.mlp.up_proj."""
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name, *cells in rows:
         groups.setdefault((re.sub(r"\d+", "#", name), *cells), []).append([int(n) for n in re.findall(r"\d+", name)])
-    found = []
+    joined = []
     for (pattern, *cells), numbers in groups.items():
         name = pattern
         for column in zip(*numbers, strict=True):
@@ -132,8 +134,8 @@ def _alike(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
                 else f"{len(values)} of them"
             )
             name = name.replace("#", str(values[0]) if len(values) == 1 else f"{{{span}}}", 1)
-        found.append((name, *cells))
-    return found
+        joined.append((name, *cells))
+    return joined
 
 
 def _aligned(say: Say, rows: list[tuple[str, ...]]) -> None:
@@ -147,8 +149,8 @@ def _show_run(folder: Path, say: Say) -> None:
     run = read_json(folder / RECORD)
     done, total = run.get("steps"), run.get("total_steps")
     newest = Checkpoints(folder / "checkpoints", 1).newest()
-    kept = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
-    status = "finished" if done is not None else f"not finished, {kept}; lorakit train goes on"
+    progress = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
+    status = "finished" if done is not None else f"not finished, {progress}; lorakit train goes on"
     _table(
         say,
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
@@ -163,9 +165,7 @@ def _show_run(folder: Path, say: Say) -> None:
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_skeleton(folder)
-    dtypes = sorted(
-        {str(entry.dtype).removeprefix("torch.") for shard in files.shards for entry in shard.entries.values()}
-    )
+    dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
     _table(
         say,
         base=name, folder=folder, architecture=type(model).__name__,
@@ -173,7 +173,7 @@ def _show_base(name: str, say: Say) -> None:
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
     )  # fmt: skip
     say(f"\n{'layers':<20} {'count':>6}  example")
-    for kind in covering(model, ()).kinds:
+    for kind in coverage_of(model, ()).kinds:
         say(f"{kind.name:<20} {kind.count:>6}  {kind.example}")
 
 

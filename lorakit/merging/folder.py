@@ -1,4 +1,4 @@
-"""What a merged model's folder holds beside its weights: config, tokenizer, index."""
+"""Write the files of a merged model beside its weights: config, tokenizer and index."""
 
 import shutil
 from pathlib import Path
@@ -6,22 +6,23 @@ from typing import Any, Final
 
 from lorakit.base.load import TOKENIZER_FILES
 from lorakit.files.atomic import json_text
-from lorakit.files.base_files import INDEX, read_json
+from lorakit.files.base_files import INDEX, BaseFiles, read_json
+from lorakit.files.dtypes import dtype_name
 from lorakit.merging.plan import MergePlan
-from lorakit.patch import BaseFiles
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+"""suffixes of weight files"""
 TEMPLATES: Final = "additional_chat_templates"
 
 
 def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path) -> None:
-    """Config, tokenizer, index and what else belongs to a model folder, with what the merge changes in them."""
+    """Copy config, tokenizer and other small files to the folder ``model``, with the changes that the merge needs."""
     _copy_files(files, plan, model)
     config = files.config()
     if changed := _changed_config(config, plan):
         (model / "config.json").write_text(json_text(changed))
     if (files.folder / INDEX).is_file():
-        weight_map = {piece.name: name for name, pieces in plan.shards.items() for piece in pieces}
+        weight_map = {tensor.name: name for name, tensors in plan.shards.items() for tensor in tensors}
         index = read_json(files.folder / INDEX)
         metadata = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
         if weight_map != index["weight_map"] or plan.dtype or plan.vocabulary:
@@ -31,17 +32,18 @@ def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path) -
 
 
 def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] | None:
+    """Return the merged model's config; None if the base's stays as it is."""
     changes: dict[str, Any] = {}
     if plan.untied:
         changes["tie_word_embeddings"] = False
     if plan.vocabulary is not None:
         changes["vocab_size"] = plan.vocabulary.num_tokens
     if plan.dtype is not None:
-        changes["dtype"] = str(plan.dtype).removeprefix("torch.")
-    if plan.unpacked:
+        changes["dtype"] = dtype_name(plan.dtype)
+    if plan.dequantized:
         config.pop("quantization_config", None)
     if not changes:
-        return config if plan.unpacked else None
+        return config if plan.dequantized else None
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.update({key: value for key, value in changes.items() if part is config or key in part})
@@ -51,7 +53,7 @@ def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] |
 
 
 def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
-    for path in model.iterdir():  # what an interrupted merge left of these
+    for path in model.iterdir():  # an interrupted merge may have left some of these files
         if path.name not in plan.shards:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(files.folder.iterdir()):

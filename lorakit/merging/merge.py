@@ -1,13 +1,14 @@
-"""The merge, top to bottom: plan it, write it file by file, check that everything went in, give it its name."""
+"""Merge patches into a base: plan, write file by file, check that every part was applied, rename into place.
+
+The base is never written, and the merged folder appears only when it is complete.
+"""
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,26 +16,24 @@ from lorakit.base.load import find_base, load_skeleton
 from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json
-from lorakit.merging.compare import measure_error
-from lorakit.merging.dequantized import (
+from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.merging.folder import write_config_and_tokenizer
+from lorakit.merging.onto import (
     DEQUANTIZED,
     REASONS,
     TrainedQuantization,
     choose_target,
     trained_quantization,
-    unpacked_files,
 )
-from lorakit.merging.folder import write_config_and_tokenizer
-from lorakit.merging.plan import MergePlan, plan_merge, shared_places
+from lorakit.merging.plan import MergePlan, plan_merge, shared_names
 from lorakit.merging.requantize import requantize_folder
 from lorakit.merging.staging import Lines, Staging, staged
-from lorakit.merging.tensors import WeightedPatch
-from lorakit.merging.verify import verify_merge
+from lorakit.merging.verify import measure_error, verify_merge
 from lorakit.merging.write import write_shard
-from lorakit.patch import BaseFiles, BaseIdentity, BaseShapes, check_base, open_base_files, open_patch, unverified_note
+from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.fingerprint import compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.quant.files import is_quantized
+from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
 
 LEDGER: Final = "merge.json"
@@ -56,34 +55,34 @@ def merge(
 ) -> Path:
     """Write the base with the patches merged in as a normal model folder; returns ``out``.
 
-    Each touched tensor is the float64 sum rounded once; all others are copied byte for byte, or converted when
-    ``dtype`` is given. An adapter may be given as (folder, weight). ``out`` appears when it is complete; after an
-    interruption the same call goes on from the last finished file. ``merge.json`` in it says what went where.
+    Each changed tensor is the float64 sum rounded once. All others are copied byte for byte, or converted if ``dtype``
+    is given. An adapter may be given as (folder, weight). ``out`` appears when it is complete; after an interruption
+    the same call resumes after the last finished file. ``out/merge.json`` lists every change.
 
     ``untie``: write a head of its own where a patch changes one of two tensors that share their values.
-    ``onto``: for a patch that was trained on a packed base, which weights it is added to: ``dequantized``, those that
-    training saw (the default: nothing is lost but their rounding), or ``original``, those before they were packed.
-    ``requantize``: pack the result again. ``measure``: run prompts through the packed base + adapters as it was
-    trained, and through the result, and say how far they are apart.
+    ``onto``: for a patch that was trained on a quantised base, the weights it is added to: ``dequantized``, those used
+    in training (the default: only their rounding is lost), or ``original``, those before quantisation.
+    ``requantize``: quantise the result. ``measure``: report the error of the result on a few prompts, against the
+    quantised base + adapters as in training.
     ``verify``: run prompts through base + adapters and through the result, and fail where they differ by more than
     rounding explains.
 
     Raises:
         MergeError: ``out`` exists, or a layer cannot be merged; nothing is left. PatchError: a patch is damaged or of
-        another base. TemporaryFailure: the disk is full; what is finished is kept.
+        another base. TemporaryFailure: the disk is full; finished files remain for the next call.
     """
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
     weighted = _open(adapters)
     files, skeleton = open_base_files(folder), load_skeleton(folder)
     shapes, linear = BaseShapes.of(skeleton), list(linear_layers(skeleton))
-    seen = trained_quantization(files, [one.patch for one in weighted], onto)
-    onto = choose_target(files, seen, onto)
-    _check_options(onto, seen, dtype, requantize=requantize, verify=verify)
-    read = unpacked_files(files, seen) if seen is not None and onto == DEQUANTIZED else files
-    plan = replace(plan_merge(read, shapes, weighted, dtype=dtype, untie=untie), unpacked=is_quantized(folder))
+    quantization = trained_quantization(files, [one.patch for one in weighted], onto)
+    onto = choose_target(files, quantization, onto)
+    _check_options(onto, quantization, dtype, requantize=requantize, verify=verify)
+    dequantize = quantization if onto == DEQUANTIZED else None
+    plan = plan_merge(files, shapes, weighted, quantization=dequantize, dtype=dtype, untie=untie)
     if onto is not None:
-        say(f"onto       {onto}: {REASONS[onto]}" + ("; packed again" if requantize else ""))
+        say(f"onto       {onto}: {REASONS[onto]}" + ("; then quantised" if requantize else ""))
     _check_verifiable(plan, weighted, verify=verify)
     _check_bases(weighted, BaseIdentity(files), base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
     settings = [dtype, untie, allow_base_mismatch, onto, requantize]
@@ -92,15 +91,15 @@ def merge(
         lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
         _check_ledger(plan, shapes, weighted, lines)
         write_config_and_tokenizer(files, plan, staging.model)
-        if seen is not None and requantize:
-            requantize_folder(staging.model, seen, linear)
+        if quantization is not None and requantize:
+            requantize_folder(staging.model, quantization, linear)
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
-            "adapters": _told(weighted),
+            "adapters": _adapter_lines(weighted),
         }  # fmt: skip
-        if seen is not None:
-            ledger["error"] = _measured(folder, weighted, staging.model, plan, seen, say) if measure else None
+        if quantization is not None:
+            ledger["error"] = _measured(folder, weighted, staging.model, plan, quantization, say) if measure else None
         if verify:
             ledger["verified"] = verify_merge(folder, weighted, staging.model, lines, say)
         write_json(staging.model / LEDGER, ledger)
@@ -111,18 +110,18 @@ def merge(
 
 
 def _check_options(
-    onto: str | None, seen: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool
+    onto: str | None, quantization: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool
 ) -> None:
-    if requantize and seen is None:
-        raise MergeError("requantize: no patch says that it was trained on a packed base; merge without --requantize")
+    if requantize and quantization is None:
+        raise MergeError("requantize: no patch was trained on a quantised base; merge without --requantize")
     if requantize and dtype is not None:
-        raise MergeError("requantize: the packed weights have their own form; leave --dtype out")
+        raise MergeError("requantize: quantised weights have their own dtype; leave --dtype out")
     if verify and onto == DEQUANTIZED:
         raise MergeError(
             "verify: compares with the base in floats; a merge onto dequantized weights measures its error instead"
         )
     if verify and requantize:
-        raise MergeError("verify: packing again loses more than rounding; its error is measured instead")
+        raise MergeError("verify: quantisation loses more than rounding; its error is measured instead")
 
 
 def _check_verifiable(plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
@@ -133,8 +132,8 @@ def _check_verifiable(plan: MergePlan, weighted: Sequence[WeightedPatch], *, ver
         )
 
 
-def _told(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
-    """The patches, for the ledger."""
+def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
+    """Return the ledger's lines of the patches."""
     return [
         {
             "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
@@ -145,10 +144,18 @@ def _told(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
 
 
 def _check_bases(
-    weighted: Sequence[WeightedPatch], identity: BaseIdentity, base: str | Path, say: Callable[[str], None], *, full: bool,
+    weighted: Sequence[WeightedPatch],
+    identity: BaseIdentity,
+    base: str | Path,
+    say: Callable[[str], None],
+    *,
+    full: bool,
     mismatch: bool,
-) -> None:  # fmt: skip
-    """Is it the patches' base? ``full``: by every value now, since the merge itself reads other ones."""
+) -> None:
+    """Check that the patches were trained on this base, and report those that hold no digests.
+
+    ``full``: compare every value now, because the merge reads dequantised values and cannot compare them.
+    """
     for one in weighted:
         if not mismatch:
             check_base(one.patch, identity, full=full and full_digests(one.patch) is not None)
@@ -161,58 +168,53 @@ def _measured(
     weighted: Sequence[WeightedPatch],
     merged: Path,
     plan: MergePlan,
-    seen: TrainedQuantization,
+    quantization: TrainedQuantization,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """The error against what was trained, or None where that cannot be run beside the merged model."""
+    """Measure the error against the trained forward pass; None where base and adapters cannot be run together."""
     experts = any(layer.num_experts for one in weighted for layer in one.patch.layers.values())
     if experts or plan.vocabulary is not None:
         say(f"error      not measured: {'experts are changed' if experts else 'the vocabulary changes'}")
         return None
-    return measure_error(base, weighted, merged, seen, say)
+    return measure_error(base, weighted, merged, quantization, say)
 
 
 def _check_out(out: Path, base: Path) -> None:
     if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     if base.resolve() in out.absolute().resolve().parents:
-        raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another place")
+        raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
 
 def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
-    """The patches and their weights, opened.
+    """Open the patches.
 
     Raises:
-        MergeError: none, one twice, or a weight that is no number. PatchError: one is damaged.
+        MergeError: no patch, one patch twice, or a weight that is not finite. PatchError: a patch is damaged.
     """
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
-    weighted: list[WeightedPatch] = []
-    for adapter in adapters:
-        path, weight = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
-        if not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise MergeError(f"{path}: the weight must be a finite number, got {weight!r}")
-        patch = open_patch(path)
-        if patch.digest in {one.patch.digest for one in weighted}:
-            raise MergeError(f"{path}: named twice; to apply it with weight 2 write {path}:2")
-        weighted.append(WeightedPatch(len(weighted), Path(path), patch, float(weight)))
+    weighted = open_weighted(adapters)
+    for one in weighted:
+        if one.patch.digest in {other.patch.digest for other in weighted[: one.index]}:
+            raise MergeError(f"{one.folder}: named twice; to apply it with weight 2 write {one.folder}:2")
     return weighted
 
 
 def _write_shards(
     plan: MergePlan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]
 ) -> Lines:
-    """Every file of the model. One is made durable while the next is computed."""
+    """Write every file of the model; returns the ledger's lines. One file is synced while the next is computed."""
     lines: Lines = []
     _check_space(plan, staging, out)
     with ThreadPoolExecutor(1) as disk:
         finishing: Future[None] | None = None
-        for number, (name, pieces) in enumerate(plan.shards.items(), 1):
+        for number, (name, tensors) in enumerate(plan.shards.items(), 1):
             done = staging.finished(name)
             before = "" if done is None else "finished before, "
             if done is None:
                 part = staging.folder / f"{name}.part"
-                done = write_shard(part, plan.files[name], pieces, check_base=check_base)
+                done = write_shard(part, plan.files[name], tensors, check_base=check_base)
                 if finishing is not None:
                     finishing.result()
                 finishing = disk.submit(staging.finish, part, name, done)
@@ -224,23 +226,25 @@ def _write_shards(
 
 
 def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[WeightedPatch], lines: Lines) -> None:
-    """Every layer and whole tensor of every patch was applied, once; and something changed.
+    """Check that every part of every patch was applied exactly once, and that some value changed.
 
     Raises:
-        MergeError: names what is missing or was applied twice.
+        MergeError: names the part that is missing or was applied twice.
     """
     applied = [(line["patch"], line.get("layer") or line["parameter"], line["tensor"]) for line in lines]
     planned = [
-        (part.of.number, part.place, piece.name) for piece in plan.pieces() for part in (*piece.wholes, *piece.updates)
+        (part.source.index, part.name, tensor.name)
+        for tensor in plan.tensors()
+        for part in (*tensor.full_tensors, *tensor.updates)
     ]
     if sorted(applied) != sorted(planned):
         raise MergeError(f"not applied exactly once: {sorted(set(planned) ^ set(applied))[:3]}")
-    places = {(number, place) for number, place, _ in applied}
+    merged = {(index, name) for index, name, _ in applied}
     for one in weighted:
-        shared = set() if plan.untied else shared_places(shapes, one.patch)
-        for place in (*one.patch.layers, *one.patch.whole_shapes, *one.patch.token_rows):
-            if (one.number, place) not in places and place not in shared:
-                raise MergeError(f"{one.folder}: {place} was not merged")
+        shared = set() if plan.untied else shared_names(shapes, one.patch)
+        for name in (*one.patch.layers, *one.patch.full_shapes, *one.patch.token_rows):
+            if (one.index, name) not in merged and name not in shared:
+                raise MergeError(f"{one.folder}: {name} was not merged")
     if plan.vocabulary is None and not any(line["changed"] for line in lines):
         raise MergeError(
             "nothing would change: every update is zero, cancels, or is lost in rounding to the stored dtype"
@@ -255,11 +259,11 @@ def _check_space(plan: MergePlan, staging: Staging, out: Path) -> None:
 
 
 def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch], settings: list[Any]) -> str:
-    """A digest of everything the merge is made from, so that only the same one is taken up again."""
+    """Return a digest of everything that the merge depends on; only a merge with the same digest is resumed."""
     base = {path.name: file_signature(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
     patches = [
         (one.patch.digest, one.patch.config.raw, one.weight, file_signature(one.folder / TENSOR_FILE))
         for one in weighted
     ]
-    everything = [VERSION, str(files.folder.resolve()), base, patches, settings]
-    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+    inputs = [VERSION, str(files.folder.resolve()), base, patches, settings]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The folder a merged model grows in, beside its target: what is finished in it survives a kill and is used again.
+"""Stage a merged model in a folder beside its target, so that a killed merge resumes after its last finished file.
 
 ``.NAME.merging/`` holds ``model/``, which becomes the target in one rename, and ``progress.json``: the digest of all
-inputs, and of every finished file its size, its time and its lines of the ledger.
+inputs, and for every finished file its size, its time and its lines of the ledger.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Lines = list[dict[str, Any]]
 
 
 class Staging:
-    """A merge under way, or one that was interrupted. ``inputs``: a digest of everything it is made from."""
+    """A merge in progress, or an interrupted one. ``inputs``: digest of everything that the result depends on."""
 
     def __init__(self, target: Path, inputs: str) -> None:
         self._target, self._inputs = target, inputs
@@ -30,44 +30,45 @@ class Staging:
         self._finished: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Take up what an interrupted merge of the same inputs left, or start with nothing."""
-        told: dict[str, Any] = {}
+        """Resume an interrupted merge of the same inputs, or start with an empty folder."""
+        progress: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            told = json.loads(self._progress.read_text())
-        if not isinstance(told, dict) or told.get("inputs") != self._inputs:
+            progress = json.loads(self._progress.read_text())
+        if not isinstance(progress, dict) or progress.get("inputs") != self._inputs:
             shutil.rmtree(self.model, ignore_errors=True)
-            told = {"inputs": self._inputs, "finished": {}}
+            progress = {"inputs": self._inputs, "finished": {}}
         for part in self.folder.glob("*.part"):
             part.unlink()
-        self._finished = told["finished"]
+        self._finished = progress["finished"]
         self.model.mkdir(exist_ok=True)
 
     def finished(self, name: str) -> Lines | None:
-        """The ledger's lines of a file that is whole already, else None."""
-        told = self._finished.get(name)
-        if told is None or told["stamp"] != file_signature(self.model / name):
+        """Return the ledger's lines of a finished file; None if it is unfinished or has changed since."""
+        record = self._finished.get(name)
+        if record is None or record["stamp"] != file_signature(self.model / name):
             return None
-        lines: Lines = told["lines"]
+        lines: Lines = record["lines"]
         return lines
 
     def finish(self, part: Path, name: str, lines: Lines) -> None:
-        """A file was written beside its place: make it durable, and remember that it is whole."""
+        """Make a written file durable under its final name, then record it as finished."""
         sync_file(part)
         os.replace(part, self.model / name)
         self._finished[name] = {"stamp": file_signature(self.model / name), "lines": lines}
         write_json(self._progress, {"inputs": self._inputs, "finished": self._finished})
 
     def commit(self) -> None:
-        """Give the model its name."""
+        """Rename the model to the target."""
         commit_folder(self.model, self._target)
         shutil.rmtree(self.folder)
 
 
 @contextlib.contextmanager
 def staged(target: Path, inputs: str) -> Iterator[Staging]:
-    """A staging folder for ``target``, held by this process alone.
+    """Open a staging folder for ``target``, locked by this process.
 
-    An interruption or a full disk leaves it for the next run; an error that another run would meet again removes it.
+    An interruption or a full disk leaves the folder for the next run. Any other error would recur, so it removes the
+    folder.
 
     Raises:
         MergeError: ``target`` exists, or another process merges into it. TemporaryFailure: the disk is full.

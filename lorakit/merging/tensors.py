@@ -1,86 +1,75 @@
-"""What a merged model is made of: patches with weights, what each does to a tensor, and the tensors."""
+"""The tensors of a merged model, and the parts of patches that change them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.experts import expert_factors
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
 from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, rows_update
-from lorakit.merging.dequantized import dequantized_names
-from lorakit.merging.experts import ExpertPlace
-from lorakit.patch import Patch
+from lorakit.merging.experts import ExpertSlice
+from lorakit.merging.readers import WeightReader
+from lorakit.patch.weighted import WeightedPatch
 
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class WeightedPatch:
-    """A patch and the weight of its update in the sum."""
-
-    number: int
-    folder: Path
-    patch: Patch
-    weight: float
-
-
-@dataclass(frozen=True)
 class Contribution:
-    """What one patch does to one tensor: an update, rows of tokens, or a whole tensor in its place."""
+    """One patch's part in one tensor: an update, token rows, or a full tensor."""
 
-    of: WeightedPatch
-    place: str
-    """the module of an update or of rows, the parameter of experts or of a whole tensor"""
-    expert: ExpertPlace | None = None
+    source: WeightedPatch
+    name: str
+    """the module of an update or of token rows; the parameter of experts or of a full tensor"""
+    experts: ExpertSlice | None = None
 
     def update(self) -> Update:
-        """The update of a matrix, read from the patch now."""
-        if self.place in self.of.patch.token_rows:
-            rows = self.of.patch.token_rows[self.place]
-            return rows_update(rows.tensor, rows.tokens, self.of.weight)
-        if self.expert is not None and self.expert.expert is not None:
-            return self.update_of(self.expert.expert)
-        layer = self.of.patch.layers[self.place]
-        return Update(layer.method, layer.scale, dict(layer.tensors), self.of.weight)
+        """Read the update of a matrix from the patch."""
+        if self.name in self.source.patch.token_rows:
+            rows = self.source.patch.token_rows[self.name]
+            return rows_update(rows.tensor, rows.tokens, self.source.weight)
+        if self.experts is not None and self.experts.expert is not None:
+            return self.expert_update(self.experts.expert)
+        layer = self.source.patch.layers[self.name]
+        return Update(layer.method, layer.scale, dict(layer.tensors), self.source.weight)
 
     @property
     def stacked(self) -> bool:
-        """Whether the tensor holds the matrices of all experts."""
-        return self.expert is not None and self.expert.expert is None
+        """True if the tensor holds the matrices of all experts."""
+        return self.experts is not None and self.experts.expert is None
 
-    def update_of(self, expert: int) -> Update:
-        """The update of one expert's matrix, or of the rows of it that the tensor holds."""
-        assert self.expert is not None
-        layer = self.of.patch.layers[self.place]
+    def expert_update(self, expert: int) -> Update:
+        """Read the update of one expert's matrix, or of those of its rows that the tensor holds."""
+        assert self.experts is not None
+        layer = self.source.patch.layers[self.name]
         A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
-        rows = self.expert.rows
-        own = {
-            "lora_A": A[expert][:, rows] if self.expert.transposed else A[expert],
-            "lora_B": B[expert] if self.expert.transposed else B[expert][rows],
+        rows = self.experts.rows
+        factors = {
+            "lora_A": A[expert][:, rows] if self.experts.transposed else A[expert],
+            "lora_B": B[expert] if self.experts.transposed else B[expert][rows],
         }
-        return Update(layer.method, layer.scale, own, self.of.weight)
+        return Update(layer.method, layer.scale, factors, self.source.weight)
 
 
 class ExpertMerger:
-    """Adds updates to the matrices of experts, which a block holds a row each; as ``RowMerger`` does for rows."""
+    """Adds updates to a block of experts' matrices, one flattened matrix a row; ``RowMerger`` does so for rows."""
 
     needs_all_rows = False
 
     def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...]) -> None:
         self._parts, self._shape = parts, shape
-        self.squares = [0.0] * len(parts)
+        self.squared_changes = [0.0] * len(parts)
+        """squared Frobenius norm of each part's change"""
 
     def __call__(self, total: Tensor, rows: slice) -> Tensor:
         for row, expert in enumerate(range(rows.start, rows.stop)):
-            updates = [part.update_of(expert) for part in self._parts]
-            for number, update in enumerate(updates):
-                self.squares[number] += norm_of_sum([update]) ** 2
-            assert self._parts[0].expert is not None
-            kind = CONV1D if self._parts[0].expert.transposed else LINEAR
+            updates = [part.expert_update(expert) for part in self._parts]
+            for index, update in enumerate(updates):
+                self.squared_changes[index] += norm_of_sum([update]) ** 2
+            assert self._parts[0].experts is not None
+            kind = CONV1D if self._parts[0].experts.transposed else LINEAR
             matrix = total[row].view(self._shape[1:])
             total[row] = RowMerger(kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
         return total
@@ -88,24 +77,30 @@ class ExpertMerger:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the merged model and what it is made of; without parts it is copied, or converted."""
+    """One tensor of the merged model and its parts; without parts the base's tensor is copied, or converted."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    file: SafetensorsFile
+    base: WeightReader
     stored: str
-    """the base's tensor it starts from"""
+    """the base's tensor that the parts are added to"""
     kind: LayerKind | None = None
+    """kind of the layer whose weight this is; None for other parameters"""
     updates: tuple[Contribution, ...] = ()
-    wholes: tuple[Contribution, ...] = ()
+    full_tensors: tuple[Contribution, ...] = ()
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.base.entries[self.stored].shape
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def copied(self) -> bool:
-        """Whether its bytes are the base's."""
-        entry = self.file.entries[self.stored]
-        as_it_is = self.stored not in dequantized_names(self.file) and (entry.dtype, entry.shape) == (
-            self.dtype,
-            self.shape,
-        )
-        return as_it_is and not self.updates and not self.wholes
+        """True if the tensor's bytes are the base's."""
+        entry = self.base.entries[self.stored]
+        as_stored = self.base.is_stored(self.stored) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
+        return as_stored and not self.updates and not self.full_tensors

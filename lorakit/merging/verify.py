@@ -1,4 +1,8 @@
-"""Does the merged model do what base + adapters do? Layer by layer against a bound, and over the whole model."""
+"""Compare a merged model with base + adapters: layer by layer against a bound, or by the error of its logits.
+
+``verify_merge`` is for bases in floats: rounding explains every difference, or the merge fails. ``measure_error`` is
+for quantised bases, where the distance is reported and not bounded.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import load_base, load_tokenizer, num_tokens
+from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.errors import BaseModelError, MergeError
-from lorakit.inference.bind import bind
+from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.inference.bind import build_slots
 from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
-from lorakit.merging.tensors import WeightedPatch
-from lorakit.patch import BaseFiles, BaseShapes, check_fits, open_base_files
+from lorakit.merging.onto import CPU, TrainedQuantization
+from lorakit.patch import BaseShapes, check_fits
+from lorakit.patch.weighted import WeightedPatch
+from lorakit.quant.files import is_quantized
 
 PROMPTS: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -23,7 +31,7 @@ PROMPTS: Final = (
     "def add(a, b):\n    return a + b\n",
 )
 FLOAT32_SLACK: Final = 1e-5
-"""of |x| |W|: what float32 products summed in another order may differ by"""
+"""share of |x| |W| by which float32 products may differ when summed in another order"""
 
 
 def verify_merge(
@@ -33,27 +41,26 @@ def verify_merge(
     lines: Iterable[dict[str, Any]],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run prompts through base + adapters and through the merged model, both in float32; returns what was found.
+    """Run prompts through base + adapters and through the merged model, both in float32; returns the comparison.
 
-    Every adapted layer must give the same output within |x| |R|, where R, from the ledger, is what rounding the merged
-    tensor took away. How far that moves the whole model's logits is measured, not bounded.
+    Every adapted layer must give the same output within |x| |R|, where R is the merged tensor's rounding error, whose
+    norm is in the ledger's ``lines``. The logits of the full model are compared, not bounded.
 
     Raises:
-        MergeError: a layer differs by more than rounding explains; or the merge is of a kind that cannot be compared.
+        MergeError: a layer differs by more than rounding explains, or this kind of merge cannot be compared.
     """
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
-    device = torch.device("cpu")
-    model = load_base(base, torch.float32, device)
+    model = load_base(base, torch.float32, CPU)
     ids = prompt_ids(base, num_tokens(model))
-    comparing = _Comparison(open_base_files(merged), rounding)
-    with torch.no_grad(), with_patches(model, weighted, comparing):
+    comparison = _Comparison(open_base_files(merged), rounding)
+    with torch.no_grad(), with_patches(model, weighted, comparison):
         expected = [model(tokens).logits for tokens in ids]
     del model
     with torch.no_grad():
-        found = [load_base(merged, torch.float32, device)(tokens).logits for tokens in ids]
-    pairs = list(zip(expected, found, strict=True))
+        actual = [load_base(merged, torch.float32, CPU)(tokens).logits for tokens in ids]
+    pairs = list(zip(expected, actual, strict=True))
     result = {
-        "layers": len(comparing.shares), "largest_share_of_bound": max(comparing.shares.values(), default=0.0),
+        "layers": len(comparison.shares), "largest_share_of_bound": max(comparison.shares.values(), default=0.0),
         "largest_logit_difference": max(float((a - b).abs().max()) for a, b in pairs),
         "logit_spread": float(torch.cat([a.flatten() for a, _ in pairs]).std()),
         "tokens": sum(tokens.numel() for tokens in ids),
@@ -67,44 +74,78 @@ def verify_merge(
     return result
 
 
+def measure_error(
+    base: Path,
+    weighted: Sequence[WeightedPatch],
+    merged: Path,
+    quantization: TrainedQuantization,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure the next-token error of the merged model, and of the bare base, against the quantised base + adapters.
+
+    Returns KL divergence, largest logit difference and number of equal next tokens of each. All models run in the dtype
+    of training.
+    """
+    trained = _load_quantized(base, quantization)
+    ids = prompt_ids(base, num_tokens(trained))
+    with torch.no_grad():
+        bare = _logits(trained, ids)
+        with with_patches(trained, weighted):
+            expected = _logits(trained, ids)
+        del trained  # before the merged model is loaded, so that only one is in memory
+        quantized = is_quantized(merged)
+        model = _load_quantized(merged, quantization) if quantized else load_base(merged, quantization.dtype, CPU)
+        actual = _logits(model, ids)
+    with_patch, without = _error(expected, actual), _error(expected, bare)
+    say(
+        f"error      against the trained forward pass on {expected.shape[0]} tokens: KL {with_patch['kl']:.3g}, largest"
+        f" logit difference {with_patch['largest']:.3g}, next token the same at {with_patch['same']} (the base without"
+        f" adapters: KL {without['kl']:.3g}, {without['same']})"
+    )
+    return {"tokens": expected.shape[0], "merged": with_patch, "without_adapters": without}
+
+
 class _Comparison:
-    """Compares each adapted layer's output with what the merged tensor gives for the same input."""
+    """Compares each adapted layer's output with the output of the merged tensor for the same input."""
 
     def __init__(self, merged: BaseFiles, rounding: dict[str, float]) -> None:
         self._merged, self._rounding = merged, rounding
         self.shares: dict[str, float] = {}
+        """largest difference of each layer, as a share of its bound"""
 
     def __call__(self, name: str, shapes: BaseShapes, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         kind = shapes.layers[name][0]
         own = f"{name}.weight"
-        stored = own if own in self._merged.shard_of else self._merged.weight_name(self._holder(name, shapes))
+        stored = own if own in self._merged.shard_of else self._merged.weight_name(_storing_module(name, shapes))
         W = self._read(stored)
-        rounded = self._rounding.get(stored, 0.0)
+        error_norm = self._rounding.get(stored, 0.0)
         if kind is EMBEDDING:
-            rows = torch.ones(x.numel()) * float(getattr(layer, "embed_scale", 1.0))
-            got = kind.shrink(layer, x, W.T)
+            norms = torch.ones(x.numel()) * float(getattr(layer, "embed_scale", 1.0))
+            merged = kind.shrink(layer, x, W.T)
         else:
-            rows = x.reshape(-1, x.shape[-1]).norm(dim=1)
+            norms = x.reshape(-1, x.shape[-1]).norm(dim=1)
             bias = None
             if getattr(layer, "bias", None) is not None:
-                bias_stored = self._merged.tensor_name(name, "bias")
-                bias, rounded = self._read(bias_stored), rounded + self._rounding.get(bias_stored, 0.0)
-            got = kind.product(x, W, bias)
-        difference = (got - y).reshape(-1, y.shape[-1]).norm(dim=1)
-        bound = rows * rounded + FLOAT32_SLACK * (rows * W.norm() + 1)
+                stored_bias = self._merged.tensor_name(name, "bias")
+                bias, error_norm = self._read(stored_bias), error_norm + self._rounding.get(stored_bias, 0.0)
+            merged = kind.product(x, W, bias)
+        difference = (merged - y).reshape(-1, y.shape[-1]).norm(dim=1)
+        bound = norms * error_norm + FLOAT32_SLACK * (norms * W.norm() + 1)
         share = float((difference / bound).max())
-        if not share <= 1.0:
+        if not share <= 1.0:  # so written that a NaN fails too
             raise MergeError(
                 f"{name}: merged and adapted outputs differ by {share:.3g} times what rounding explains;"
                 " nothing was written. Please report this"
             )
         self.shares[name] = max(share, self.shares.get(name, 0.0))
 
-    def _holder(self, name: str, shapes: BaseShapes) -> str:
-        return shapes.tied[1] if shapes.tied is not None and name == shapes.tied[0] else name
-
     def _read(self, stored: str) -> Tensor:
         return self._merged.shard_of[stored].read(stored).float()
+
+
+def _storing_module(name: str, shapes: BaseShapes) -> str:
+    """Return the module whose tensor is stored: the embedding for a tied head."""
+    return shapes.tied[1] if shapes.tied is not None and name == shapes.tied[0] else name
 
 
 Compare = Callable[[str, BaseShapes, nn.Module, Tensor, Tensor], None]
@@ -112,26 +153,24 @@ Compare = Callable[[str, BaseShapes, nn.Module, Tensor, Tensor], None]
 
 
 @contextmanager
-def with_patches(
-    model: nn.Module, weighted: Sequence[WeightedPatch], comparing: Compare | None = None
-) -> Iterator[None]:
-    """The model with all patches on it at once, each layer compared as it runs."""
+def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: Compare | None = None) -> Iterator[None]:
+    """Apply the weighted sum of all patches to the model; ``compare`` is called for each layer as it runs."""
     shapes = BaseShapes.of(model)
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
-    slots = _summed([(one, bind(one.patch, model)) for one in weighted])
+    slots = _sum_by_layer([(one, build_slots(one.patch, model)) for one in weighted])
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     handles = []
     for name in slots:
         layer = model.get_submodule(name)
         kind = shapes.layers[name][0] if name in shapes.layers else None
         handles.append(layer.register_forward_hook(SlotHook(name, kind, route), with_kwargs=True))
-        if kind is not None and comparing is not None:
+        if kind is not None and compare is not None:
 
-            def compare(layer: nn.Module, inputs: Any, named: Any, y: Tensor, name: str = name) -> None:
-                comparing(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
+            def hook(layer: nn.Module, inputs: Any, named: Any, y: Tensor, name: str = name) -> None:
+                compare(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
 
-            handles.append(layer.register_forward_hook(compare, with_kwargs=True))
+            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
     token = route.set(Route((Adapter("all", slots),)))
     try:
         yield
@@ -141,32 +180,8 @@ def with_patches(
             handle.remove()
 
 
-def _summed(bound: list[tuple[WeightedPatch, dict[str, Slot]]]) -> dict[str, Slot]:
-    """One slot per layer for the weighted sum of all patches."""
-    names = dict.fromkeys(name for _, slots in bound for name in slots)
-    return {name: _sum([(one, slots[name]) for one, slots in bound if name in slots]) for name in names}
-
-
-def _sum(slots: list[tuple[WeightedPatch, Slot]]) -> Slot:
-    alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
-    if alone:
-        if len(slots) > 1 or slots[0][0].weight != 1.0:
-            raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")
-        return alone[0]
-    stand_ins = [(one, slot.replacement) for one, slot in slots if slot.replacement is not None]
-    if stand_ins and (len(slots) > 1 or stand_ins[0][0].weight != 1.0):
-        raise MergeError("verify: whole tensors can be compared when one patch with weight 1 brings them")
-    factors = [
-        (slot.A, one.weight * slot.scale * slot.B) for one, slot in slots if slot.A is not None and slot.B is not None
-    ]
-    replacement = stand_ins[0][1] if stand_ins else None
-    if not factors:
-        return Slot(replacement=replacement)
-    return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), replacement)
-
-
 def prompt_ids(base: Path, size: int) -> list[Tensor]:
-    """The prompts in the base's tokens; in bytes when it has no tokenizer."""
+    """Tokenise the prompts; without a tokenizer their bytes are the tokens. Each is (1, tokens), below ``size``."""
     try:
         tokenizer = load_tokenizer(base)
         rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
@@ -175,3 +190,46 @@ def prompt_ids(base: Path, size: int) -> list[Tensor]:
     if not all(len(row) > 1 for row in rows) or not rows:  # transformers makes an empty tokenizer where there is none
         rows = [list(prompt.encode()) for prompt in PROMPTS]
     return [torch.tensor([[token % size for token in row]]) for row in rows]
+
+
+def _sum_by_layer(patches: Sequence[tuple[WeightedPatch, dict[str, Slot]]]) -> dict[str, Slot]:
+    names = dict.fromkeys(name for _, slots in patches for name in slots)
+    return {name: _sum([(one, slots[name]) for one, slots in patches if name in slots]) for name in names}
+
+
+def _sum(slots: Sequence[tuple[WeightedPatch, Slot]]) -> Slot:
+    """Return one slot for the weighted sum of all patches in a layer."""
+    alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
+    if alone:
+        if len(slots) > 1 or slots[0][0].weight != 1.0:
+            raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")
+        return alone[0]
+    replacements = [(one, slot.replacement) for one, slot in slots if slot.replacement is not None]
+    if replacements and (len(slots) > 1 or replacements[0][0].weight != 1.0):
+        raise MergeError("verify: full tensors can be compared when one patch with weight 1 has them")
+    factors = [
+        (slot.A, one.weight * slot.scale * slot.B) for one, slot in slots if slot.A is not None and slot.B is not None
+    ]
+    replacement = replacements[0][1] if replacements else None
+    if not factors:
+        return Slot(replacement=replacement)
+    return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), replacement)
+
+
+def _load_quantized(folder: Path, quantization: TrainedQuantization) -> nn.Module:
+    """Load a model whose weights are quantised in its files, or quantise them as during training."""
+    config = None if is_quantized(folder) else QuantConfig(quantization.scheme, only=quantization.layers)
+    model, tensors = load_quantized(folder, quantization.dtype, config, CPU)
+    return materialize(model, tensors, CPU)
+
+
+def _logits(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
+    return torch.cat([model(tokens).logits[0].float() for tokens in ids])
+
+
+def _error(expected: Tensor, actual: Tensor) -> dict[str, Any]:
+    p, q = expected.log_softmax(-1), actual.log_softmax(-1)
+    return {
+        "kl": float((p.exp() * (p - q)).sum(-1).mean()), "largest": float((expected - actual).abs().max()),
+        "same": int((expected.argmax(-1) == actual.argmax(-1)).sum()),
+    }  # fmt: skip

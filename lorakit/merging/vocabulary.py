@@ -1,4 +1,4 @@
-"""Patches that bring an embedding with more (or fewer) rows than the base's: new tokens."""
+"""Resize the vocabulary where a patch's full embedding has more (or fewer) rows than the base's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,16 @@ from lorakit.patch import BaseShapes, Patch
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A new number of tokens, the tensors with a row for each, and the folder with their tokenizer."""
+    """A new vocabulary size and the tensors that it changes."""
 
     num_tokens: int
     parameters: tuple[str, ...]
+    """names of the parameters with a row per token"""
     tokenizer: Path
+    """folder with the new tokenizer"""
 
     def resized(self, base: BaseShapes) -> BaseShapes:
-        """The shapes of the base after its embedding and head have as many rows."""
+        """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
         layers, parameters = dict(base.layers), dict(base.parameters)
         for name in self.parameters:
             parameters[name] = (self.num_tokens, *parameters[name][1:])
@@ -30,14 +32,15 @@ class Vocabulary:
 
 
 def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | None:
-    """The new vocabulary that a patch brings, or None when every embedding keeps its rows.
+    """Return the patch's new vocabulary; None if no patch changes the number of rows.
 
     Raises:
-        MergeError: only some of the tensors with a row per token come with new rows, or no tokenizer comes with them.
+        MergeError: only some of the tensors with a row per token have the new number of rows, the patch has no
+        tokenizer, or it is not the only patch.
     """
     names = _rows_per_token(base)
     for patch in patches:
-        sizes = {name: patch.whole_shapes[name][0] for name in names if name in patch.whole_shapes}
+        sizes = {name: patch.full_shapes[name][0] for name in names if name in patch.full_shapes}
         resized = {name: size for name, size in sizes.items() if size != base.parameters[name][0]}
         if not resized:
             continue
@@ -55,7 +58,7 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
         if not (patch.folder / "tokenizer_config.json").is_file():
             raise MergeError(
                 f"{patch.folder}: {next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]},"
-                " and the folder holds no tokenizer that knows the new tokens; save it there"
+                " and the folder holds no tokenizer with the new tokens; save it there"
                 " (tokenizer.save_pretrained)"
             )
         return Vocabulary(num_tokens, tuple(names), patch.folder)
@@ -63,6 +66,6 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
 
 
 def _rows_per_token(base: BaseShapes) -> list[str]:
-    """The parameters with a row per token: those of the input embedding and of the output head."""
+    """Return the names of the parameters with a row per token: of the input embedding and of the output head."""
     names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
     return [name for name in names if name in base.parameters]

@@ -1,109 +1,282 @@
-"""Write one file of a merged model. What no patch touches is copied by range; the rest is computed, several tensors
-at a time, each into its own place."""
+"""Write one file of a merged model: unchanged tensors are copied by range, the others computed block by block.
+
+Each tensor is written at its own offset, so several can be computed at a time.
+"""
 
 import errno
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
-from lorakit.errors import MergeError
-from lorakit.files.safetensors import SafetensorsFile, header_bytes, with_length_prefix
-from lorakit.merging.piece import write_piece
-from lorakit.merging.tensors import OutputTensor
+from lorakit.errors import MergeError, PatchError
+from lorakit.files.dtypes import parse_dtype
+from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
+from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, squared_norm
+from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
+from lorakit.patch.fingerprint import WeightDigest, full_digests, mismatch_message
+from lorakit.patch.read import LazyPatchTensors
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+Write = Callable[[memoryview, int], None]
+"""(bytes, offset from the start of the tensor)"""
 
 
 def write_shard(
-    path: Path, file: SafetensorsFile, pieces: list[OutputTensor], *, check_base: bool
+    path: Path, file: SafetensorsFile, tensors: Sequence[OutputTensor], *, check_base: bool
 ) -> list[dict[str, Any]]:
-    """Write the pieces as a safetensors file; returns the ledger's lines, one for every part that went in.
+    """Write the tensors as a safetensors file; returns one line of the ledger for every part.
 
-    ``file``: the base's file that this one follows. ``check_base``: compare every value of the touched tensors with
-    the digests that the patches hold.
+    ``file``: the base's file of the same name. ``check_base``: compare every value of the changed tensors with the
+    digests in the patches.
 
     Raises:
-        MergeError: a merged value does not fit its dtype. PatchError: the base is not the patch's.
+        MergeError: a merged value does not fit its dtype. PatchError: a patch was trained on another base.
     """
-    header = _header(file, pieces)
-    places = _places(pieces, len(header))
-    copied = [(piece, at) for piece, at in places if piece.copied and piece.file is file]
-    computed = [(piece, at) for piece, at in places if not (piece.copied and piece.file is file)]
+    header = _header(file, tensors)
+    placed = list(_offsets(tensors, len(header)))
+    copied = [(tensor, offset) for tensor, offset in placed if _in_file(tensor, file)]
+    computed = [(tensor, offset) for tensor, offset in placed if not _in_file(tensor, file)]
     with open(path, "wb") as target, open(file.path, "rb") as source:
         target.write(header)
         target.flush()
-        for start, count, at in _ranges(copied):
-            copy_range(source.fileno(), target.fileno(), start, count, at)
+        for start, count, offset in _ranges(copied):
+            copy_range(source.fileno(), target.fileno(), start, count, offset)
 
-        def compute(place: tuple[OutputTensor, int]) -> list[dict[str, Any]]:
-            piece, at = place
-            return write_piece(
-                piece, lambda content, offset: _write_all(target.fileno(), content, at + offset), check_base=check_base
+        def compute(item: tuple[OutputTensor, int]) -> list[dict[str, Any]]:
+            tensor, offset = item
+            return write_tensor(
+                tensor, lambda content, at: _write_all(target.fileno(), content, offset + at), check_base=check_base
             )
 
-        # one thread per tensor: the blocks are too small to share one among threads
+        # one thread per tensor, because the blocks are too small to share one among threads
         workers = min(MAX_WORKERS, torch.get_num_threads())
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            lines = [line for found in pool.map(compute, computed) for line in found]
-    return lines
+            return [line for lines in pool.map(compute, computed) for line in lines]
 
 
-def copy_range(source: int, target: int, start: int, count: int, at: int) -> None:
-    """Copy ``count`` bytes between two open files, inside the kernel where it can, sharing blocks where it may.
+def copy_range(source: int, target: int, start: int, count: int, offset: int) -> None:
+    """Copy ``count`` bytes between two open files, inside the kernel and sharing blocks where the file system can.
 
     Raises:
         MergeError: the source ended before that.
     """
     while count:
         try:
-            copied = os.copy_file_range(source, target, min(count, COPY_BYTES), start, at)
+            copied = os.copy_file_range(source, target, min(count, COPY_BYTES), start, offset)
         except OSError as problem:
             if problem.errno not in NO_COPY_RANGE:
                 raise
-            copied = os.pwrite(target, os.pread(source, min(count, COPY_BYTES), start), at)
+            copied = os.pwrite(target, os.pread(source, min(count, COPY_BYTES), start), offset)
         if not copied:
             raise MergeError("the base's files became shorter while they were read")
-        start, at, count = start + copied, at + copied, count - copied
+        start, offset, count = start + copied, offset + copied, count - copied
 
 
-def _write_all(target: int, content: memoryview, at: int) -> None:
+def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
+    """Compute a tensor and write it; returns one line of the ledger for every part.
+
+    Raises:
+        MergeError: a value does not fit the dtype. PatchError: a patch was trained on another base.
+    """
+    shape = (tensor.shape[0] if tensor.shape else 1, math.prod(tensor.shape[1:]))
+    starting = _StartingRows(tensor, shape)
+    stacked = bool(tensor.updates) and tensor.updates[0].stacked
+    updates = [] if stacked else [part.update() for part in tensor.updates]
+    merge: ExpertMerger | RowMerger | None = ExpertMerger(tensor.updates, tensor.shape) if stacked else None
+    if tensor.kind and updates:
+        merge = RowMerger(tensor.kind, updates)
+    # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
+    measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
+    checks = _BaseChecks(tensor if check_base else None)
+    rounding, squared_change, squared_loss = Rounding(tensor.dtype), 0.0, 0.0
+    changed = starting.resized
+    with tensor.base.open(tensor.stored) as read:
+        for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
+            start, stop = rows.start * shape[1], rows.stop * shape[1]
+            before = None if starting.resized else read(start, stop).view(rows.stop - rows.start, shape[1])
+            if before is not None:
+                checks.add(before)
+            exact = starting.rows(before, rows)
+            if merge is not None:
+                exact = merge(exact, rows)
+            if measured and before is not None:
+                squared_change += squared_norm(exact - before)
+            rounded = rounding(exact)
+            squared_loss += (loss := rounding.rounding_error(exact, rounded))
+            write(tensor_bytes(rounded), start * tensor.dtype.itemsize)
+            if before is not None and not changed:
+                changed = not torch.equal(rounded, rounding(before.double()))
+            if not math.isfinite(loss):
+                _check_finite(tensor, before, rounded)
+    checks.compare()
+    if not measured and updates:
+        squared_change = norm_of_sum(updates) ** 2
+    effect = {
+        "changed": changed, "norm_of_rounding": math.sqrt(squared_loss),
+        "lost_to_rounding": math.sqrt(squared_loss / squared_change) if squared_change else 0.0,
+    }  # fmt: skip
+    parts = [("parameter", part) for part in tensor.full_tensors] + [("layer", part) for part in tensor.updates]
+    norms = [*starting.norms(), *(_norm(index, updates, merge) for index in range(len(tensor.updates)))]
+    return [
+        {"patch": part.source.index, key: part.name, "tensor": tensor.name, "norm_of_change": norm, **effect}
+        for (key, part), norm in zip(parts, norms, strict=True)
+    ]
+
+
+def _norm(index: int, updates: Sequence[Update], merge: RowMerger | ExpertMerger | None) -> float:
+    """Return the norm of the change by one update alone."""
+    if updates and updates[index].additive:
+        return norm_of_sum([updates[index]])
+    return 0.0 if merge is None else math.sqrt(merge.squared_changes[index])
+
+
+def _check_finite(tensor: OutputTensor, before: Tensor | None, rounded: Tensor) -> None:
+    """Accept infinities and NaNs only where nothing is added to the base's own.
+
+    Raises:
+        MergeError: a value is not finite.
+    """
+    unchanged = not (tensor.updates or tensor.full_tensors)
+    if unchanged and before is not None and torch.equal(before.isfinite(), rounded.isfinite()):
+        return
+    if before is not None and not before.isfinite().all():
+        raise MergeError(f"{tensor.stored}: the base holds values that are not finite; nothing was written")
+    raise MergeError(f"{tensor.name}: the merged values do not fit {tensor.dtype}; nothing was written")
+
+
+@dataclass
+class _StartingRows:
+    """The float64 rows that updates are added to: the base's, moved or replaced by the full tensors of patches."""
+
+    tensor: OutputTensor
+    shape: tuple[int, int]
+    squared_changes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parts = [(part, part.source.patch.full_tensors) for part in self.tensor.full_tensors]
+        self.squared_changes = [0.0] * len(self.parts)
+        self._wide = torch.empty(0, dtype=torch.float64)
+        self.resized = self.tensor.stored_shape != self.tensor.shape
+
+    def rows(self, before: Tensor | None, rows: slice) -> Tensor:
+        """Return some rows in float64, in memory that the caller may overwrite until the next call."""
+        if not self.parts:
+            assert before is not None
+            return self._widened(before)
+        if before is None:
+            new = self._part(0, rows).to(torch.float64, copy=True)
+            self.squared_changes[0] += squared_norm(new)  # of all values: no base tensor of this shape to compare with
+            return new
+        total = before.to(torch.float64, copy=True)
+        for index, (part, _) in enumerate(self.parts):
+            new = self._part(index, rows).double()
+            difference = new - before.double()
+            self.squared_changes[index] += squared_norm(difference)
+            total += part.source.weight * difference
+        # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
+        return new if len(self.parts) == 1 and self.parts[0][0].source.weight == 1.0 else total
+
+    def norms(self) -> list[float]:
+        """Return each full tensor's distance from the base's tensor, times its weight."""
+        return [
+            abs(part.source.weight) * math.sqrt(square)
+            for (part, _), square in zip(self.parts, self.squared_changes, strict=True)
+        ]
+
+    def _part(self, index: int, rows: slice) -> Tensor:
+        part, tensors = self.parts[index]
+        elements = rows.start * self.shape[1], rows.stop * self.shape[1]
+        if isinstance(tensors, LazyPatchTensors):
+            return tensors.elements(part.name, *elements).view(rows.stop - rows.start, self.shape[1])
+        return tensors[part.name].reshape(self.shape)[rows]
+
+    def _widened(self, block: Tensor) -> Tensor:
+        # the same memory for every block, because touching new memory costs as much as the conversion
+        if self._wide.numel() < block.numel():
+            self._wide = torch.empty(block.numel(), dtype=torch.float64)
+        return self._wide[: block.numel()].view_as(block).copy_(block)
+
+
+class _BaseChecks:
+    """Compares every value of the base's tensor with the full digests in the patches that change it."""
+
+    def __init__(self, tensor: OutputTensor | None) -> None:
+        self._tensor = tensor
+        self._digests: dict[str | None, WeightDigest] = {}
+        """by the dtype that values are rounded to first"""
+        self._expected: list[tuple[Contribution, str, str | None]] = []
+        if tensor is None or tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
+            return  # without stored values of the trained shape there is nothing to compare
+        for part in tensor.updates:
+            digests = full_digests(part.source.patch)
+            if digests and part.name in digests and part.experts is None:
+                rounded_to = part.source.patch.metadata["base"].get("rounded_to")
+                self._expected.append((part, digests[part.name], rounded_to))
+                self._digests.setdefault(rounded_to, WeightDigest(tensor.stored_shape))
+
+    def add(self, before: Tensor) -> None:
+        for rounded_to, digest in self._digests.items():
+            digest.update(before.to(parse_dtype(rounded_to) or before.dtype))
+
+    def compare(self) -> None:
+        """Compare the digests after the last block.
+
+        Raises:
+            PatchError: a patch was trained on another base.
+        """
+        digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
+        for part, expected, rounded_to in self._expected:
+            if digests[rounded_to] != expected and self._tensor is not None:
+                raise PatchError(
+                    mismatch_message(part.source.patch, self._tensor.base.files.folder, f"values of {part.name}")
+                )
+
+
+def _in_file(tensor: OutputTensor, file: SafetensorsFile) -> bool:
+    """True if the tensor is copied from this file."""
+    return tensor.copied and tensor.base.files.shard_of[tensor.stored] is file
+
+
+def _write_all(target: int, content: memoryview, offset: int) -> None:
     while content:
-        written = os.pwrite(target, content, at)
-        content, at = content[written:], at + written
+        written = os.pwrite(target, content, offset)
+        content, offset = content[written:], offset + written
 
 
-def _header(file: SafetensorsFile, pieces: list[OutputTensor]) -> bytes:
-    """The base's own header where nothing in it changes."""
-    told = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
-    planned = {piece.name: (piece.dtype, piece.shape) for piece in pieces}
-    return with_length_prefix(file.header) if file.header and told == planned else header_bytes(planned, file.metadata)
+def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:
+    """Return the base's own header if no dtype, shape or name in it changes, else a new one."""
+    stored = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+    planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    same = bool(file.header) and stored == planned
+    return with_length_prefix(file.header) if same else header_bytes(planned, file.metadata)
 
 
-def _places(pieces: list[OutputTensor], position: int) -> list[tuple[OutputTensor, int]]:
-    """Where each piece begins in the file."""
-    places = []
-    for piece in pieces:
-        places.append((piece, position))
-        position += torch.Size(piece.shape).numel() * piece.dtype.itemsize
-    return places
+def _offsets(tensors: Sequence[OutputTensor], position: int) -> Iterator[tuple[OutputTensor, int]]:
+    """Yield every tensor and its first byte in the file."""
+    for tensor in tensors:
+        yield tensor, position
+        position += tensor.num_bytes
 
 
-def _ranges(copied: list[tuple[OutputTensor, int]]) -> Iterator[tuple[int, int, int]]:
-    """(start in the source, bytes, start in the target), neighbours joined."""
+def _ranges(copied: Sequence[tuple[OutputTensor, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in the source, bytes, start in the target), with neighbouring tensors joined."""
     run: tuple[int, int, int] | None = None
-    for piece, at in copied:
-        entry = piece.file.entries[piece.stored]
-        if run is not None and run[0] + run[1] == entry.start and run[2] + run[1] == at:
+    for tensor, offset in copied:
+        entry = tensor.base.entries[tensor.stored]
+        if run is not None and run[0] + run[1] == entry.start and run[2] + run[1] == offset:
             run = (run[0], run[1] + entry.end - entry.start, run[2])
             continue
         if run is not None:
             yield run
-        run = (entry.start, entry.end - entry.start, at)
+        run = (entry.start, entry.end - entry.start, offset)
     if run is not None:
         yield run

@@ -1,4 +1,4 @@
-"""A combined patch does what was asked of its sources, up to the error it reports."""
+"""A combined patch equals the requested combination of its sources, up to the error it reports."""
 
 import json
 import math
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")  # PEFT's ow
 
 
 def deltas(folder: Path) -> dict[str, Tensor]:
-    """module -> s B A in float64, dense."""
+    """Return module -> s B A, dense in float64."""
     layers = read_patch(folder).layers
     return {
         name: layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
@@ -41,12 +41,12 @@ def deltas(folder: Path) -> dict[str, Tensor]:
 
 
 def weighted(*pairs: tuple[Path, float]) -> dict[str, list[Tensor]]:
-    """module -> the weighted deltas of all patches that have one."""
-    found: dict[str, list[Tensor]] = {}
+    """Return module -> the weighted deltas of all patches that adapt the module."""
+    by_module: dict[str, list[Tensor]] = {}
     for folder, weight in pairs:
         for name, delta in deltas(folder).items():
-            found.setdefault(name, []).append(weight * delta)
-    return found
+            by_module.setdefault(name, []).append(weight * delta)
+    return by_module
 
 
 def apart(got: Tensor, expected: Tensor) -> float:
@@ -55,7 +55,7 @@ def apart(got: Tensor, expected: Tensor) -> float:
 
 @pytest.fixture
 def two(base: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Two patches of one base, with other layers, ranks and methods."""
+    """Two patches of one base, with different layers, ranks and methods."""
     one = make_patch(base, tmp_path / "one", targets=["q_proj", "k_proj", "down_proj"])
     other = make_patch(base, tmp_path / "two", seed=1, rank=3, alpha=5, method="rslora", targets=["q_proj", "up_proj"])
     return one, other
@@ -129,7 +129,7 @@ def test_a_weight_of_zero_leaves_a_patch_out(two: tuple[Path, Path], tmp_path: P
     )
 
 
-def test_a_smaller_rank_gives_the_nearest_matrix_of_that_rank_and_tells_the_error(
+def test_a_smaller_rank_gives_the_nearest_matrix_of_that_rank_and_reports_the_error(
     two: tuple[Path, Path], tmp_path: Path
 ) -> None:
     said: list[str] = []
@@ -161,17 +161,17 @@ def test_one_patch_can_be_brought_to_a_smaller_rank(two: tuple[Path, Path], tmp_
 
 
 def ties_by_hand(parts: list[Tensor], density: float) -> Tensor:
-    """The paper's procedure, one entry after the other."""
-    kept = []
+    """Apply the paper's procedure entry by entry."""
+    trimmed = []
     for part in parts:
         order = part.abs().flatten().argsort(descending=True)[: round(density * part.numel())]
         mask = torch.zeros(part.numel(), dtype=torch.bool)
         mask[order] = True
-        kept.append(torch.where(mask.reshape(part.shape), part, 0.0))
+        trimmed.append(torch.where(mask.reshape(part.shape), part, 0.0))
     result = torch.zeros_like(parts[0])
     for row in range(result.shape[0]):
         for column in range(result.shape[1]):
-            values = [float(part[row, column]) for part in kept]
+            values = [float(part[row, column]) for part in trimmed]
             sign = math.copysign(1.0, sum(values)) if sum(values) else 0.0
             agreeing = [value for value in values if value * sign > 0]
             result[row, column] = sum(agreeing) / len(agreeing) if agreeing else 0.0
@@ -222,7 +222,7 @@ def test_dare_depends_on_its_seed_and_on_the_layer_and_keeps_all_at_density_one(
     one, two = (make_patch(base, tmp_path / f"{n}", seed=n, targets=["q_proj"]) for n in range(2))
     exact = deltas(combine(one, two, out=tmp_path / "sum"))
 
-    same, other, whole = (
+    same, other, undropped = (
         deltas(combine(one, two, out=tmp_path / name, how="dare", rank=32, **options))
         for name, options in {"a": {"seed": 3}, "b": {"seed": 4}, "c": {"density": 1}}.items()
     )
@@ -230,11 +230,11 @@ def test_dare_depends_on_its_seed_and_on_the_layer_and_keeps_all_at_density_one(
     layers = [Q, Q.replace("layers.0", "layers.1")]
     assert all(apart(same[name], other[name]) > 0.5 for name in layers)
     assert not torch.equal(*(same[name].abs() < 1e-5 for name in layers))  # where neither patch kept an entry
-    assert all(apart(whole[name], exact[name]) < 1e-6 for name in layers)
+    assert all(apart(undropped[name], exact[name]) < 1e-6 for name in layers)
 
 
 @pytest.mark.parametrize("how", ["ties", "dare"])
-def test_without_a_rank_the_result_gets_the_ranks_of_its_sources_and_tells_the_true_error(
+def test_without_a_rank_the_result_gets_the_ranks_of_its_sources_and_reports_the_true_error(
     two: tuple[Path, Path], tmp_path: Path, how: Any
 ) -> None:
     small, full = (combine(*two, out=tmp_path / str(rank), how=how, rank=rank) for rank in (None, 32))
@@ -285,7 +285,7 @@ def test_embeddings_and_transposed_layers_of_other_programs_combine(tmp_path: Pa
     assert any("does not say which base it is for" in text for text in said)
 
 
-def test_the_new_patch_knows_the_base_of_its_sources(
+def test_the_new_patch_stores_the_base_of_its_sources(
     base: Path, two: tuple[Path, Path], tmp_path: Path, tokenizer: Any
 ) -> None:
     other = make_base(tmp_path / "other", tokenizer, seed=3)
@@ -302,7 +302,7 @@ def test_the_new_patch_knows_the_base_of_its_sources(
 
 
 def without_facts(folder: Path, copy: Path, change: Any = lambda facts: facts.clear()) -> Path:
-    """The patch as another program would have written it, or with changed facts."""
+    """Copy a patch without lorakit's metadata, or with changed metadata."""
     shutil.copytree(folder, copy)
     facts = dict(read_patch(folder).metadata)
     change(facts)
@@ -321,7 +321,7 @@ def test_patches_of_different_bases_are_refused_by_name(
         make_base(tmp_path / "wide", tokenizer, intermediate_size=64), tmp_path / "shaped", targets=["down_proj"]
     )
     configured = without_facts(two[1], tmp_path / "configured", lambda facts: facts["base"].update(config="b"))
-    told = without_facts(two[0], tmp_path / "told", lambda facts: facts["base"].update(config="a"))
+    labelled = without_facts(two[0], tmp_path / "told", lambda facts: facts["base"].update(config="a"))
     late = without_facts(two[0], tmp_path / "late", lambda facts: facts["base"].update(scheme="sampled-9"))
     out = tmp_path / "sum"
 
@@ -331,7 +331,7 @@ def test_patches_of_different_bases_are_refused_by_name(
     ):
         combine(two[0], foreign, out=out)
     with pytest.raises(PatchError, match="different bases: config differ"):
-        combine(told, configured, out=out)
+        combine(labelled, configured, out=out)
     with pytest.raises(PatchError, match=r"down_proj is linear, \(32, 48\) \(out, in\) in .*one, linear, \(32, 64\)"):
         combine(two[0], shaped, out=out, allow_base_mismatch=True)
     with pytest.raises(PatchError, match="unknown scheme 'sampled-9'"):
@@ -352,7 +352,7 @@ def test_full_digests_tell_bases_apart_that_their_samples_do_not(two: tuple[Path
         combine(without_facts(two[0], tmp_path / "x", change), two[1], out=tmp_path / "sum")
 
 
-def test_a_source_that_does_not_know_its_base_is_recorded(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_source_without_a_base_fingerprint_is_recorded(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
     inside = make_patch(base, tmp_path / "inside", seed=5, targets=["q_proj"])
     stranger = without_facts(inside, tmp_path / "stranger")
 
@@ -376,7 +376,7 @@ def test_patches_trained_in_other_dtypes_combine_where_nothing_contradicts(base:
     check_base(patch, base, full=True)
 
 
-def test_whole_tensors_come_along_from_one_patch_alone(tmp_path: Path, tokenizer: Any) -> None:
+def test_full_tensors_are_copied_from_one_patch_alone(tmp_path: Path, tokenizer: Any) -> None:
     config: dict[str, Any] = {"target_modules": ["q_proj"]}
     base, saved, _ = written(tmp_path / "a", "llama", tokenizer, **config, modules_to_save=["lm_head"])
     _, plain, _ = written(tmp_path / "b", "llama", tokenizer, target_modules=["q_proj", "v_proj"], r=3)
@@ -394,7 +394,7 @@ def test_whole_tensors_come_along_from_one_patch_alone(tmp_path: Path, tokenizer
     peft = PeftModel.from_pretrained(build("opt"), bias).eval()
     assert apart(peft(input_ids=IDS).logits, served) < 1e-5
     for adapters in ([(saved, 0.5), plain], [saved, without_facts(saved, tmp_path / "again", lambda f: f.update(x=1))]):
-        with pytest.raises(MergeError, match=r"whole tensors \(lm_head.weight\).* needs the base"):
+        with pytest.raises(MergeError, match=r"full tensors \(lm_head.weight\).* needs the base"):
             combine(*adapters, out=tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -414,14 +414,14 @@ def test_whole_tensors_come_along_from_one_patch_alone(tmp_path: Path, tokenizer
         ((1, 1), {"rank": 0}, "rank: a whole number from 1, got 0"),
         ((1, 1), {"rank": 8}, "rank: 8, but no layer can use more than 7"),
         ((1, 1), {"rank": 33, "how": "ties"}, "rank: 33, but no layer can use more than 32"),
-        ((1, math.nan), {}, "two: weight nan; a weight is a finite number"),
-        ((math.inf, 1), {}, "one: weight inf"),
+        ((1, math.nan), {}, "two: the weight must be a finite number, got nan"),
+        ((math.inf, 1), {}, "one: the weight must be a finite number, got inf"),
         ((0, 0), {}, "every weight is 0"),
         ((1,), {}, "1 patches: name two or more, or one with the rank"),
         ((), {"rank": 2}, "0 patches"),
     ],
 )
-def test_what_cannot_be_done_as_asked_is_refused_and_leaves_nothing(
+def test_impossible_requests_are_refused_and_leave_nothing(
     two: tuple[Path, Path], tmp_path: Path, weights: tuple[float, ...], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MergeError) as caught:
@@ -430,7 +430,7 @@ def test_what_cannot_be_done_as_asked_is_refused_and_leaves_nothing(
     assert not (tmp_path / "sum").exists()
 
 
-def test_doubles_zeros_and_taken_places_are_refused(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_doubles_zeros_and_existing_folders_are_refused(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
     zero = make_patch(base, tmp_path / "zero", targets=["q_proj"])
     tensors = {key: tensor * ("lora_A" in key) for key, tensor in load_file(zero / TENSORS).items()}
     save_file(tensors, zero / TENSORS, metadata={"format": "pt"})
@@ -464,9 +464,9 @@ def test_norms_of_differences_are_exact_where_the_factors_differ_and_the_product
     one, same = LowRank(B, A), LowRank(B @ mix, torch.linalg.solve(mix, A))
     other = LowRank(A.T[:, :3].repeat(2, 1)[:40], B.T[:3, :30])
 
-    assert algebra.norm(one) == pytest.approx(float((B @ A).norm()), rel=1e-12)
-    assert algebra.norm(algebra.subtract_low_rank(one, same)) < 1e-11 * algebra.norm(one)
-    assert algebra.inner(one, other) == pytest.approx(float((one.dense() * other.dense()).sum()), rel=1e-10)
+    assert algebra.frobenius_norm(one) == pytest.approx(float((B @ A).norm()), rel=1e-12)
+    assert algebra.frobenius_norm(algebra.subtract_low_rank(one, same)) < 1e-11 * algebra.frobenius_norm(one)
+    assert algebra.inner_product(one, other) == pytest.approx(float((one.dense() * other.dense()).sum()), rel=1e-10)
     assert torch.allclose(algebra.truncated(one, 5).dense(), one.dense(), atol=1e-12)
     assert torch.allclose(algebra.truncated(LowRank(B[:3], A), 9).dense(), (B @ A)[:3], atol=1e-12)
 
@@ -478,11 +478,11 @@ def test_large_matrices_are_brought_down_by_random_projections_nearly_as_well(mo
     monkeypatch.setattr(algebra, "EXACT_SIZE", 64)
     state = torch.random.get_rng_state()
 
-    one, again, other = (algebra.nearest_low_rank(D, 10, seed) for seed in (1, 1, 2))
+    one, repeated, other = (algebra.nearest_low_rank(D, 10, seed) for seed in (1, 1, 2))
 
     assert best.residual_norm <= one.residual_norm < 1.01 * best.residual_norm
     assert one.residual_norm == pytest.approx(float((D - one.factors.to(torch.float64).dense()).norm()), rel=1e-6)
-    assert torch.equal(one.factors.A, again.factors.A)
+    assert torch.equal(one.factors.A, repeated.factors.A)
     assert not torch.equal(one.factors.A, other.factors.A)
     assert torch.equal(state, torch.random.get_rng_state())
 

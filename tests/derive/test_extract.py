@@ -1,4 +1,4 @@
-"""What two models differ by comes back as a patch: all of it, or an error that names the rest."""
+"""The difference of two models is extracted as a patch: all of it, or an error that names the rest."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
-    """The model with other tensors, and other settings."""
+    """Copy a model with changed tensors and settings."""
     shutil.copytree(base, folder)
     tensors = load_file(base / WEIGHTS)
     change(tensors)
@@ -42,7 +42,7 @@ def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], obje
 
 
 def nudged(*names: str) -> Callable[[dict[str, Tensor]], object]:
-    """Adds noise to some tensors."""
+    """Return a function that adds noise to some tensors."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def nudged(*names: str) -> Callable[[dict[str, Tensor]], object]:
 
 @pytest.fixture
 def tuned(base: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """(a patch of rank 4, the base with it merged in)."""
+    """(a patch of rank 4, the base with this patch merged)."""
     patch = make_patch(base, tmp_path / "patch")
     return patch, lorakit.merge(base, patch, out=tmp_path / "tuned", dtype="float32")
 
@@ -63,25 +63,25 @@ def test_a_merged_patch_comes_back(base: Path, tuned: tuple[Path, Path], tmp_pat
     said: list[str] = []
     out = extract(base, tuned[1], rank=4, out=tmp_path / "found", say=said.append)
 
-    patch, told = read_patch(out), deltas(tuned[0])
-    assert patch.layers.keys() == told.keys()
-    assert all(apart(delta, told[name]) < 1e-4 for name, delta in deltas(out).items())
+    patch, expected_deltas = read_patch(out), deltas(tuned[0])
+    assert patch.layers.keys() == expected_deltas.keys()
+    assert all(apart(delta, expected_deltas[name]) < 1e-4 for name, delta in deltas(out).items())
     assert {(layer.rank, layer.scale) for layer in patch.layers.values()} == {(4, 1.0)}
     made = patch.metadata["extracted"]
     assert 1 - 1e-8 < made["energy"] <= 1
-    assert made["energies"].keys() == told.keys()
+    assert made["energies"].keys() == expected_deltas.keys()
     assert made["unchanged"] == 2  # embedding and head
     assert said[-1].split() == ["all", "layers", "4", "1.000000"]
-    assert len(said) == 2 + len(told)
-    again = lorakit.merge(base, out, out=tmp_path / "again", dtype="float32")
+    assert len(said) == 2 + len(expected_deltas)
+    repeated = lorakit.merge(base, out, out=tmp_path / "again", dtype="float32")
     expected = lorakit.load(tuned[1], dtype="float32")(IDS).logits
-    assert apart(lorakit.load(again, dtype="float32")(IDS).logits, expected) < 1e-5
+    assert apart(lorakit.load(repeated, dtype="float32")(IDS).logits, expected) < 1e-5
     assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 1e-5
     peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
     assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
 
 
-def test_the_patch_knows_its_base(base: Path, tuned: tuple[Path, Path], tmp_path: Path, tokenizer: Any) -> None:
+def test_the_patch_stores_its_base(base: Path, tuned: tuple[Path, Path], tmp_path: Path, tokenizer: Any) -> None:
     patch = read_patch(extract(base, tuned[1], rank=2, out=tmp_path / "found"))
 
     check_base(patch, base, full=True)
@@ -91,7 +91,7 @@ def test_the_patch_knows_its_base(base: Path, tuned: tuple[Path, Path], tmp_path
         check_base(patch, make_base(tmp_path / "other", tokenizer, seed=3))
 
 
-def test_the_energy_told_is_what_the_patch_keeps(base: Path, tmp_path: Path) -> None:
+def test_the_reported_energy_is_the_energy_of_the_patch(base: Path, tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj"
     full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", f"{down}.weight"))
 
@@ -102,9 +102,9 @@ def test_the_energy_told_is_what_the_patch_keeps(base: Path, tmp_path: Path) -> 
     for name, delta in deltas(out).items():
         D = after[f"{name}.weight"].double() - before[f"{name}.weight"].double()
         best = torch.linalg.svdvals(D)[:5].square().sum() / D.square().sum()
-        kept = 1 - (D - delta).square().sum() / D.square().sum()
-        assert made["energies"][name] == pytest.approx(float(kept), rel=1e-9)
-        assert float(kept) == pytest.approx(float(best), abs=1e-6)
+        retained = 1 - (D - delta).square().sum() / D.square().sum()
+        assert made["energies"][name] == pytest.approx(float(retained), rel=1e-9)
+        assert float(retained) == pytest.approx(float(best), abs=1e-6)
         left, size = left + float((D - delta).square().sum()), size + float(D.square().sum())
     assert deltas(out).keys() == {Q, down}
     assert 0.2 < made["energy"] == pytest.approx(1 - left / size, rel=1e-9)
@@ -132,8 +132,8 @@ def test_models_of_other_dtypes_and_files_are_compared_by_their_values(
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
     exact = changed(base, tmp_path / "rounded", rounded)
-    again = changed(base, tmp_path / "widened", lambda t: t.update({k: v.to(dtype).float() for k, v in t.items()}))
-    plus = changed(again, tmp_path / "plus", nudged(f"{Q}.weight"))
+    repeated = changed(base, tmp_path / "widened", lambda t: t.update({k: v.to(dtype).float() for k, v in t.items()}))
+    plus = changed(repeated, tmp_path / "plus", nudged(f"{Q}.weight"))
     load_base(plus, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
 
@@ -144,7 +144,7 @@ def test_models_of_other_dtypes_and_files_are_compared_by_their_values(
     assert apart(deltas(out)[Q], D) < 1e-6
 
 
-def test_what_is_no_linear_layer_is_refused_by_name_or_saved_whole(base: Path, tmp_path: Path) -> None:
+def test_a_change_of_no_linear_layer_is_refused_by_name_or_saved_in_full(base: Path, tmp_path: Path) -> None:
     full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", NORM, "model.norm.weight"))
 
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_what_is_no_linear_layer_is_refused_by_name_or_saved_whole(base: Path, t
 
 
 def check_same_function(base: Path, full: Path, out: Path, folder: Path, plain: Any) -> None:
-    """Served, merged and in PEFT the patch on the base is the full model."""
+    """Check that the patch on the base equals the full model: served, merged and in PEFT."""
     expected = lorakit.load(full, dtype="float32")(IDS).logits
     merged = lorakit.merge(base, out, out=folder / "merged")
     assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 2e-5
@@ -169,7 +169,7 @@ def check_same_function(base: Path, full: Path, out: Path, folder: Path, plain: 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "gemma3_text"])
-def test_a_wholly_trained_model_comes_back_on_every_kind_of_layer(
+def test_a_fully_trained_model_comes_back_on_every_kind_of_layer(
     tmp_path: Path, tokenizer: Any, architecture: str
 ) -> None:
     build(architecture).save_pretrained(tmp_path / "base")
@@ -183,7 +183,7 @@ def test_a_wholly_trained_model_comes_back_on_every_kind_of_layer(
     assert read_patch(out).config.raw["fan_in_fan_out"] is (architecture == "gpt2")
 
 
-def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_tied_embedding_is_changed_once_and_in_full(tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(base / WEIGHTS)
     full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", "model.embed_tokens.weight"))
@@ -208,8 +208,8 @@ def test_a_tied_embedding_is_changed_once_and_whole(tmp_path: Path, tokenizer: A
     assert torch.equal(patch.full_tensors["lm_head.weight"], patch.full_tensors["model.embed_tokens.weight"])
     check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
     head = changed(full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-    again = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
-    assert diff(out, again, lambda text: None)
+    repeated = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
+    assert diff(out, repeated, lambda text: None)
 
 
 def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
@@ -251,7 +251,9 @@ def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
     assert not (tmp_path / "found").exists()
 
 
-def test_what_changes_no_logits_is_told_and_not_refused(base: Path, tuned: tuple[Path, Path], tmp_path: Path) -> None:
+def test_settings_that_change_no_logits_are_reported_and_not_refused(
+    base: Path, tuned: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder = changed(tuned[1], tmp_path / "other", lambda t: None, eos_token_id=7, attention_dropout=0.5)
     (folder / "tokenizer.json").write_text('{"other": 1}')
     said: list[str] = []
@@ -263,7 +265,7 @@ def test_what_changes_no_logits_is_told_and_not_refused(base: Path, tuned: tuple
     assert said[2].startswith("the tokenizers of")
 
 
-def test_nothing_to_extract_impossible_ranks_and_taken_places_are_refused(
+def test_nothing_to_extract_impossible_ranks_and_existing_folders_are_refused(
     base: Path, tuned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "found"
@@ -294,5 +296,5 @@ def test_the_same_models_give_the_same_bytes_and_nothing_is_drawn(
 
 
 def test_a_matrix_without_change_keeps_all_its_energy() -> None:
-    found = nearest_low_rank(torch.zeros(5, 3, dtype=torch.float64), 2)
-    assert (found.size, found.residual_norm) == (0.0, 0.0)
+    fit = nearest_low_rank(torch.zeros(5, 3, dtype=torch.float64), 2)
+    assert (fit.target_norm, fit.residual_norm) == (0.0, 0.0)

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from lorakit.errors import BaseModelError, PatchError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.files.safetensors import open_tensors
+from lorakit.formats.adapter import Base, Options
 from lorakit.formats.convert import FORMATS, convert
+from lorakit.formats.factors import PLAIN, exact_alpha
 from lorakit.formats.kohya import read_kohya, write_kohya
 from lorakit.formats.metadata import ConversionSource
-from lorakit.formats.options import Base, Options
-from lorakit.formats.scales import PLAIN, exact_alpha
 from lorakit.lora import METHODS
 from lorakit.patch import BaseShapes, PatchLayer, check_base, new_patch, read_patch, write_patch
 from tests.helpers.models import build, outputs
@@ -40,7 +40,7 @@ SIZES = {Q: (32, 32), V: (16, 32), DOWN: (32, 48)}  # (out, in) in the small bas
 FLAT_Q, FLAT_DOWN = Q.replace(".", "_"), DOWN.replace(".", "_")
 
 
-def place(folder: Path, to: str, name: str = "out") -> Path:
+def target_path(folder: Path, to: str, name: str = "out") -> Path:
     return folder / (name if FORMATS[to].folder else f"{name}.safetensors")
 
 
@@ -69,9 +69,11 @@ def layer(
     return PatchLayer(method, rank, alpha, (out, wide), tensors)
 
 
-def write(folder: Path, layers: Mapping[str, PatchLayer], **whole: torch.Tensor) -> Path:
+def write(folder: Path, layers: Mapping[str, PatchLayer], **full_tensors: torch.Tensor) -> Path:
     facts = {"lorakit": "0", "step": 7}
-    return write_patch(folder, new_patch(layers, facts=facts, base_model="some/base", dropout=0.1, whole=whole))
+    return write_patch(
+        folder, new_patch(layers, metadata=facts, base_model="some/base", dropout=0.1, full_tensors=full_tensors)
+    )
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -79,7 +81,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Byte-identical tensors and the same scale for every layer."""
+    """Check for byte-identical tensors and the same scale of every layer."""
     ours, theirs = load_file(one / TENSORS), load_file(other / TENSORS)
     assert ours.keys() == theirs.keys()
     for key, tensor in ours.items():
@@ -91,12 +93,12 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def deltas(folder: Path) -> dict[str, torch.Tensor]:
-    """s B A of every layer of a patch."""
+    """Return module -> s B A."""
     layers = read_patch(folder).layers.items()
     return {n: x.scale * x.tensors["lora_B"].double() @ x.tensors["lora_A"].double() for n, x in layers}
 
 
-# What each program computes from its own files: the oracles.
+# Oracles: the update that each program computes from its own files.
 
 
 def by_kohya(path: Path) -> dict[str, torch.Tensor]:
@@ -111,9 +113,9 @@ def by_kohya(path: Path) -> dict[str, torch.Tensor]:
 
 
 def by_diffusers(path: Path, model: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """As diffusers loads: the LoraConfig in the header, PEFT's injection, PEFT's own difference of a layer."""
-    told = json.loads(metadata(path)["lora_adapter_metadata"])
-    config = LoraConfig(**{key.removeprefix(prefix): v for key, v in told.items() if key.startswith(prefix)})
+    """Load as diffusers does: the LoraConfig in the header, PEFT's injection, PEFT's delta of each layer."""
+    header_config = json.loads(metadata(path)["lora_adapter_metadata"])
+    config = LoraConfig(**{key.removeprefix(prefix): v for key, v in header_config.items() if key.startswith(prefix)})
     state = {key.removeprefix(prefix): tensor for key, tensor in load_file(path).items()}
     inject_adapter_in_model(config, model)
     assert not set_peft_model_state_dict(model, state).unexpected_keys
@@ -154,9 +156,9 @@ def assert_close(
 @pytest.mark.parametrize("to", FOREIGN)
 @pytest.mark.parametrize("name", ["json", "zorvian"])
 def test_a_shipped_patch_goes_to_every_format_and_comes_back_the_same(tmp_path: Path, name: str, to: str) -> None:
-    patch, heard = ROOT / "adapters" / name, []
+    patch, notes = ROOT / "adapters" / name, []
 
-    there = convert(patch, place(tmp_path, to), to=to, base="builtin:tiny", say=heard.append)
+    there = convert(patch, target_path(tmp_path, to), to=to, base="builtin:tiny", say=notes.append)
     back = convert(there, tmp_path / "back", base="builtin:tiny")
 
     assert_same(patch, back)
@@ -166,7 +168,7 @@ def test_a_shipped_patch_goes_to_every_format_and_comes_back_the_same(tmp_path: 
     assert {key: value for key, value in facts.items() if key != "converted"} == old.metadata
     assert "# back\n" in (back / "README.md").read_text()
     check_base(read_patch(back), ROOT / "lorakit" / "assets" / "tiny")  # it still knows its base
-    assert f"28 layers, from peft to {to}" in heard[0]
+    assert f"28 layers, from peft to {to}" in notes[0]
     sha256 = digest(patch / "adapter_model.safetensors")
     assert json.loads(metadata(there)["lorakit"])["converted"] == {"from": "peft", "source_sha256": sha256}
 
@@ -180,16 +182,16 @@ def test_every_program_computes_the_same_update(tmp_path: Path, base: Path, meth
 
     kohya = convert(patch, tmp_path / "kohya.safetensors", to="kohya", prefix="lora_te1")
     assert_close(by_kohya(kohya), {f"lora_te1_{name.replace('.', '_')}": delta for name, delta in expected.items()})
-    heard: list[str] = []
-    loralib = convert(patch, tmp_path / "loralib.safetensors", to="loralib", say=heard.append)
-    assert_close(by_loralib(loralib, told_alpha(heard[0])), expected)
+    notes: list[str] = []
+    loralib = convert(patch, tmp_path / "loralib.safetensors", to="loralib", say=notes.append)
+    assert_close(by_loralib(loralib, alpha_of(notes[0])), expected)
     assert_close(by_mlx(convert(patch, tmp_path / "mlx", to="mlx")), expected)
     if dtype is torch.float32:
         diffusers = convert(patch, tmp_path / "diffusers.safetensors", to="diffusers", prefix="text_encoder")
         assert_close(by_diffusers(diffusers, build_small(base), "text_encoder."), expected, 1e-6)  # PEFT: in float32
 
 
-def told_alpha(note: str) -> float:
+def alpha_of(note: str) -> float:
     return float(note.partition("lora_alpha=")[2].partition(":")[0])
 
 
@@ -222,25 +224,25 @@ def test_patterns_and_rslora_are_expressed_layer_by_layer(tmp_path: Path, base: 
     with pytest.raises(PatchError, match="q_proj has alpha 6.0 and .*down_proj has 7.5; a loralib file holds none"):
         convert(patch, tmp_path / "no.safetensors", to="loralib")
     irrational = write(tmp_path / "irrational", {Q: layer(Q, 8, 5, "rslora")})
-    heard: list[str] = []
-    loralib = strip(convert(irrational, tmp_path / "l.safetensors", to="loralib", say=heard.append))
-    assert_same(irrational, convert(loralib, tmp_path / "l_back", alpha=told_alpha(heard[0])))  # to the last digit
+    notes: list[str] = []
+    loralib = strip(convert(irrational, tmp_path / "l.safetensors", to="loralib", say=notes.append))
+    assert_same(irrational, convert(loralib, tmp_path / "l_back", alpha=alpha_of(notes[0])))  # to the last digit
     tenth = write(tmp_path / "tenth", {Q: layer(Q, 4, 0.1)})
     with pytest.raises(PatchError, match="no float32 alpha divided by rank 4 is its scale 0.025"):
         convert(tenth, tmp_path / "no.safetensors", to="kohya")
 
 
 def strip(path: Path) -> Path:
-    """The file without what lorakit remembers in it."""
-    kept = {key: value for key, value in metadata(path).items() if key != "lorakit"}
-    save_file(load_file(path), path, metadata=kept)
+    """Remove lorakit's metadata from a file."""
+    foreign = {key: value for key, value in metadata(path).items() if key != "lorakit"}
+    save_file(load_file(path), path, metadata=foreign)
     return path
 
 
 def test_a_stripped_file_still_means_the_same(tmp_path: Path, base: Path) -> None:
     patch = write(tmp_path / "patch", {module: layer(module, 4, 6, "rslora") for module in SIZES})
     for to in FOREIGN:
-        there = convert(patch, place(tmp_path, to, to), to=to)
+        there = convert(patch, target_path(tmp_path, to, to), to=to)
         strip(tensor_file(there))
         options = {"alpha": 12.0} if to == "loralib" else {}
 
@@ -254,17 +256,21 @@ def test_a_stripped_file_still_means_the_same(tmp_path: Path, base: Path) -> Non
         PeftModel.from_pretrained(model, back)  # warns when a tensor finds no place
 
 
-def test_what_lorakit_remembers_is_not_believed_of_other_tensors(tmp_path: Path) -> None:
+def test_lorakits_metadata_is_ignored_if_the_tensors_changed(tmp_path: Path) -> None:
     patch = write(tmp_path / "patch", {Q: layer(Q, 4, 6, "rslora")})
     for to in ("diffusers", "loralib"):
-        file = convert(patch, place(tmp_path, to, to), to=to)
+        file = convert(patch, target_path(tmp_path, to, to), to=to)
         save_file({key: t * 2 for key, t in load_file(file).items()}, file, metadata=metadata(file))
     assert "step" not in read_patch(convert(tmp_path / "diffusers.safetensors", tmp_path / "d")).metadata
-    told = json.loads(metadata(convert(patch, tmp_path / "m.safetensors", to="diffusers"))["lora_adapter_metadata"])
-    changed = metadata(tmp_path / "m.safetensors") | {"lora_adapter_metadata": json.dumps(told | {"lora_alpha": 10})}
+    header_config = json.loads(
+        metadata(convert(patch, tmp_path / "m.safetensors", to="diffusers"))["lora_adapter_metadata"]
+    )
+    changed = metadata(tmp_path / "m.safetensors") | {
+        "lora_adapter_metadata": json.dumps(header_config | {"lora_alpha": 10})
+    }
     save_file(load_file(tmp_path / "m.safetensors"), tmp_path / "m.safetensors", metadata=changed)
     layers = read_patch(convert(tmp_path / "m.safetensors", tmp_path / "m")).layers
-    assert layers[Q].scale == 5  # what the format itself says counts
+    assert layers[Q].scale == 5  # from the format's own header
     with pytest.raises(PatchError, match="does not hold its alpha"):
         convert(tmp_path / "loralib.safetensors", tmp_path / "l")
 
@@ -273,7 +279,7 @@ def test_what_lorakit_remembers_is_not_believed_of_other_tensors(tmp_path: Path)
 
 
 def kohya_file(path: Path, *, prefix: str = "lora_te_", **changes: torch.Tensor | None) -> Path:
-    """As sd-scripts saves with --save_precision fp16: alphas too, in its order, with its metadata."""
+    """Write a file as sd-scripts does with --save_precision fp16: alphas too, in its order, with its metadata."""
     t: dict[str, torch.Tensor | None] = {}
     for module, rank in ((Q, 4), (DOWN, 2)):
         name, (out, wide) = prefix + module.replace(".", "_"), SIZES[module]
@@ -313,7 +319,7 @@ def test_a_missing_or_zero_alpha_of_kohya_is_the_rank(tmp_path: Path, base: Path
     assert {x.scale for x in read_patch(patch).layers.values()} == {1.0}
 
 
-def test_a_kohya_file_of_several_models_needs_to_be_told_which(tmp_path: Path, base: Path) -> None:
+def test_a_kohya_file_of_several_models_needs_a_prefix(tmp_path: Path, base: Path) -> None:
     both = load_file(kohya_file(tmp_path / "1.safetensors")) | load_file(
         kohya_file(tmp_path / "2.safetensors", prefix="lora_unet_")
     )
@@ -326,7 +332,9 @@ def test_a_kohya_file_of_several_models_needs_to_be_told_which(tmp_path: Path, b
     patch = convert(tmp_path / "both.safetensors", tmp_path / "patch", base=base, prefix="lora_te")
 
     assert_same(patch, convert(tmp_path / "1.safetensors", tmp_path / "one", base=base))
-    assert read_patch(patch).metadata["converted"]["prefix"] == "lora_te"  # others were left out, as was asked
+    assert (
+        read_patch(patch).metadata["converted"]["prefix"] == "lora_te"
+    )  # tensors with other prefixes were left out, as requested
 
 
 SPELLINGS = {
@@ -350,8 +358,10 @@ def diffusers_file(
         out, wide = SIZES[module]
         t |= {f"{prefix}{module}{down}": normal(rank, wide), f"{prefix}{module}{up}": normal(out, rank)}
         t |= {f"{prefix}{module}.alpha": torch.tensor(alpha)} if alpha is not None else {}
-    told = {} if header is None else {"lora_adapter_metadata": json.dumps(header)}
-    save_file({key: v for key, v in (t | changes).items() if v is not None}, path, metadata={"format": "pt"} | told)
+    header_config = {} if header is None else {"lora_adapter_metadata": json.dumps(header)}
+    save_file(
+        {key: v for key, v in (t | changes).items() if v is not None}, path, metadata={"format": "pt"} | header_config
+    )
     return path
 
 
@@ -375,19 +385,19 @@ def test_diffusers_files_are_read_in_every_spelling(tmp_path: Path, base: Path, 
         convert(file, tmp_path / "no")
 
 
-def test_the_loraconfig_in_a_diffusers_header_is_obeyed(tmp_path: Path) -> None:
+def test_the_loraconfig_in_a_diffusers_header_is_used(tmp_path: Path) -> None:
     config = LoraConfig(
         r=4, lora_alpha=5, use_rslora=True, alpha_pattern={"down_proj": 7}, target_modules=["q_proj", "down_proj"]
     )
-    told = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
-    packed = {f"transformer.{key}": value for key, value in told.items()}
-    for name, header, prefix in (("model", told, ""), ("pipeline", packed, "transformer.")):
+    header_config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
+    packed = {f"transformer.{key}": value for key, value in header_config.items()}
+    for name, header, prefix in (("model", header_config, ""), ("pipeline", packed, "transformer.")):
         file = diffusers_file(tmp_path / f"{name}.safetensors", prefix=prefix, alpha=None, header=header)
         layers = read_patch(convert(file, tmp_path / name)).layers
         assert {n: x.scale for n, x in layers.items()} == {Q: 2.5, DOWN: 3.5}
 
 
-def test_names_that_begin_like_a_component_are_told_apart_by_the_base(tmp_path: Path) -> None:
+def test_names_that_begin_like_a_component_are_resolved_by_the_base(tmp_path: Path) -> None:
     gpt2 = build("gpt2")
     gpt2.save_pretrained(tmp_path / "gpt2")
     patch = make_gpt2_patch(gpt2, tmp_path / "patch")
@@ -413,7 +423,7 @@ def make_gpt2_patch(model: Any, folder: Path) -> Path:
 
 
 def loralib_file(path: Path, **changes: torch.Tensor) -> Path:
-    """lora_state_dict(model) through save_file."""
+    """Write lora_state_dict(model) with save_file."""
     t = {
         f"{m}.lora_{x}": normal(*shape)
         for m, (out, wide) in SIZES.items()
@@ -431,17 +441,19 @@ def test_loralib_files_are_read_with_their_alpha(tmp_path: Path, base: Path) -> 
     patch = convert(file, tmp_path / "patch", alpha=9, base=base)
 
     assert_close(deltas(patch), by_loralib(file, 9))
-    again = convert(patch, tmp_path / "again.safetensors", to="loralib")
-    assert {key: bits(t) for key, t in load_file(again).items()} == {key: bits(t) for key, t in load_file(file).items()}
-    assert_same(patch, convert(again, tmp_path / "kept"))  # lorakit's own file remembers the alpha
+    repeated = convert(patch, tmp_path / "again.safetensors", to="loralib")
+    assert {key: bits(t) for key, t in load_file(repeated).items()} == {
+        key: bits(t) for key, t in load_file(file).items()
+    }
+    assert_same(patch, convert(repeated, tmp_path / "kept"))  # lorakit's own file stores the alpha
     with pytest.raises(PatchError, match="alpha 8 is given, and the file says 9.0; leave it out"):
-        convert(again, tmp_path / "no", alpha=8)
+        convert(repeated, tmp_path / "no", alpha=8)
 
 
 def mlx_folder(
     folder: Path, config: Mapping[str, Any] | None = None, parameters: Mapping[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """As mlx_lm.lora leaves it: all its arguments in the config, an old alpha among them that it does not look at."""
+    """Write a folder as mlx_lm.lora does: all its arguments in the config, with an alpha that mlx-lm ignores."""
     folder.mkdir()
     t: dict[str, Any] = {}
     for module in (V, DOWN):
@@ -453,8 +465,14 @@ def mlx_folder(
     save_file({key: v for key, v in (t | changes).items() if v is not None}, folder / "adapters.safetensors")
     keys = ["self_attn.v_proj", "mlp.down_proj", "self_attn.q_proj"]
     inner = {"rank": 8, "alpha": 16, "dropout": 0.05, "scale": 20.0, "keys": keys} | dict(parameters or {})
-    whole = {"model": "mlx_model", "fine_tune_type": "lora", "num_layers": 1, "lora_parameters": inner, "iters": 600}
-    content = {key: value for key, value in (whole | dict(config or {})).items() if value is not None}
+    defaults = {
+        "model": "mlx_model",
+        "fine_tune_type": "lora",
+        "num_layers": 1,
+        "lora_parameters": inner,
+        "iters": 600,
+    }
+    content = {key: value for key, value in (defaults | dict(config or {})).items() if value is not None}
     (folder / "adapter_config.json").write_text(json.dumps(content))
     return folder
 
@@ -471,8 +489,8 @@ def test_mlx_folders_are_read(tmp_path: Path, base: Path) -> None:
         assert (layers[name].scale, layers[name].alpha) == (20.0, 160)
         expected = 20.0 * t[f"{name}.lora_b"].double().T @ t[f"{name}.lora_a"].double().T
         assert (deltas(patch)[name] - expected).norm() <= 1e-13 * expected.norm()
-    again = convert(patch, tmp_path / "again", to="mlx")
-    assert {key: bits(v) for key, v in load_file(again / "adapters.safetensors").items()} == {
+    repeated = convert(patch, tmp_path / "again", to="mlx")
+    assert {key: bits(v) for key, v in load_file(repeated / "adapters.safetensors").items()} == {
         key: bits(v) for key, v in t.items()
     }
     assert read_patch(patch).config.dropout == 0.05
@@ -490,7 +508,7 @@ def test_foreign_to_foreign_is_the_same_as_by_way_of_a_patch(tmp_path: Path, bas
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own, on biases
 @pytest.mark.parametrize("kind", ["lora_only", "all"])
-def test_biases_have_a_place_in_loralib_alone(tmp_path: Path, kind: str) -> None:
+def test_biases_fit_loralib_alone(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     trained = get_peft_model(
         build("opt"), LoraConfig(r=4, target_modules=["q_proj", "fc1"], bias=kind, init_lora_weights=False)
@@ -510,13 +528,13 @@ def test_biases_have_a_place_in_loralib_alone(tmp_path: Path, kind: str) -> None
     assert torch.equal(outputs(theirs, "opt"), outputs(trained.eval(), "opt"))
     for to in ("kohya", "diffusers", "mlx"):
         with pytest.raises(
-            PatchError, match=rf"bias is a whole tensor of the base, and {to} has no place for it; merge"
+            PatchError, match=rf"bias is a full tensor of the base, and {to} has no place for it; merge"
         ):
-            convert(tmp_path / "patch", place(tmp_path, to, "no"), to=to)
+            convert(tmp_path / "patch", target_path(tmp_path, to, "no"), to=to)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_embeddings_have_a_place_in_loralib_alone(tmp_path: Path, base: Path) -> None:
+def test_embeddings_fit_loralib_alone(tmp_path: Path, base: Path) -> None:
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
     get_peft_model(build_small(base), config).save_pretrained(tmp_path / "patch", save_embedding_layers=False)
@@ -534,7 +552,7 @@ def test_embeddings_have_a_place_in_loralib_alone(tmp_path: Path, base: Path) ->
         with pytest.raises(
             PatchError, match=f"model.embed_tokens is an embedding, and {to} has no place for its update"
         ):
-            convert(tmp_path / "patch", place(tmp_path, to, "no"), to=to)
+            convert(tmp_path / "patch", target_path(tmp_path, to, "no"), to=to)
 
 
 def test_a_patch_without_updates_is_refused(tmp_path: Path) -> None:
@@ -545,13 +563,13 @@ def test_a_patch_without_updates_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, alone, "alone: holds no updates of layers; there is nothing to convert", to="loralib")
 
 
-def test_whole_tensors_have_no_place_anywhere(tmp_path: Path) -> None:
+def test_full_tensors_fit_no_foreign_format(tmp_path: Path) -> None:
     patch = write(tmp_path / "patch", {Q: layer(Q)}, **{"lm_head.weight": normal(64, 32)})
     for to in FOREIGN:
         with pytest.raises(
-            PatchError, match=f"patch: lm_head.weight is a whole tensor of the base, and {to} has no place"
+            PatchError, match=f"patch: lm_head.weight is a full tensor of the base, and {to} has no place"
         ):
-            convert(patch, place(tmp_path, to), to=to)
+            convert(patch, target_path(tmp_path, to), to=to)
 
 
 # Refusals: the file, the tensor or setting, the reason.
@@ -584,7 +602,7 @@ BAD_KOHYA = {
     "dora": ({f"{N}.dora_scale": normal(1, 32)}, f"{N}.dora_scale: DoRA, which this conversion cannot express; the program"),
     "tucker": ({f"{N}.lora_mid.weight": normal(4, 4, 3, 3)}, r"lora_mid.weight: LoRA with a third factor \(Tucker\)"),
     "bias": ({f"{N}.lora_up.bias": normal(32)}, "lora_up.bias: LoRA with a bias of its own"),
-    "difference": ({f"{N}.diff_b": normal(32)}, "diff_b: a whole difference"),
+    "difference": ({f"{N}.diff_b": normal(32)}, "diff_b: a full difference"),
     "unknown": ({f"{N}.surprise": normal(32)}, "surprise: a tensor this format does not have; it has .lora_down.weight"),
     "mixture": ({"a.b.lora_A": normal(4, 4), "a.b.lora_B": normal(4, 4)}, "a mixture of formats: a.b.lora_A is of loralib, lora_te_.* is of kohya"),
     "no prefix": ({"lora_what_x.lora_up.weight": normal(4, 4)}, "lora_what_x.lora_up.weight: none of lora_unet_, "),
@@ -598,10 +616,10 @@ def test_a_bad_kohya_file_is_refused_by_name(tmp_path: Path, base: Path, case: s
 
 
 def refused(folder: Path, source: Path, message: str, **options: Any) -> None:
-    """The conversion is refused with the message and leaves nothing."""
+    """Check that the conversion is refused with the message and leaves nothing."""
     before = sorted(folder.iterdir())
     with pytest.raises(PatchError, match=message):
-        convert(source, place(folder, options.get("to", "peft")), **options)
+        convert(source, target_path(folder, options.get("to", "peft")), **options)
     assert sorted(folder.iterdir()) == before
 
 
@@ -733,7 +751,7 @@ def test_a_file_that_is_no_plain_adapter_is_refused_by_name(
     refused(tmp_path, tmp_path / "x.safetensors", message)
 
 
-def test_every_option_that_would_not_be_looked_at_is_refused(tmp_path: Path, base: Path) -> None:
+def test_every_option_that_would_be_ignored_is_refused(tmp_path: Path, base: Path) -> None:
     patch, file = write(tmp_path / "patch", {Q: layer(Q)}), diffusers_file(tmp_path / "d.safetensors")
     loralib = loralib_file(tmp_path / "l.safetensors")
     refused(tmp_path, patch, "to: this is a peft adapter already")
@@ -768,7 +786,7 @@ def test_a_result_that_does_not_fit_the_base_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 def test_an_existing_target_is_never_overwritten(tmp_path: Path, to: str) -> None:
     source = diffusers_file(tmp_path / "d.safetensors") if to == "peft" else write(tmp_path / "patch", {Q: layer(Q)})
-    out = place(tmp_path, to)
+    out = target_path(tmp_path, to)
     out.write_text("mine")
     with pytest.raises(PatchError, match="exists already; choose another name"):
         convert(source, out, to=to)
@@ -791,12 +809,12 @@ def test_a_full_disk_leaves_nothing_and_the_same_call_goes_through_later(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TemporaryFailure, match="the disk is full"):
-        convert(source, place(tmp_path, to), to=to)
+        convert(source, target_path(tmp_path, to), to=to)
     assert sorted(tmp_path.iterdir()) == before
 
     monkeypatch.setattr(os, "fsync", fsync)
-    first = convert(source, place(tmp_path, to, "first"), to=to)
-    second = convert(source, place(tmp_path, to, "second"), to=to)
+    first = convert(source, target_path(tmp_path, to, "first"), to=to)
+    second = convert(source, target_path(tmp_path, to, "second"), to=to)
     assert tensor_file(first).read_bytes() == tensor_file(second).read_bytes()  # the same bytes every time
     assert not list(tmp_path.rglob(".*"))
 
@@ -862,7 +880,7 @@ def test_an_alpha_gives_its_scale_bit_for_bit_or_there_is_none(scale: float, ran
 
 
 @given(alpha=st.integers(1, 4096), rank=st.integers(1, 512))
-def test_the_alpha_that_is_found_is_the_plain_one(alpha: int, rank: int) -> None:
+def test_the_shortest_alpha_is_returned(alpha: int, rank: int) -> None:
     assert exact_alpha(alpha / rank, rank) == ("lora", alpha)
 
 
@@ -893,17 +911,17 @@ BYTES = {
 
 
 def any_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any finite values: negative zeros, subnormals, the largest."""
-    whole = BYTES[dtype]
-    limits = torch.iinfo(whole)
-    values = torch.randint(limits.min, limits.max, shape, dtype=whole).view(dtype)
+    """Draw any finite values: negative zeros, subnormals, the largest."""
+    integer = BYTES[dtype]
+    limits = torch.iinfo(integer)
+    values = torch.randint(limits.min, limits.max, shape, dtype=integer).view(dtype)
     return torch.where(torch.isfinite(values), values, torch.tensor(-0.0, dtype=dtype))
 
 
 NAMES = st.lists(
     st.sampled_from(["a", "lora", "q_proj", "B", "h", "0", "12", "é", "x-y", "weight", "alpha"]), min_size=1, max_size=4
 ).map(".".join)
-PLACES = st.one_of(NAMES, NAMES.map(lambda name: f"model.layers.3.{name}"))
+MODULE_NAMES = st.one_of(NAMES, NAMES.map(lambda name: f"model.layers.3.{name}"))
 
 
 @st.composite
@@ -923,14 +941,14 @@ def layer_sets(draw: Callable[..., Any], names: Any) -> dict[str, PatchLayer]:
 
 
 def assert_round_trip(folder: Path, layers: Mapping[str, PatchLayer], to: str, **options: Any) -> bool:
-    """Both ways the same, with what lorakit remembers and without; False where it is refused."""
+    """Check a round trip with lorakit's metadata and without; False if the conversion is refused."""
     patch = write(folder / "patch", layers)
     try:
-        there = convert(patch, place(folder, to), to=to)
+        there = convert(patch, target_path(folder, to), to=to)
     except PatchError as problem:
         assert any(name in str(problem) for name in layers), problem
         assert to != "diffusers"
-        assert not place(folder, to).exists()
+        assert not target_path(folder, to).exists()
         return False
     reads = options | ({"prefix": ""} if to == "diffusers" else {})
     assert_same(patch, convert(there, folder / "back", **reads))
@@ -944,7 +962,7 @@ def assert_round_trip(folder: Path, layers: Mapping[str, PatchLayer], to: str, *
     return True
 
 
-@given(layers=layer_sets(PLACES))
+@given(layers=layer_sets(MODULE_NAMES))
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.parametrize("to", ["diffusers", "loralib", "mlx"])
 def test_any_patch_comes_back_the_same_or_is_refused(

@@ -1,4 +1,4 @@
-"""Two patches, or two models, are the same when they do the same; what differs is named, most different first."""
+"""Two patches, or two models, are the same if they compute the same; differences are listed, largest first."""
 
 import json
 import shutil
@@ -26,18 +26,18 @@ TENSORS = "adapter_model.safetensors"
 
 
 class Said(list[str]):
-    """What was printed."""
+    """The printed lines."""
 
     def __call__(self, text: str) -> None:
         self.append(text)
 
     def row(self, start: str) -> list[str]:
-        """The words of the only line that begins so."""
-        (found,) = (text for text in self if text.startswith(start))
-        return found.split()
+        """Return the words of the only line that begins with ``start``."""
+        (line,) = (text for text in self if text.startswith(start))
+        return line.split()
 
     def rows(self, header: str) -> list[list[str]]:
-        """The words of every line of a table."""
+        """Return the words of every line of a table."""
         begin = next(number for number, text in enumerate(self) if text.startswith(header)) + 1
         end = next(number for number in range(begin, len(self)) if not self[number] or self[number].startswith("..."))
         return [text.split() for text in self[begin:end]]
@@ -49,7 +49,7 @@ def patch(base: Path, tmp_path: Path) -> Path:
 
 
 def retensored(folder: Path, copy: Path, change: Any) -> Path:
-    """The patch with other tensors."""
+    """Copy a patch with changed tensors."""
     without_facts(folder, copy, lambda facts: None)
     tensors = load_file(copy / TENSORS)
     change(tensors)
@@ -60,7 +60,7 @@ def retensored(folder: Path, copy: Path, change: Any) -> Path:
 def test_a_patch_is_the_same_as_itself(patch: Path, tmp_path: Path) -> None:
     said = Said()
     assert diff(patch, shutil.copytree(patch, tmp_path / "copy"), said)
-    assert said == ["the same: 14 updates and 0 whole tensors, exactly"]
+    assert said == ["the same: 14 updates and 0 full tensors, exactly"]
 
 
 def test_patches_with_other_factors_and_the_same_updates_are_the_same(patch: Path, tmp_path: Path) -> None:
@@ -71,16 +71,16 @@ def test_patches_with_other_factors_and_the_same_updates_are_the_same(patch: Pat
     said = Said()
     assert diff(patch, retensored(patch, tmp_path / "rescaled", rescaled), said)
     assert said.row("lorakit") == ["lorakit", f'"{lorakit.__version__}"', "null"]
-    assert said[-1].startswith("the same: 14 updates and 0 whole tensors, updates within ")
+    assert said[-1].startswith("the same: 14 updates and 0 full tensors, updates within ")
 
     said.clear()
     assert diff(patch, combine(patch, out=tmp_path / "turned", how="ties", density=1, rank=4), said)
     assert said.row("alpha") == ["alpha", "[6]", "[4]"]
     assert said.row("scale") == ["scale", "[1.5]", "[1.0]"]
-    assert said[-1].startswith("the same: 14 updates and 0 whole tensors, updates within ")
+    assert said[-1].startswith("the same: 14 updates and 0 full tensors, updates within ")
 
 
-def test_what_differs_is_measured_on_the_updates_and_shown_most_different_first(base: Path, tmp_path: Path) -> None:
+def test_differences_are_measured_on_the_updates_and_shown_most_different_first(base: Path, tmp_path: Path) -> None:
     one = make_patch(base, tmp_path / "one", targets=["q_proj", "k_proj"])
     two = make_patch(base, tmp_path / "two", seed=1, rank=3, targets=["q_proj", "v_proj"])
     said = Said()
@@ -99,7 +99,7 @@ def test_what_differs_is_measured_on_the_updates_and_shown_most_different_first(
             float((a[name] * b[name]).sum() / a[name].norm() / b[name].norm()), abs=1e-4
         )
     assert said.row("rank") == ["rank", "[4]", "[3]"]
-    assert said[-1] == "different: 6 of 6 updates, 0 of 0 whole tensors"
+    assert said[-1] == "different: 6 of 6 updates, 0 of 0 full tensors"
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
@@ -115,7 +115,7 @@ def test_a_difference_below_float32_is_none_and_above_it_is_one(patch: Path, tmp
     ((name, *_, difference, cosine),) = said.rows("update of")
     assert (name, cosine) == (Q, "1.0000")
     assert float(difference) == pytest.approx(2**-18, rel=0.01)
-    assert said[-1] == "different: 1 of 14 updates, 0 of 0 whole tensors"
+    assert said[-1] == "different: 1 of 14 updates, 0 of 0 full tensors"
 
 
 def test_long_tables_are_cut_after_the_most_different(base: Path, tmp_path: Path, tokenizer: Any) -> None:
@@ -124,7 +124,7 @@ def test_long_tables_are_cut_after_the_most_different(base: Path, tmp_path: Path
     said = Said()
     assert not diff(one, two, said)
     assert len(said.rows("update of")) == 20
-    assert said[-2:] == ["... and 15 more\n", "different: 35 of 35 updates, 0 of 0 whole tensors"]
+    assert said[-2:] == ["... and 15 more\n", "different: 35 of 35 updates, 0 of 0 full tensors"]
 
 
 def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path
     said = Said()
     assert not diff(patch, without_facts(patch, tmp_path / "other", other), said)
     assert f"made for different bases: the weights of 1 of 14 shared layers ({Q} first)\n" in said
-    assert said[-1] == "different: 0 of 14 updates, 0 of 0 whole tensors, and the bases they were made for"
+    assert said[-1] == "different: 0 of 14 updates, 0 of 0 full tensors, and the bases they were made for"
     assert diff(patch, without_facts(patch, tmp_path / "unknown"), said)
 
     a, b = (
@@ -146,7 +146,7 @@ def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path
     assert diff(a, patch, said)
 
 
-def test_whole_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any) -> None:
+def test_full_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any) -> None:
     config: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
     _, one, _ = written(tmp_path / "a", "llama", tokenizer, **config)
     _, small, _ = written(tmp_path / "b", "opt", tokenizer, target_modules=["q_proj"])
@@ -155,14 +155,14 @@ def test_whole_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: An
     said = Said()
 
     assert not diff(one, two, said)
-    assert said.rows("whole tensor")[0][::5] == [
+    assert said.rows("full tensor")[0][::5] == [
         "lm_head.weight",
         f"{read_patch(one).full_tensors['lm_head.weight'].abs().max():.3g}",
     ]
-    assert said[-1] == "different: 0 of 2 updates, 1 of 6 whole tensors"
+    assert said[-1] == "different: 0 of 2 updates, 1 of 6 full tensors"
     said.clear()
     assert not diff(one, small, said)
-    assert said[-1] == "different: 4 of 4 updates, 6 of 6 whole tensors"
+    assert said[-1] == "different: 4 of 4 updates, 6 of 6 full tensors"
     assert diff(one, one, Said())
 
 
@@ -232,7 +232,7 @@ def test_models_with_other_tokenizers_are_not_the_same(base: Path, tmp_path: Pat
     assert said[-1].endswith(", 0 settings of config.json, the tokenizer")
 
 
-def test_what_names_the_file_and_not_the_model_is_shown_and_no_difference(base: Path, tmp_path: Path) -> None:
+def test_settings_that_name_the_file_and_not_the_model_are_shown_and_no_difference(base: Path, tmp_path: Path) -> None:
     other = changed(base, tmp_path / "other", lambda t: None, transformers_version="4", torch_dtype="float32")
     said = Said()
     assert diff(base, other, said)

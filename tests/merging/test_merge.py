@@ -1,4 +1,4 @@
-"""Merging equals adapting: each touched tensor is the exact sum rounded once, everything else is untouched."""
+"""Merging equals adapting: each changed tensor is the exact sum rounded once, and no other tensor changes."""
 
 import json
 import shutil
@@ -97,7 +97,9 @@ def test_gpt2s_transposed_layers_merge_right(tmp_path: Path, tokenizer: Any) -> 
     assert not torch.allclose(plain(IDS).logits, ours(IDS).logits, atol=1e-2)
 
 
-def test_what_cannot_be_merged_right_is_refused_and_leaves_nothing(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+def test_patches_that_cannot_be_merged_exactly_are_refused_and_leave_nothing(
+    base: Path, tmp_path: Path, tokenizer: Any
+) -> None:
     patch = make_patch(base, tmp_path / "patch")
     out = tmp_path / "merged"
     other = make_base(tmp_path / "other", tokenizer, seed=3)
@@ -169,7 +171,7 @@ def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
-def test_a_full_disk_keeps_what_is_finished_and_the_same_call_goes_on(
+def test_a_full_disk_leaves_finished_files_and_the_same_call_resumes(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno

@@ -1,4 +1,4 @@
-"""Merging as a matter of files: memory, kills, conversions, vocabularies, checks of every value."""
+"""A merge's files: bounded memory, resuming after a kill, conversion, new vocabularies, checks of every value."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
 from lorakit.errors import LorakitError, MergeError, PatchError
+from lorakit.files.base_files import open_base_files
 from lorakit.merging.staging import staged
-from lorakit.merging.tensors import WeightedPatch
 from lorakit.merging.verify import verify_merge
-from lorakit.patch import check_base, open_base_files, read_patch
-from lorakit.patch.read import open_patch
+from lorakit.patch import check_base, read_patch
+from lorakit.patch.weighted import open_weighted
 from tests.conftest import make_base, nearest
 from tests.helpers.models import build
 from tests.merging.test_merge import IDS, Q, exact, make_patch
@@ -95,7 +95,7 @@ merge(base, patch, out=out)
 @pytest.mark.parametrize("calls", [1, 2, 7, 12, 20, 26])
 def test_a_killed_merge_leaves_no_folder_and_is_finished_by_the_next(sharded: Path, tmp_path: Path, calls: int) -> None:
     patch, out = make_patch(sharded, tmp_path / "patch", torch.bfloat16), tmp_path / "out"
-    whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
+    uninterrupted = content(lorakit.merge(sharded, patch, out=tmp_path / "uninterrupted"))
     command = [sys.executable, "-c", KILLED, str(sharded), str(patch), str(out), str(calls)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert not out.exists()
@@ -107,19 +107,19 @@ def test_a_killed_merge_leaves_no_folder_and_is_finished_by_the_next(sharded: Pa
     lorakit.merge(sharded, patch, out=out, say=said.append)
 
     after = content(out)
-    assert {name: after[name] for name in whole if name != "merge.json"} == {
-        name: whole[name] for name in whole if name != "merge.json"
+    assert {name: after[name] for name in uninterrupted if name != "merge.json"} == {
+        name: uninterrupted[name] for name in uninterrupted if name != "merge.json"
     }
-    assert json.loads(after["merge.json"])["merged"] == json.loads(whole["merge.json"])["merged"]
-    kept = {line.split()[1] for line in said if "finished before" in line}
-    assert kept == set(finished)
+    assert json.loads(after["merge.json"])["merged"] == json.loads(uninterrupted["merge.json"])["merged"]
+    reused = {line.split()[1] for line in said if "finished before" in line}
+    assert reused == set(finished)
     for name, facts in finished.items():
         assert (out / name).stat().st_mtime_ns == facts["stamp"][1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "patch", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "patch", "uninterrupted"]
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, base: Path, patch: Path, out: Path, *, after: int) -> None:
-    """A merge that ends with Ctrl-C when so many files were synced."""
+    """Run a merge that ends with Ctrl-C at the given number of file syncs."""
     fsync, calls = os.fsync, []
 
     def interrupted(handle: int) -> None:
@@ -134,7 +134,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, base: Path, patch: Path, out: Pat
             lorakit.merge(base, patch, out=out)
 
 
-def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_merge_are_not_reused(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (make_patch(sharded, tmp_path / f"p{seed}", torch.bfloat16, seed=seed) for seed in range(2))
     interrupt(monkeypatch, sharded, one, tmp_path / "out", after=12)
     assert json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
@@ -147,11 +147,11 @@ def test_what_another_merge_left_is_not_used(sharded: Path, tmp_path: Path, monk
     assert torch.equal(after[Q], exact(tensors(sharded)[Q], (two, Q.removesuffix(".weight"), 1.0)))
 
 
-def test_a_finished_file_that_someone_changed_is_made_again(
+def test_a_finished_file_that_was_changed_is_written_anew(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = make_patch(sharded, tmp_path / "patch", torch.bfloat16)
-    whole = content(lorakit.merge(sharded, patch, out=tmp_path / "whole"))
+    uninterrupted = content(lorakit.merge(sharded, patch, out=tmp_path / "uninterrupted"))
     interrupt(monkeypatch, sharded, patch, tmp_path / "out", after=14)
     finished = json.loads((tmp_path / ".out.merging" / "progress.json").read_text())["finished"]
     changed = tmp_path / ".out.merging" / "model" / next(iter(finished))
@@ -159,8 +159,8 @@ def test_a_finished_file_that_someone_changed_is_made_again(
 
     after = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
 
-    assert {name: after[name] == whole[name] for name in whole if name != "merge.json"} == {
-        name: True for name in whole if name != "merge.json"
+    assert {name: after[name] == uninterrupted[name] for name in uninterrupted if name != "merge.json"} == {
+        name: True for name in uninterrupted if name != "merge.json"
     }
 
 
@@ -213,9 +213,9 @@ def test_a_merge_can_convert_on_the_way(sharded: Path, tmp_path: Path, name: str
 
 def test_values_that_do_not_fit_the_dtype_are_refused(base: Path, tmp_path: Path) -> None:
     large = shutil.copytree(base, tmp_path / "large")
-    held = load_file(base / "model.safetensors")
-    held["model.norm.weight"][0] = 1e6
-    save_file(held, large / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e6
+    save_file(weights, large / "model.safetensors", metadata={"format": "pt"})
     patch = make_patch(large, tmp_path / "patch", targets=["q_proj"])
     with pytest.raises(MergeError, match=r"model.norm.weight: the merged values do not fit torch.float16"):
         lorakit.merge(large, patch, out=tmp_path / "out", dtype="float16")
@@ -224,7 +224,7 @@ def test_values_that_do_not_fit_the_dtype_are_refused(base: Path, tmp_path: Path
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_the_ledger_says_what_went_where_and_what_was_lost(sharded: Path, tmp_path: Path) -> None:
+def test_the_ledger_lists_every_change_and_its_rounding_loss(sharded: Path, tmp_path: Path) -> None:
     one = make_patch(sharded, tmp_path / "one", torch.bfloat16, targets=["q_proj", "down_proj"])
     two = make_patch(sharded, tmp_path / "two", torch.bfloat16, seed=1, rank=2, targets=["q_proj"])
 
@@ -250,14 +250,14 @@ def test_the_ledger_says_what_went_where_and_what_was_lost(sharded: Path, tmp_pa
         assert 0 < line["lost_to_rounding"] < 1
 
 
-def test_one_changed_value_of_the_base_is_noticed(tmp_path: Path, tokenizer: Any) -> None:
+def test_one_changed_value_of_the_base_is_detected(tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer, intermediate_size=320)
     patch = make_patch(base, tmp_path / "patch")
     other = shutil.copytree(base, tmp_path / "other")
-    held = load_file(base / "model.safetensors")
+    weights = load_file(base / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    held[name].view(-1)[517] += 1e-6  # between two samples
-    save_file(held, other / "model.safetensors", metadata={"format": "pt"})
+    weights[name].view(-1)[517] += 1e-6  # between two samples
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     read = read_patch(patch)
 
     check_base(read, other)
@@ -280,16 +280,15 @@ def test_verifying_finds_a_merge_that_is_wrong(base: Path, tmp_path: Path) -> No
     assert ledger["verified"]["same_next_token"] == ledger["verified"]["tokens"] > 20
     assert any(line.startswith("verified: 14 layers within the bound") for line in said)
 
-    held = load_file(out / "model.safetensors")
-    held["model.layers.1.mlp.up_proj.weight"][3] *= 1.01
-    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
-    weighted = [WeightedPatch(0, patch, open_patch(patch), 1.0)]
+    weights = load_file(out / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3] *= 1.01
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MergeError, match=r"model.layers.1.mlp.up_proj: merged and adapted outputs differ by"):
-        verify_merge(base, weighted, out, ledger["merged"], print)
+        verify_merge(base, open_weighted([patch]), out, ledger["merged"], print)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_head_gets_a_tensor_of_its_own_only_when_asked(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_head_gets_a_tensor_of_its_own_only_on_request(tmp_path: Path, tokenizer: Any) -> None:
     tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
     AutoModelForCausalLM.from_pretrained(tied).save_pretrained(tied, max_shard_size="200KB")
     (tied / "model.safetensors").unlink()
@@ -344,7 +343,7 @@ def test_new_tokens_come_with_their_tokenizer(tmp_path: Path, tokenizer: Any, ti
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_whole_tensors_of_several_patches_are_weighted_differences(tmp_path: Path, tokenizer: Any) -> None:
+def test_full_tensors_of_several_patches_are_weighted_differences(tmp_path: Path, tokenizer: Any) -> None:
     build("llama").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     folders = []
@@ -361,16 +360,16 @@ def test_whole_tensors_of_several_patches_are_weighted_differences(tmp_path: Pat
 
     before, after = tensors(tmp_path / "base"), tensors(out)
     W = before["lm_head.weight"].double()
-    wholes = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
-    assert torch.equal(after["lm_head.weight"], (W + 0.5 * (wholes[0] - W) + 2.0 * (wholes[1] - W)).float())
+    full_tensors = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
+    assert torch.equal(after["lm_head.weight"], (W + 0.5 * (full_tensors[0] - W) + 2.0 * (full_tensors[1] - W)).float())
     lines = [line for line in json.loads((out / "merge.json").read_text())["merged"] if "parameter" in line]
     assert [line["norm_of_change"] for line in lines] == [
-        pytest.approx(0.5 * float((wholes[0] - W).norm())), pytest.approx(2.0 * float((wholes[1] - W).norm())),
+        pytest.approx(0.5 * float((full_tensors[0] - W).norm())), pytest.approx(2.0 * float((full_tensors[1] - W).norm())),
     ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_whole_tensor_is_itself_and_not_a_sum_that_could_round(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_full_tensor_is_copied_and_not_a_sum_that_could_round(tmp_path: Path, tokenizer: Any) -> None:
     model = build("llama")
     model.lm_head.weight.data[0, 0] = 1e30
     model.save_pretrained(tmp_path / "base")
@@ -393,7 +392,7 @@ def test_the_target_may_be_on_another_file_system(sharded: Path, tmp_path: Path)
     target = Path("/dev/shm") / f"lorakit-test-{os.getpid()}"
     try:
         lorakit.merge(sharded, patch, out=target / "out")
-        whole = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
-        assert content(target / "out") == whole
+        uninterrupted = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
+        assert content(target / "out") == uninterrupted
     finally:
         shutil.rmtree(target, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Merging what was trained on a packed base: onto which weights, packed again, and with which error."""
+"""A patch from a quantised base merges onto dequantised or original weights, with the error reported."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, MergeError, PatchError
-from lorakit.quant.bnb import QuantLinear, floats
+from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.conftest import make_base
 from tests.merging.test_merge import make_patch
@@ -36,16 +36,16 @@ def trained(recipe: Recipe, folder: Path, how: str, **base: Any) -> Path:
     return train(recipe(f"{folder.name}.yaml", base=section, output=str(folder), train=settings))[0]
 
 
-def unpacked(base: Path, how: str) -> dict[str, torch.Tensor]:
-    """module.weight -> what training saw."""
+def dequantized(base: Path, how: str) -> dict[str, torch.Tensor]:
+    """Return module.weight -> its value in training."""
     section = BaseSection(model="x", quantize=how)  # type: ignore[arg-type]
     model = load_for_training(section, base, torch.float32, CPU, sharded=False).model
-    return {f"{n}.weight": floats(m) for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    return {f"{n}.weight": dequantized_weight(m) for n, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
 def error_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "merge.json").read_text())["error"]
-    return found
+    error: dict[str, Any] = json.loads((out / "merge.json").read_text())["error"]
+    return error
 
 
 def test_three_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Path, how: str) -> None:
@@ -53,32 +53,35 @@ def test_three_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Pa
     said: list[str] = []
 
     ways: dict[str, dict[str, Any]] = {
-        "default": {}, "original": {"onto": "original"}, "packed": {"requantize": True},
-        "original-packed": {"onto": "original", "requantize": True},
+        "default": {}, "original": {"onto": "original"}, "requantized": {"requantize": True},
+        "original-requantized": {"onto": "original", "requantize": True},
     }  # fmt: skip
     out = {
         name: lorakit.merge(base, patch, out=tmp_path / name, say=said.append, **settings)
         for name, settings in ways.items()
     }
 
-    stored, seen = load_file(base / "model.safetensors"), unpacked(base, how)
+    stored, values = load_file(base / "model.safetensors"), dequantized(base, how)
     layers = lorakit.patch.read_patch(patch).layers
     merged = {name: load_file(folder / "model.safetensors") for name, folder in out.items()}
     for name, W in stored.items():
-        for way, start in (("default", seen.get(name, W)), ("original", W)):
+        for way, start in (("default", values.get(name, W)), ("original", W)):
             layer = layers.get(name.removesuffix(".weight"))
             exact = start.double()
             if layer is not None:
                 exact = exact + layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
-            assert torch.equal(merged[way][name], exact.float()), (way, name)  # what was not packed is not touched
+            assert torch.equal(merged[way][name], exact.float()), (
+                way,
+                name,
+            )  # layers that are not quantised are not changed
     errors = {name: error_of(folder) for name, folder in out.items()}
     bare = errors["default"]["without_adapters"]["kl"]
     assert errors["default"]["merged"]["kl"] < 1e-6
     assert 1e-6 < errors["original"]["merged"]["kl"] < bare
-    assert 1e-6 < errors["packed"]["merged"]["kl"] < bare
-    assert "onto       dequantized: the weights that training saw" in said[0]
+    assert 1e-6 < errors["requantized"]["merged"]["kl"] < bare
+    assert "onto       dequantized: the weights used in training, dequantised" in said[0]
     assert sum(line.startswith("error ") for line in said) == 4
-    for name in ("packed", "original-packed"):
+    for name in ("requantized", "original-requantized"):
         model = AutoModelForCausalLM.from_pretrained(out[name], dtype=torch.float32, device_map="cpu")
         assert type(model.model.layers[0].mlp.up_proj).__name__ in ("Linear4bit", "Linear8bitLt")
         assert type(model.lm_head) is torch.nn.Linear
@@ -88,9 +91,9 @@ def test_three_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_base_whose_files_are_packed(recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any, how: str) -> None:
-    """The whole way of one who has nothing but a packed folder: train, load, merge, merge packed."""
-    folder = tmp_path / "packed"
+def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any, how: str) -> None:
+    """With nothing but a quantised folder: train, load, merge, merge and requantise."""
+    folder = tmp_path / "quantized"
     theirs(base, "nf4-double" if how == "nf4" else "int8", torch.float32).save_pretrained(
         folder, max_shard_size="100KB"
     )
@@ -98,7 +101,7 @@ def test_a_base_whose_files_are_packed(recipe: Recipe, base: Path, tmp_path: Pat
     patch = trained(recipe, tmp_path / "patch", "none", model=str(folder))
 
     out = lorakit.merge(folder, patch, out=tmp_path / "out")
-    again = lorakit.merge(folder, patch, out=tmp_path / "again", requantize=True)
+    requantized = lorakit.merge(folder, patch, out=tmp_path / "requantized", requantize=True)
 
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert error_of(out)["merged"]["kl"] < 1e-6
@@ -106,9 +109,11 @@ def test_a_base_whose_files_are_packed(recipe: Recipe, base: Path, tmp_path: Pat
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     # float32 rounds otherwise in other orders: logits of about 2 differ by up to 1.3e-4 on some CPUs
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS, adapters="x").logits, rtol=1e-4, atol=3e-4)
-    assert json.loads((again / "config.json").read_text())["quantization_config"]["quant_method"] == "bitsandbytes"
-    assert math.isfinite(error_of(again)["merged"]["kl"])
-    with pytest.raises(MergeError, match="holds packed weights only; name the base they were made from"):
+    assert (
+        json.loads((requantized / "config.json").read_text())["quantization_config"]["quant_method"] == "bitsandbytes"
+    )
+    assert math.isfinite(error_of(requantized)["merged"]["kl"])
+    with pytest.raises(MergeError, match="holds quantised weights only; name the base they were made from"):
         lorakit.merge(folder, patch, out=tmp_path / "no", onto="original")
     with pytest.raises(PatchError, match="trained on another base"):
         lorakit.merge(base, patch, out=tmp_path / "no", onto="original")
@@ -116,25 +121,27 @@ def test_a_base_whose_files_are_packed(recipe: Recipe, base: Path, tmp_path: Pat
     assert error_of(known)["merged"]["kl"] > 0
 
 
-def test_what_makes_no_sense_is_refused(recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any) -> None:
+def test_options_that_contradict_the_training_are_refused(
+    recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any
+) -> None:
     plain, out = make_patch(base, tmp_path / "plain"), tmp_path / "out"
-    packed = trained(recipe, tmp_path / "packed", "nf4")
+    quantized = trained(recipe, tmp_path / "quantized", "nf4")
     for settings, adapters, message in (
-        ({"onto": "dequantized"}, [plain], "no patch says that it was trained on a packed base"),
-        ({"requantize": True}, [plain], "requantize: no patch says"),
-        ({"requantize": True, "dtype": "bfloat16"}, [packed], "leave --dtype out"),
-        ({"verify": True}, [packed], "measures its error instead"),
-        ({"onto": "half"}, [packed], "onto: one of original, dequantized"),
-        ({}, [packed, plain], "trained on a base in nf4 in float32, another patch on one in floats"),
+        ({"onto": "dequantized"}, [plain], "no patch was trained on a quantised base"),
+        ({"requantize": True}, [plain], "requantize: no patch was trained"),
+        ({"requantize": True, "dtype": "bfloat16"}, [quantized], "leave --dtype out"),
+        ({"verify": True}, [quantized], "measures its error instead"),
+        ({"onto": "half"}, [quantized], "onto: one of original, dequantized"),
+        ({}, [quantized, plain], "trained on a base in nf4 in float32, another patch on one in floats"),
     ):
         with pytest.raises(MergeError, match=message):
             lorakit.merge(base, *adapters, out=out, **settings)
         assert not out.exists()
-    both = lorakit.merge(base, packed, plain, out=tmp_path / "both", onto="original", verify=True)
+    both = lorakit.merge(base, quantized, plain, out=tmp_path / "both", onto="original", verify=True)
     assert json.loads((both / "merge.json").read_text())["onto"] == "original"
     other = make_base(tmp_path / "other", tokenizer, seed=3)
     with pytest.raises(PatchError, match="trained on another base"):
-        lorakit.merge(other, packed, out=out)
+        lorakit.merge(other, quantized, out=out)
     with pytest.raises(BaseModelError, match="quantize: one of none, nf4"):
         lorakit.load(base, quantize="nf3")
 
@@ -142,17 +149,17 @@ def test_what_makes_no_sense_is_refused(recipe: Recipe, base: Path, tmp_path: Pa
 def test_a_patch_on_a_base_in_another_form_says_so(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     patch = trained(recipe, tmp_path / "patch", "nf4")
 
-    packed = lorakit.load(base, {"x": patch}, dtype="float32", quantize="nf4")
+    quantized = lorakit.load(base, {"x": patch}, dtype="float32", quantize="nf4")
     plain = lorakit.load(base, {"x": patch}, dtype="float32")
 
-    assert packed.notes == ()
-    assert "was trained on a base packed as nf4, and this one is in floats" in plain.notes[0]
-    assert (packed(IDS, adapters="x").logits - plain(IDS, adapters="x").logits).abs().max() > 1e-3
-    with pytest.raises(PatchError, match="packed, so nothing can be merged into it"), packed.merged("x"):
+    assert quantized.notes == ()
+    assert "was trained on a base quantised as nf4, and this one is in floats" in plain.notes[0]
+    assert (quantized(IDS, adapters="x").logits - plain(IDS, adapters="x").logits).abs().max() > 1e-3
+    with pytest.raises(PatchError, match="quantised, so nothing can be merged into it"), quantized.merged("x"):
         pass
 
 
-def test_a_packed_dora_patch_merges_as_it_was_trained(recipe: Recipe, base: Path, tmp_path: Path) -> None:
+def test_a_dora_patch_on_a_quantised_base_merges_as_it_was_trained(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     path = recipe(
         "dora.yaml", base={"quantize": "nf4"}, adapter={"method": "dora", "dropout": 0.0}, output=str(tmp_path / "dora"),
         train={"steps": 8, "learning_rate": 0.05},
