@@ -1,15 +1,15 @@
-"""The errors a user can fix; anything else that is raised is a bug.
+"""The errors a user can fix; any other exception is a bug.
 
 LorakitError                    exit code 2: one block, no traceback
-├── RecipeError                 a recipe that cannot be used; names every offending line
-├── BaseModelError              a base that is missing, incomplete or not in a form lorakit reads
-├── TargetError                 an adapter that would touch nothing, or something it cannot adapt
+├── RecipeError                 an invalid recipe; names every offending line
+├── BaseModelError              a base that is missing, incomplete or in an unsupported form
+├── TargetError                 an adapter on no layer, or on a layer that cannot be adapted
 ├── DataError                   rows that cannot be trained on
-├── PatchError                  a patch that is cut, foreign, or belongs to another base
+├── PatchError                  a patch that is truncated, in an unsupported form, or of another base
 ├── MergeError                  a merge that would lose or misplace part of an adapter
 ├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
-├── PeerFailure              another process of the run failed; its exit code is that one's
-└── TemporaryFailure               exit code 75: state is kept, the same command continues
+├── PeerFailure                 another process of the run failed; the exit code is that process's
+└── TemporaryFailure            exit code 75: state is saved, the same command continues
 """
 
 import difflib
@@ -17,17 +17,17 @@ from collections.abc import Iterable
 
 
 class LorakitError(Exception):
-    """Base of everything a user can fix. The message says what, where, which value, and what to do."""
+    """Base of all errors a user can fix. The message names the problem, its location, the value, and the remedy."""
 
     exit_code = 2
 
 
 class RecipeError(LorakitError):
-    """A recipe that cannot be used; the message names every problem, one per line."""
+    """An invalid recipe; the message names every problem, one per line."""
 
 
 class BaseModelError(LorakitError):
-    """A base that is missing, incomplete or not in a form lorakit reads."""
+    """A base that is missing, incomplete or in an unsupported form."""
 
 
 class TargetError(LorakitError):
@@ -35,11 +35,11 @@ class TargetError(LorakitError):
 
 
 class DataError(LorakitError):
-    """Rows that cannot be trained on; names file and line."""
+    """Rows that cannot be trained on; the message names file and line."""
 
 
 class PatchError(LorakitError):
-    """A patch that is cut, foreign, or belongs to another base."""
+    """A patch that is truncated, in an unsupported form, or of another base."""
 
 
 class MergeError(LorakitError):
@@ -51,7 +51,7 @@ class RunError(LorakitError):
 
 
 class PeerFailure(LorakitError):
-    """Another process of the run failed, and this one ends with it; the message says which and why."""
+    """Another process of the run failed, so this process ends too. The message names that process and its error."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -59,12 +59,12 @@ class PeerFailure(LorakitError):
 
 
 class TemporaryFailure(LorakitError):
-    """Interrupted, or the disk is full: state is kept and the same command goes on."""
+    """Interrupted, or the disk is full. State is saved, and the same command continues."""
 
     exit_code = 75
 
 
 def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
-    """``" Nearest: 'a', 'b'."`` for the known words closest to ``word``, or an empty string."""
-    found = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
-    return f" Nearest: {', '.join(map(repr, found))}." if found else ""
+    """Return ``" Nearest: 'a', 'b'."`` with the known words closest to ``word``, or an empty string."""
+    matches = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
+    return f" Nearest: {', '.join(map(repr, matches))}." if matches else ""

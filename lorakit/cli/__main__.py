@@ -1,4 +1,4 @@
-"""``python -m lorakit.cli``: the lorakit command."""
+"""``python -m lorakit.cli``: run the lorakit command."""
 
 from lorakit.cli.main import main
 

@@ -1,16 +1,16 @@
-"""launch: the job file of a cluster for a recipe, written instead of run."""
+"""launch: write a cluster's job file for a recipe, instead of running the recipe."""
 
 import argparse
 from pathlib import Path
 
-from lorakit.cli.arguments import Add, recipe_arguments
+from lorakit.cli.arguments import AddCommand, add_recipe_arguments
 from lorakit.errors import RecipeError
 
 
-def add_to(command: Add) -> None:
-    """The command and its options."""
-    launch = command("launch", _launch, "write a cluster's job file for a recipe: --slurm or --k8s")
-    recipe_arguments(launch)
+def add_launch_command(add_command: AddCommand) -> None:
+    """Add `launch`."""
+    launch = add_command("launch", _launch, "write a cluster's job file for a recipe: --slurm or --k8s")
+    add_recipe_arguments(launch)
     kind = launch.add_mutually_exclusive_group(required=True)
     kind.add_argument("--slurm", action="store_true", help="an sbatch script")
     kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
@@ -32,19 +32,30 @@ def _launch(options: argparse.Namespace) -> int:
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
     if options.slurm:
         text = slurm_job(
-            options.recipe, processes=parallel.processes, nodes=parallel.nodes, name=options.name,
-            gpus_per_process=options.gpus_per_process, cpus_per_process=options.cpus_per_process,
-            time_limit=options.time, overrides=options.overrides,
-        )  # fmt: skip
+            options.recipe,
+            processes=parallel.processes,
+            nodes=parallel.nodes,
+            name=options.name,
+            gpus_per_process=options.gpus_per_process,
+            cpus_per_process=options.cpus_per_process,
+            time_limit=options.time,
+            overrides=options.overrides,
+        )
     else:
         if options.image is None or options.claim is None:
             raise RecipeError("--k8s and --pytorchjob need --image (with lorakit in it) and --claim (a shared volume)")
         text = kubernetes_job(
-            options.recipe, processes=parallel.processes, nodes=parallel.nodes, image=options.image,
-            claim=options.claim, folder=options.folder, name=options.name,
-            kind="TrainJob" if options.k8s else "PyTorchJob", gpus_per_process=options.gpus_per_process,
+            options.recipe,
+            processes=parallel.processes,
+            nodes=parallel.nodes,
+            image=options.image,
+            claim=options.claim,
+            folder=options.folder,
+            name=options.name,
+            kind="TrainJob" if options.k8s else "PyTorchJob",
+            gpus_per_process=options.gpus_per_process,
             overrides=options.overrides,
-        )  # fmt: skip
+        )
     if options.out is None:
         print(text, end="")
         return 0

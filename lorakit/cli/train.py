@@ -4,25 +4,27 @@ import argparse
 import os
 from pathlib import Path
 
-from lorakit.cli.arguments import Add, recipe_arguments
+from lorakit.cli.arguments import AddCommand, add_recipe_arguments
 
 
-def add_to(command: Add) -> None:
-    """The commands and their options."""
-    train = command("train", _train, "train an adapter from a recipe; goes on by itself after an interruption")
-    recipe_arguments(train)
-    train.add_argument("--fresh", action="store_true", help="discard what the output folder holds and start over")
-    train.add_argument("--why", default="", help=argparse.SUPPRESS)  # of a worker: why `auto` became what it is
-    recipe_arguments(command("check", _check, "say everything about a recipe that needs no weights"))
-    schema = command("schema", _schema, "write the JSON schema of recipes, for editors")
+def add_train_commands(add_command: AddCommand) -> None:
+    """Add `train`, `check` and `schema`."""
+    train = add_command("train", _train, "train an adapter from a recipe; goes on by itself after an interruption")
+    add_recipe_arguments(train)
+    train.add_argument("--fresh", action="store_true", help="discard the run in the output folder and start over")
+    # set by the launching process only: its workers record why `auto` became the values in their overrides
+    train.add_argument("--why", default="", help=argparse.SUPPRESS)
+    add_recipe_arguments(add_command("check", _check, "validate everything about a recipe that needs no weights"))
+    schema = add_command("schema", _schema, "write the JSON schema of recipes, for editors")
     schema.add_argument("--out", help="file to write (default: standard output)")
 
 
 def _train(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's notes on our settings; its errors are raised too
-    recipe = load_recipe(options.recipe, tuple(options.overrides))
+    # hides torch's warnings about settings that lorakit chose; torch raises its errors besides logging them
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
     from lorakit.launch.workers import die_with_parent
     from lorakit.training.start import run_or_launch
 
@@ -33,7 +35,7 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
-    recipe = load_recipe(options.recipe, tuple(options.overrides))
+    recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next import, which imports torch
     from lorakit.training.check import check
 
     check(recipe)

@@ -1,4 +1,4 @@
-"""Which ways fit, which is expected to be fastest and why, and the cheapest change that makes a too-large one fit."""
+"""Compare the candidates of a recipe: which fit, which is fastest and why, and which cheapest change makes one fit."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,133 +10,147 @@ from lorakit.planning.estimate import Candidate, Changes, Estimator
 from lorakit.planning.machine import GB
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 
-AS_FAST: Final = 1.03
-"""Ways whose steps are expected to differ by less are taken to be as fast; then the simplest is advised."""
+EQUALLY_FAST: Final = 1.03
+"""Step times within this factor count as equal, because estimates are no better; the simplest backend then wins."""
 RECOMPUTE: Final[Changes] = {"train.activation_checkpointing": "layers"}
-MANY_PROCESSES: Final = 4096  # beyond that no number of processes is looked for
+MAX_PROCESSES: Final = 4096  # the search for more processes ends here
 
 
 @dataclass(frozen=True)
-class Row:
-    """A backend as the recipe stands, and where that does not fit the cheapest change with which it does."""
+class BackendEstimate:
+    """A backend with the recipe as written, and the cheapest change with which it fits."""
 
-    way: Candidate
-    change: Candidate | None
+    candidate: Candidate
+    cheapest_change: Candidate | None
+    """None if the candidate fits, or if no change helps."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The ways of a recipe and the one to take; ``best`` is None when none fits as the recipe stands."""
+    """The estimates of all backends and the recommended candidate."""
 
-    rows: tuple[Row, ...]
+    backends: tuple[BackendEstimate, ...]
     best: Candidate | None
+    """None if nothing fits as the recipe is written."""
     why: str
     cheapest: Candidate | None
-    """When none fits: the fastest of the changed ways that do."""
+    """If nothing fits: the fastest changed candidate that does."""
 
 
-def advise(weigher: Estimator) -> Advice:
-    """Weigh every backend."""
-    num_processes = weigher.num_processes
-    rows = []
-    for backend in weigher.backends:
-        way = as_written(weigher, backend, num_processes)
-        rows.append(Row(way, None if way.fits else cheapest_change(weigher, way)))
-    best = fastest([row.way for row in rows if row.way.fits and _is_asked(row.way, num_processes)])
+def advise(estimator: Estimator) -> Advice:
+    """Estimate every backend and recommend one."""
+    num_processes = estimator.num_processes
+    estimates = []
+    for backend in estimator.backends:
+        candidate = as_written(estimator, backend, num_processes)
+        change = None if candidate.fits else cheapest_change(estimator, candidate)
+        estimates.append(BackendEstimate(candidate, change))
+    candidates = [estimate.candidate for estimate in estimates]
+    best = fastest([c for c in candidates if c.fits and _has_requested_processes(c, num_processes)])
     if best is not None:
-        return Advice(tuple(rows), best, reason(weigher, best, [row.way for row in rows]), None)
-    changed_ways = [row.change for row in rows if row.change is not None and _is_asked(row.change, num_processes)]
-    cheapest = fastest(changed_ways) or more_processes(weigher, num_processes)
-    return Advice(tuple(rows), None, "", cheapest)
+        return Advice(tuple(estimates), best, reason(estimator, best, candidates), None)
+    changes = [estimate.cheapest_change for estimate in estimates if estimate.cheapest_change is not None]
+    cheapest = fastest([change for change in changes if _has_requested_processes(change, num_processes)])
+    return Advice(tuple(estimates), None, "", cheapest or more_processes(estimator, num_processes))
 
 
-def as_written(weigher: Estimator, backend: str, num_processes: int) -> Candidate:
-    """The recipe with this backend. `activation_checkpointing: auto` recomputes only if memory asks for it."""
-    count = 1 if LAYOUTS[backend].alone else num_processes
-    if weigher.recipe.train.activation_checkpointing != "auto":
-        return weigher.way(backend, count, {})
-    kept = weigher.way(backend, count, {"train.activation_checkpointing": "none"})
-    if kept.fits:
-        return kept
-    recomputed = weigher.way(backend, count, RECOMPUTE)
-    return recomputed if recomputed.fits else kept
+def as_written(estimator: Estimator, backend: str, num_processes: int) -> Candidate:
+    """Estimate the recipe with this backend. `activation_checkpointing: auto` recomputes only if that makes it fit."""
+    count = 1 if LAYOUTS[backend].single_process else num_processes
+    if estimator.recipe.train.activation_checkpointing != "auto":
+        return estimator.estimate(backend, count, {})
+    saving_all = estimator.estimate(backend, count, {"train.activation_checkpointing": "none"})
+    if saving_all.fits:
+        return saving_all
+    recomputing = estimator.estimate(backend, count, RECOMPUTE)
+    return recomputing if recomputing.fits else saving_all
 
 
-def fastest(ways: list[Candidate]) -> Candidate | None:
-    """The one with the shortest step; of those that are as fast, the one with the fewest changes, then the simplest."""
-    if not ways:
+def fastest(candidates: list[Candidate]) -> Candidate | None:
+    """Return the candidate with the shortest step; None if there are no candidates.
+
+    Among equally fast ones the fewest changes win, then the simplest backend.
+    """
+    if not candidates:
         return None
-    shortest = min(way.step.total for way in ways)
-    near = [way for way in ways if way.step.total <= AS_FAST * shortest]
-    return min(near, key=lambda way: (len(way.changes), SIMPLEST_FIRST.index(way.backend)))
+    shortest = min(candidate.step.total for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.step.total <= EQUALLY_FAST * shortest]
+    return min(near, key=lambda candidate: (len(candidate.changes), SIMPLEST_FIRST.index(candidate.backend)))
 
 
-def cheapest_change(weigher: Estimator, way: Candidate) -> Candidate | None:
-    """The fastest way with the same backend and some changes that fits; None when nothing helps."""
-    for dtype in _dtypes(weigher):  # another dtype changes what is computed: only when nothing else helps
-        ways = [weigher.way(way.backend, way.num_processes, changes) for changes in _changes(weigher, way, dtype)]
-        if any(changed.fits for changed in ways):
-            return fastest([changed for changed in ways if changed.fits])
+def cheapest_change(estimator: Estimator, candidate: Candidate) -> Candidate | None:
+    """Return the fastest candidate that fits with the same backend and some changes; None if no change helps."""
+    backend, num_processes = candidate.backend, candidate.num_processes
+    for dtype in _dtypes(estimator):  # another dtype changes the computed numbers: only when nothing else helps
+        changed = [
+            estimator.estimate(backend, num_processes, changes) for changes in _changes(estimator, candidate, dtype)
+        ]
+        if fitting := [candidate for candidate in changed if candidate.fits]:
+            return fastest(fitting)
     return None
 
 
-def more_processes(weigher: Estimator, num_processes: int) -> Candidate | None:
-    """The fewest processes, doubling, with which a backend that splits the base fits, recomputing if it must."""
+def more_processes(estimator: Estimator, num_processes: int) -> Candidate | None:
+    """Return the candidate with the fewest processes, doubling, that fits with a sharded base; None beyond the limit.
+
+    Recomputation is tried at every number of processes.
+    """
     count = 2 * num_processes
-    while count <= MANY_PROCESSES:
-        ways = [
-            weigher.way(name, count, {"parallel.processes": count, **recompute})
+    while count <= MAX_PROCESSES:
+        candidates = [
+            estimator.estimate(name, count, {"parallel.processes": count, **recompute})
             for recompute in ({}, RECOMPUTE)
-            for name in weigher.backends
+            for name in estimator.backends
             if LAYOUTS[name].splits_base
         ]
-        if any(way.fits for way in ways):
-            return fastest([way for way in ways if way.fits])
+        if fitting := [candidate for candidate in candidates if candidate.fits]:
+            return fastest(fitting)
         count *= 2
     return None
 
 
-def reason(weigher: Estimator, best: Candidate, ways: list[Candidate]) -> str:
-    """Why this one, in words."""
-    shapes, layout = weigher.shapes(), LAYOUTS[best.backend]
+def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -> str:
+    """Explain in one sentence why ``best`` is recommended."""
+    shapes, layout = estimator.shapes(), LAYOUTS[best.backend]
     base, adapter = f"{base_bytes(shapes) / GB:,.2f} GB", f"{adapter_bytes(shapes) / 1e6:,.1f} MB"
-    others = [way for way in ways if way.fits and LAYOUTS[way.backend].splits_base and way is not best]
-    if layout.alone:
-        return "one process is enough for what is asked, and sends nothing"
+    others = [c for c in candidates if c.fits and LAYOUTS[c.backend].splits_base and c is not best]
+    if layout.single_process:
+        return "one process is enough for the request, and sends nothing"
     if not layout.splits_base:
         gathers = ""
         if others:
             count = 2 * best.work.micro_batches
             gathers = f"; {_listed(others)} would gather the base of {base} {count} times a step"
-        return f"the whole base of {base} fits each process, so a step sends only the adapter's {adapter}{gathers}"
-    whole = [way for way in ways if not LAYOUTS[way.backend].splits_base]
-    why = f"a whole base of {base} does not fit each process ({_listed(whole)})"
-    if others and layout.needs is None and LAYOUTS[others[0].backend].needs is not None:
+        return f"the full base of {base} fits each process, so a step sends only the adapter's {adapter}{gathers}"
+    unsharded = [candidate for candidate in candidates if not LAYOUTS[candidate.backend].splits_base]
+    why = f"a full base of {base} does not fit each process ({_listed(unsharded)})"
+    if others and layout.package is None and LAYOUTS[others[0].backend].package is not None:
         why += f"; it gathers layer by layer, in fewer messages than {_listed(others)}, and needs no other package"
     elif others:
         why += f"; {_listed(others)} would take {others[0].step.total / best.step.total:.2f} times as long"
     return why
 
 
-def _is_asked(way: Candidate, num_processes: int) -> bool:
-    """A single process is no way to run a recipe that asks for several."""
-    return way.num_processes == num_processes or "parallel.processes" in way.changes
+def _has_requested_processes(candidate: Candidate, num_processes: int) -> bool:
+    """True unless the candidate is a single process for a recipe that requests several."""
+    return candidate.num_processes == num_processes or "parallel.processes" in candidate.changes
 
 
-def _dtypes(weigher: Estimator) -> list[Changes]:
-    lighter = weigher.machine.gpu is not None and weigher.dtype == "float32"
-    return [{}, {"base.dtype": "bfloat16"}] if lighter else [{}]
+def _dtypes(estimator: Estimator) -> list[Changes]:
+    can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
+    return [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
 
 
-def _changes(weigher: Estimator, way: Candidate, dtype: Changes) -> Iterator[Changes]:
-    """What could be changed without touching what is learnt."""
-    smaller = [{}, *({"train.micro_batch_size": size} for size in _smaller(weigher, way))]
-    recomputed: list[Changes] = [{}] if way.checkpointing else [{}, RECOMPUTE]
+def _changes(estimator: Estimator, candidate: Candidate, dtype: Changes) -> Iterator[Changes]:
+    """Yield the combinations of changes that leave the trained result the same, with ``dtype`` in each."""
+    parallel, layout = estimator.recipe.parallel, LAYOUTS[candidate.backend]
+    smaller = [{}, *({"train.micro_batch_size": size} for size in _smaller_sizes(estimator, candidate))]
+    recomputed: list[Changes] = [{}] if candidate.checkpointing else [{}, RECOMPUTE]
     offloads: list[Changes] = [{}]
-    places = offloads_of(way.backend, weigher.recipe.parallel.model_copy(update={"offload": "cpu"}))
-    if weigher.machine.gpu is not None and weigher.recipe.parallel.offload == "none" and places.optimizer == "cpu":
+    on_host = offloads_of(candidate.backend, parallel.model_copy(update={"offload": "cpu"}))
+    if estimator.machine.gpu is not None and parallel.offload == "none" and on_host.optimizer == "cpu":
         offloads.append({"parallel.offload": "cpu"})
-    if LAYOUTS[way.backend].alone and weigher.recipe.parallel.offload == "none":
+    if layout.single_process and parallel.offload == "none":
         offloads.append({"parallel.offload": "stream"})
     for offload, recompute, small in itertools.product(offloads, recomputed, smaller):
         changes: dict[str, Any] = {**dtype, **offload, **recompute, **small}
@@ -144,13 +158,15 @@ def _changes(weigher: Estimator, way: Candidate, dtype: Changes) -> Iterator[Cha
             yield changes
 
 
-def _smaller(weigher: Estimator, way: Candidate) -> Iterator[int]:
-    size = weigher.recipe.train.micro_batch_size or min(8, weigher.recipe.train.batch_size)
-    size = min(size, -(-weigher.recipe.train.batch_size // way.num_processes))
+def _smaller_sizes(estimator: Estimator, candidate: Candidate) -> Iterator[int]:
+    """Yield smaller micro-batch sizes, halving down to 1."""
+    train = estimator.recipe.train
+    size = train.micro_batch_size or min(8, train.batch_size)
+    size = min(size, -(-train.batch_size // candidate.num_processes))
     while size > 1:
         size = -(-size // 2)
         yield size
 
 
-def _listed(ways: list[Candidate]) -> str:
-    return ", ".join(way.backend for way in ways)
+def _listed(candidates: list[Candidate]) -> str:
+    return ", ".join(candidate.backend for candidate in candidates)

@@ -1,4 +1,4 @@
-"""What a recipe leaves open (`auto`), chosen: as the run in its output folder was begun, or as the plan advises."""
+"""Values for the `auto` keys of a recipe: those of the run in its output folder, else those the plan advises."""
 
 import json
 from collections.abc import Mapping
@@ -7,65 +7,70 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lorakit.errors import RunError
-from lorakit.planning.estimate import Candidate, changed
-from lorakit.planning.plan import run
+from lorakit.planning.estimate import Candidate, apply_changes
+from lorakit.planning.plan import make_plan
 from lorakit.recipe import Recipe
 from lorakit.run.record import RECORD, flatten
 
 BACKEND: Final = "parallel.backend"
-RECOMPUTES: Final = "train.activation_checkpointing"
+CHECKPOINTING: Final = "train.activation_checkpointing"
 
 
 @final
 @dataclass(frozen=True)
 class Choice:
-    """Recipe keys with the values chosen for them, and why; empty when a recipe leaves nothing open."""
+    """Values chosen for the `auto` keys of a recipe; empty for a recipe without such keys."""
 
     values: Mapping[str, str]
+    """Recipe key -> value."""
     why: str
+    """One clause for each key, for the summary and run.json."""
 
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with the chosen values."""
-        return changed(recipe, self.values)
+    def apply(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the chosen values."""
+        return apply_changes(recipe, self.values)
 
 
 def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
-    """Values for what the recipe leaves open. A run that goes on keeps those it began with.
+    """Choose values for the `auto` keys of a recipe. A resumed run gets the values it was started with.
 
     Raises:
-        RunError: nothing fits; says the cheapest change.
+        RunError: nothing fits; names the cheapest change.
     """
-    open_keys = recipe.auto_keys
-    if not open_keys:
+    auto_keys = recipe.auto_keys
+    if not auto_keys:
         return Choice({}, "")
-    begun = {} if fresh else _begun(Path(recipe.output))
-    if begun.get("parallel.processes") == recipe.parallel.processes and begun.keys() >= set(open_keys):
-        values = {key: begun[key] for key in open_keys}
+    recorded = {} if fresh else _recorded_recipe(Path(recipe.output))
+    if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
+        values = {key: recorded[key] for key in auto_keys}
         return Choice(values, f"{', '.join(values.values())}, as this run was begun")
-    plan = run(recipe)
-    ways = {row.way.backend: row.way for row in plan.advice.rows}
-    way = plan.advice.best if BACKEND in open_keys else ways[recipe.parallel.backend]
-    if way is None:
+    plan = make_plan(recipe)
+    candidates = {estimate.candidate.backend: estimate.candidate for estimate in plan.advice.backends}
+    candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
+    if candidate is None:
         raise RunError(f"parallel.backend: auto: {plan.refusal}")
-    told = {
-        BACKEND: (way.backend, f"{way.backend}: {plan.advice.why}"),
-        RECOMPUTES: ("layers" if way.checkpointing else "none", _why_recomputed(way)),
+    advice = {
+        BACKEND: (candidate.backend, f"{candidate.backend}: {plan.advice.why}"),
+        CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
-    return Choice({key: told[key][0] for key in open_keys}, "; ".join(told[key][1] for key in open_keys))
+    return Choice({key: advice[key][0] for key in auto_keys}, "; ".join(advice[key][1] for key in auto_keys))
 
 
-def _begun(output: Path) -> Mapping[str, Any]:
-    """The flat recipe of the run in a folder; empty when there is none. What cannot be read is said later."""
+def _recorded_recipe(output: Path) -> Mapping[str, Any]:
+    """Read the flat recipe of the run in a folder; empty if there is none.
+
+    An unreadable record counts as none here, because the run itself refuses the folder with a full message.
+    """
     try:
-        begun = json.loads((output / RECORD).read_text())["recipe"]
+        recorded = json.loads((output / RECORD).read_text())["recipe"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return flatten(begun) if isinstance(begun, dict) else {}
+    return flatten(recorded) if isinstance(recorded, dict) else {}
 
 
-def _why_recomputed(way: Candidate) -> str:
-    if way.checkpointing:
+def _why_checkpointing(candidate: Candidate) -> str:
+    if candidate.checkpointing:
         return "layers are recomputed, without which it would not fit"
-    if way.fits:
+    if candidate.fits:
         return "nothing is recomputed, as memory does not ask for it"
-    return f"nothing is recomputed, which would not make it fit either: {way.shortfall}"
+    return f"nothing is recomputed, which would not make it fit either: {candidate.shortfall}"

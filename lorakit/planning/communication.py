@@ -1,6 +1,6 @@
-"""What passes through a process in a step: copies for messages, split tensors that are whole for a while, traffic.
+"""Bytes that pass through one process in a step: message buffers, gathered tensors, traffic.
 
-P: the base. A: the adapter in float32. N: processes. m: micro-batches of a process in a step.
+P: bytes of the base. A: bytes of the adapter in float32. N: processes. m: micro-batches of a process in a step.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from lorakit.planning.model_shapes import ROOT, ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.recipe import ParallelSection
 
-BROADCAST_BYTES: Final = 2 * 250 * 2**20  # torch's DDP: two messages of the whole base under way while it is built
+BROADCAST_BYTES: Final = 2 * 250 * 2**20  # DDP broadcasts the base at start, in messages of 250 MiB, two at a time
 MEGABYTE: Final = 1_000_000
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of split tensors that are whole for a while, in three phases of a micro-batch."""
+    """Bytes of sharded tensors while they are gathered, in three phases of a micro-batch."""
 
     start: int = 0
-    """Before the first layer; nothing else of the micro-batch is there yet."""
+    """Before the first layer, when no activation exists yet."""
     layer: int = 0
     head: int = 0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one process receives in a step: bytes and messages of the base, and of the adapter."""
+    """Bytes of base and adapter that one process receives in a step, and the number of messages."""
 
     base_bytes: float
     adapter_bytes: float
@@ -35,34 +35,34 @@ class Traffic:
 
 
 def _bucket(shapes: ModelShapes, parallel: ParallelSection) -> int:
-    """One message of gradients: ``bucket_mb``, or all of them if that is less."""
+    """Return the bytes of one gradient message: ``bucket_mb``, or A if A is smaller."""
     return min(adapter_bytes(shapes), round(parallel.bucket_mb * MEGABYTE))
 
 
 def ddp_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
-    """A: buckets are copies of the gradients."""
+    """Return A: DDP's buckets are copies of the gradients."""
     return adapter_bytes(shapes)
 
 
 def zero12_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
-    """A / N for the flat part that is updated, and two buckets, one filled while the other is sent."""
+    """Return A / N for the flat shard being updated, plus two buckets: one is filled while the other is sent."""
     return adapter_bytes(shapes) // num_ranks + 2 * _bucket(shapes, parallel)
 
 
 def zero3_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
-    """A / N for the flat part that is updated, and one bucket."""
+    """Return A / N for the flat shard being updated, plus one bucket."""
     return adapter_bytes(shapes) // num_ranks + _bucket(shapes, parallel)
 
 
 def zero3_gathered(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
-    """``prefetch_mb`` of tensors ahead of use and L, the largest, together no more than the base.
+    """Return the bytes gathered under ZeRO-3: ``prefetch_mb`` plus L, the largest tensor, at most P.
 
-    Before the first layer they are there twice, as the messages they came in and as the tensors cut from these; later
-    once, with one message of L. Alone, two of L. DeepSpeed counts elements, two bytes each, so float32 has twice as
-    many bytes, and packed weights about half.
+    Before the first layer they exist twice, as messages and as the tensors cut from the messages. Later they exist
+    once, beside one message of L. A single process gathers two L. DeepSpeed counts prefetched elements at two bytes
+    each, so a float32 base has twice ``prefetch_mb`` and a 4-bit base about half.
     """
-    itemsize = base_bytes(shapes) / sum(piece.numel for piece in shapes.frozen)
-    largest = max(piece.nbytes for piece in shapes.frozen)
+    itemsize = base_bytes(shapes) / sum(tensor.numel for tensor in shapes.frozen)
+    largest = max(tensor.nbytes for tensor in shapes.frozen)
     if num_ranks == 1:
         return Gathered(2 * largest, 2 * largest, 2 * largest)
     ahead = min(base_bytes(shapes), round(parallel.prefetch_mb * MEGABYTE / 2 * itemsize) + largest)
@@ -70,22 +70,23 @@ def zero3_gathered(shapes: ModelShapes, num_ranks: int, parallel: ParallelSectio
 
 
 def fsdp2_gathered(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
-    """R, the group of what belongs to no layer, is whole from forward to the end of backward.
+    """Return the bytes gathered under FSDP2: R plus up to three layers.
 
-    Beside it a layer G: in use, as the message of the next one, and as the last message of forward, which is let go
-    of when the next forward begins. Without ``reshard_after_forward`` all layers stay.
+    R, the root group of all tensors outside the layers, stays gathered from forward to the end of backward. The layers
+    are the layer in use, the message of the next layer, and the last message of forward, which FSDP2 frees when the
+    next forward begins. Without ``reshard_after_forward`` all layers stay gathered.
     """
     groups = shapes.bytes_of_groups()
     root = groups.pop(ROOT, 0)
     layers = {name: size for name, size in groups.items() if not _is_embedding(shapes, name)}
     embedding = sum(groups.values()) - sum(layers.values())
     largest = max(layers.values(), default=0)
-    messages = 0 if num_ranks == 1 else 1
-    every = 0 if parallel.reshard_after_forward else sum(groups.values())
+    num_messages = 0 if num_ranks == 1 else 1
+    unsharded = 0 if parallel.reshard_after_forward else sum(groups.values())
     return Gathered(
-        root + (1 + messages) * embedding,
-        root + max(every, largest) + 2 * messages * largest,
-        root + every + 2 * messages * largest,
+        start=root + (1 + num_messages) * embedding,
+        layer=root + max(unsharded, largest) + 2 * num_messages * largest,
+        head=root + unsharded + 2 * num_messages * largest,
     )
 
 
@@ -93,49 +94,37 @@ def _is_embedding(shapes: ModelShapes, group: str) -> bool:
     return shapes.embedding is not None and shapes.embedding.startswith(f"{group}.")
 
 
+def broadcast_bytes(shapes: ModelShapes) -> int:
+    """Return the bytes of DDP's message buffers while the base is broadcast at start."""
+    return min(base_bytes(shapes), BROADCAST_BYTES)
+
+
 def all_gather_traffic(with_adapter: bool) -> Callable[[ModelShapes, int, int], Traffic]:
-    """Twice a micro-batch (N-1)/N of the base, and the adapter's gradients once a step."""
+    """Return the traffic rule: (N-1)/N of the base twice a micro-batch, the adapter's gradients once a step.
+
+    ``with_adapter``: the adapter is gathered with the base, one message for each group instead of each tensor.
+    """
 
     def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
         share, adapter = (num_ranks - 1) / num_ranks, adapter_bytes(shapes)
-        groups = len(shapes.bytes_of_groups()) if with_adapter else len(shapes.frozen)
-        again = adapter * 2 * micro_batches if with_adapter else adapter
+        num_groups = len(shapes.bytes_of_groups()) if with_adapter else len(shapes.frozen)
+        gathered_adapter = adapter * 2 * micro_batches if with_adapter else adapter
         return Traffic(
-            2 * micro_batches * share * base_bytes(shapes), share * (adapter + again), 2 * micro_batches * groups
+            base_bytes=2 * micro_batches * share * base_bytes(shapes),
+            adapter_bytes=share * (adapter + gathered_adapter),
+            num_messages=2 * micro_batches * num_groups,
         )
 
     return traffic
 
 
 def all_reduce_traffic(times: float) -> Callable[[ModelShapes, int, int], Traffic]:
-    """The adapter's gradients once a step: summed (twice their bytes in a ring), or summed and gathered."""
+    """Return the traffic rule: ``times`` (N-1)/N of the adapter's gradients once a step.
+
+    ``times`` is 2 for an all-reduce in a ring, and 3 if updated parameters are gathered besides.
+    """
 
     def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
         return Traffic(0.0, times * adapter_bytes(shapes) * (num_ranks - 1) / num_ranks, 2.0 * times)
 
     return traffic
-
-
-def no_traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
-    """One process sends nothing."""
-    return Traffic(0.0, 0.0, 0.0)
-
-
-def no_messages(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> int:
-    """No copies."""
-    return 0
-
-
-def no_gather(shapes: ModelShapes, num_ranks: int, parallel: ParallelSection) -> Gathered:
-    """Nothing is split."""
-    return Gathered()
-
-
-def no_bytes(shapes: ModelShapes) -> int:
-    """No more than is held."""
-    return 0
-
-
-def broadcast_bytes(shapes: ModelShapes) -> int:
-    """DDP sends the whole base once, in messages that are copies."""
-    return min(base_bytes(shapes), BROADCAST_BYTES)

@@ -1,6 +1,6 @@
-"""What a machine has: devices, host memory, cores, disk. Found out here, or described by the name of its GPU.
+"""The resources of a machine: GPUs, host memory, cores, disk. Either detected, or described by a GPU's name.
 
-Figures of GPUs are those of the vendors' data sheets, in decimal gigabytes and without sparsity.
+Figures of GPUs are from the vendors' data sheets, in decimal gigabytes and without sparsity.
 """
 
 import os
@@ -18,23 +18,23 @@ from lorakit.errors import LorakitError, did_you_mean
 
 GB: Final = 1_000_000_000
 CGROUPS: Final = Path("/sys/fs/cgroup")
-UNLIMITED: Final = 1 << 60  # what cgroups write where there is no limit is larger than this
+UNLIMITED: Final = 1 << 60  # a control group without a limit shows a larger number than this
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, dense figures."""
+    """One kind of GPU, with its rates for dense arithmetic."""
 
     name: str
     memory_bytes: int
     flops: float
-    """Operations per second with 16-bit numbers."""
+    """Operations per second in 16 bits."""
     memory_rate: float
     """Bytes per second of its own memory."""
     link_rate: float
     """Bytes per second to its neighbours in one machine, in one direction."""
     other_names: tuple[str, ...] = ()
-    """What drivers and people call it besides."""
+    """Other names that drivers and people use."""
 
 
 def _gpu(name: str, gigabytes: float, teraflops: float, memory: float, link: float, *other_names: str) -> Gpu:
@@ -54,32 +54,32 @@ GPUS: Final = (
     _gpu("RTX 3090",  24,   71,      936,   32, "3090"),
     _gpu("MI300X",    192,  1307,    5300,  448),
 )  # fmt: skip
-ORDINARY: Final = next(gpu for gpu in GPUS if gpu.name == "RTX 4090")  # rates of a card that is not in the table
-NETWORK_RATE: Final = 25e9  # bytes per second and GPU between machines: 200 Gbit/s, as usual beside such GPUs
-HOST_LINK_RATE: Final = 50e9  # between a GPU and host memory: PCIe 5 x16 (63 in the standard, 55 measured)
-DISK_RATE: Final = 3e9  # one NVMe disk
-HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, when nobody says
+ORDINARY: Final = next(gpu for gpu in GPUS if gpu.name == "RTX 4090")  # rates for a card that is not in the table
+NETWORK_RATE: Final = 25e9  # bytes per second and GPU between machines: 200 Gbit/s, usual for such GPUs
+HOST_LINK_RATE: Final = 50e9  # bytes per second to and from host memory: PCIe 5 x16 (63 in the standard, 55 measured)
+DISK_RATE: Final = 3e9  # bytes per second of one NVMe disk
+HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, unless given
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machines of a run, all alike. Without ``gpu`` the processors compute, and share the host's memory."""
+    """The machines of a run, all equal. If ``gpu`` is None, processors compute and share the host memory."""
 
     gpu: Gpu | None
     gpus_per_node: int
     nodes: int
     host_memory_bytes: int
-    """Of each node; here what is free now, within the limits of the control group."""
+    """Per node. Detected: free memory, within the limits of this process's control groups."""
     disk_bytes: int | None
-    """Free on each node's disk; None when nobody knows."""
+    """Free bytes on each node's disk; None if unknown."""
     described: bool
-    """Asked about rather than found here."""
+    """True for a machine given by its GPU's name, False for a detected one."""
     cpu_flops: Mapping[str, float]
-    """dtype -> operations per second of one process on the CPU."""
+    """dtype name -> operations per second of one process on the CPU."""
     cores: int
 
-    def words(self) -> str:
-        """The machine in one line."""
+    def describe(self) -> str:
+        """Describe the machine in one line."""
         many = f"{self.nodes} x " if self.nodes > 1 else ""
         host = f"{self.host_memory_bytes / GB:,.0f} GB of host memory{'' if self.described else ' free'}"
         disk = "" if self.disk_bytes is None else f", {self.disk_bytes / GB:,.0f} GB of disk free"
@@ -89,39 +89,45 @@ class Machine:
 
 
 def detect_machine(folder: Path, nodes: int = 1) -> Machine:
-    """The machine this runs on; disk space is that of ``folder``. Other nodes of the run are taken to be alike."""
+    """Detect this machine, with the disk space of ``folder``. All nodes are assumed to be equal."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpu = _found_gpu() if num_gpus else None
+    gpu = _detect_gpu() if num_gpus else None
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return Machine(
-        gpu, num_gpus, nodes, free_host_memory(), shutil.disk_usage(existing).free, False,
-        {} if gpu else {name: rate * 1e9 for name, rate in measure_all(torch.device("cpu")).items()}, _cores(),
-    )  # fmt: skip
+        gpu=gpu,
+        gpus_per_node=num_gpus,
+        nodes=nodes,
+        host_memory_bytes=free_host_memory(),
+        disk_bytes=shutil.disk_usage(existing).free,
+        described=False,
+        cpu_flops={} if gpu else {name: rate * 1e9 for name, rate in measure_all(torch.device("cpu")).items()},
+        cores=_cores(),
+    )
 
 
 def machine_with_gpu(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int | None) -> Machine:
-    """A machine with GPUs of a known name.
+    """Describe a machine by its GPU. ``host_memory_bytes`` None: the usual memory per GPU.
 
     Raises:
-        LorakitError: no such name.
+        LorakitError: the GPU's name is unknown.
     """
-    found = named_gpu(gpu)
-    if found is None:
+    spec = named_gpu(gpu)
+    if spec is None:
         names = [gpu.name for gpu in GPUS]
         raise LorakitError(f"--gpu: {gpu!r} is not known.{did_you_mean(gpu, names)} There are {', '.join(names)}")
     memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes
-    return Machine(found, gpus_per_node, nodes, memory, None, True, {}, 0)
+    return Machine(spec, gpus_per_node, nodes, memory, disk_bytes=None, described=True, cpu_flops={}, cores=0)
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """The GPU of a name as people or drivers write it, such as `h200` or `NVIDIA H200`."""
-    known = [(_plain(other), gpu) for gpu in GPUS for other in (gpu.name, *gpu.other_names)]
-    inside = [(len(plain), gpu) for plain, gpu in known if plain in _plain(name)]
-    return max(inside, key=lambda found: found[0])[1] if inside else None
+    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None if no known name is part of it."""
+    known = [(_alphanumeric(other), gpu) for gpu in GPUS for other in (gpu.name, *gpu.other_names)]
+    matches = [(len(text), gpu) for text, gpu in known if text in _alphanumeric(name)]
+    return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def free_host_memory() -> int:
-    """Bytes that can still be taken on this host: what the system has available, within this process's cgroups."""
+    """Return the bytes this process can still allocate: the system's available memory, within its control groups."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if sys.platform == "linux":
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
@@ -130,9 +136,10 @@ def free_host_memory() -> int:
 
 
 def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
-    """What each limited control group above this process still allows. ``own``: controller -> group, as in /proc.
+    """Return the free bytes of each limited control group above this process.
 
-    Pages of files that were read are not counted as taken: they are given up when memory is asked for.
+    ``own``: controller -> group, as in /proc/self/cgroup. Cached pages of files count as free, because the kernel
+    drops them when memory is needed.
     """
     rooms = []
     for controller, limit, usage, key in (
@@ -175,16 +182,16 @@ def _stat(path: Path, key: str) -> int:
     return next((int(value) for name, value in words if name == key), 0)
 
 
-def _found_gpu() -> Gpu:
-    """The first GPU here: its true memory, and the data sheet's rates of the nearest kind."""
-    facts = torch.cuda.get_device_properties(0)
-    sheet = named_gpu(facts.name) or ORDINARY
-    return Gpu(facts.name, facts.total_memory, sheet.flops, sheet.memory_rate, sheet.link_rate)
+def _detect_gpu() -> Gpu:
+    """Return the first GPU of this machine: its actual memory, and the data sheet's rates of the nearest kind."""
+    properties = torch.cuda.get_device_properties(0)
+    sheet = named_gpu(properties.name) or ORDINARY
+    return Gpu(properties.name, properties.total_memory, sheet.flops, sheet.memory_rate, sheet.link_rate)
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _plain(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())

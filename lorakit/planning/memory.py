@@ -1,7 +1,7 @@
-"""Bytes of one process by what they are for: one function per category, each with its formula.
+"""Bytes of one process by category: one function per category, each with its formula.
 
-P: the base. A: the adapter in float32. N: processes. What is measured rather than computed is what a micro-batch
-allocates (trace.py) and what a process takes on CPUs before it holds anything (process.py).
+P: bytes of the base. A: bytes of the adapter in float32. N: processes. Two inputs are measured instead of computed:
+the activations of a micro-batch (activations.py), and a CPU process before its base is loaded (process_overhead.py).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -11,49 +11,54 @@ from lorakit.planning.activations import LiveBytes
 from lorakit.planning.backends import LAYOUTS, Layout, offloads_of
 from lorakit.planning.communication import Gathered
 from lorakit.planning.model_shapes import ModelShapes
-from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
 from lorakit.planning.process_overhead import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
-from lorakit.planning.sharding import adapter_bytes, base_bytes, sum_of, whole
+from lorakit.planning.sharding import (
+    OptimizerStateBytes,
+    adapter_bytes,
+    base_bytes,
+    optimizer_state_bytes,
+    shard_bytes,
+    unsharded,
+)
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.parallel import OffloadSection
 
 MARGIN: Final = 0.25
-"""How much more than expected a process may take: what is predicted is said to fit with this much room to spare."""
-
-
-KEPT_LAYERS: Final = 5
-"""Layers whose activations would fill the freed blocks that glibc 2.36 keeps; measured (benchmarks/plan.py)."""
+"""Free share required above the predicted peak before a candidate counts as fitting."""
+HEAP_LAYERS: Final = 5
+"""Layers whose saved activations equal the freed blocks that glibc 2.36 does not return; from benchmarks/plan.py."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process where it computes, at the worst moment of a step; ``host`` and ``disk`` come besides."""
+    """Peak bytes of one process on its computing device, by category; ``host`` and ``disk`` are counted apart."""
 
     base: int
     adapter: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept for backward, with what a layer at work needs."""
+    """Saved for backward, plus the temporaries of the layer being computed."""
     logits: int
-    """Output head and loss, where they are the worst moment."""
+    """Output head and loss, if the step's peak is there."""
     gathered: int
-    """Split tensors that are whole for a while, and the messages they come in."""
+    """Sharded tensors while they are gathered, and the messages they arrive in."""
     messages: int
     heap: int
-    """On CPUs: freed blocks that the C library keeps and cannot use again."""
+    """On CPUs: freed blocks that the C library neither reuses nor returns."""
     process: int
     loading: int
-    """Of the whole process while the base is brought in."""
+    """Peak of the process while the base is loaded."""
     saving: int
-    """Of the whole process while a checkpoint is written."""
+    """Peak of the process while a checkpoint is written."""
     host: int = 0
-    """On GPUs: of the process in host memory."""
+    """On GPUs: host memory of the process."""
     disk: int = 0
-    """Checkpoints, patch, and what rests on a disk; of the whole machine's share of one process."""
+    """Per machine: checkpoints, patch, and state offloaded to disk."""
 
     @property
     def training(self) -> int:
+        """Peak of a training step."""
         return sum(getattr(self, name) for name in CATEGORIES)
 
     @property
@@ -68,25 +73,26 @@ CATEGORIES: Final = tuple(
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory depends on besides shapes: one way to run the recipe."""
+    """Everything besides tensor shapes that decides memory: backend, processes, optimizer, offloading."""
 
     backend: str
     num_processes: int
     local_processes: int
+    """Processes on one machine."""
     optimizer: str
-    """As recipes name it."""
+    """Name as in recipes."""
     parallel: ParallelSection
     on_gpu: bool
     converts: bool
-    """The files hold another dtype than the run's."""
+    """Whether the files store another dtype than the run's."""
     stored_bytes: int
-    """Of the base in its files, where they are mapped; 0 for a packed one, which is read tensor by tensor."""
-    keeps: int
-    """Checkpoints on disk."""
+    """Bytes of memory-mapped base files; 0 for a quantised base, which is read tensor by tensor."""
+    num_checkpoints: int
+    """Checkpoints that stay on disk."""
     layer_bytes: int = 0
-    """What one layer keeps for backward when nothing is recomputed."""
+    """Bytes that one layer saves for backward without recomputation."""
     activations_on_host: int = 0
-    """Bytes of layer inputs that wait in host memory for backward (train.activation_offload)."""
+    """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
 
     @property
     def layout(self) -> Layout:
@@ -98,149 +104,167 @@ class Setting:
 
 
 def memory_of(
-    shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None, process: int
+    shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None, process_bytes: int
 ) -> Memory:
-    """Everything one process holds at the worst moment of a step."""
-    n, layout = setting.num_processes, setting.layout
-    start, layer, head = _phases(shapes, setting, live, evaluating)
-    activations, logits, gathered = max(start, layer, head, key=sum)
-    still = Memory(
-        base=base(shapes, setting), adapter=adapter(shapes, setting), gradients=gradients(shapes, setting),
-        optimizer=optimizer(shapes, setting), activations=activations, logits=logits, gathered=gathered,
-        messages=layout.messages(shapes, n, setting.parallel), heap=heap(shapes, setting),
-        process=process + communication(setting), loading=0, saving=0,
-    )  # fmt: skip
-    still = replace(still, loading=loading(shapes, setting, still), saving=saving(shapes, setting, still))
-    return replace(still, host=host(shapes, setting), disk=disk(shapes, setting))
+    """Return the memory of one process at the peak of a step, and while it loads and saves."""
+    activations, logits, gathered = max(_phases(shapes, setting, training, evaluation), key=sum)
+    messages = setting.layout.messages
+    step = Memory(
+        base=resident_base_bytes(shapes, setting),
+        adapter=resident_adapter_bytes(shapes, setting),
+        gradients=gradient_bytes(shapes, setting),
+        optimizer=optimizer_bytes(shapes, setting),
+        activations=activations,
+        logits=logits,
+        gathered=gathered,
+        messages=0 if messages is None else messages(shapes, setting.num_processes, setting.parallel),
+        heap=heap_bytes(shapes, setting),
+        process=process_bytes + channel_bytes(setting),
+        loading=0,
+        saving=0,
+    )
+    return replace(
+        step,
+        loading=loading_bytes(shapes, setting, step),
+        saving=saving_bytes(shapes, setting, step),
+        host=host_bytes(shapes, setting),
+        disk=disk_bytes(shapes, setting),
+    )
 
 
-def base(shapes: ModelShapes, setting: Setting) -> int:
-    """P, or this rank's parts of it; 0 when they rest elsewhere (offload.parameters). Streamed: two layers, and what is
-    none."""
+def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes of base weights on the device: P, this rank's shards, or 0 if offloaded.
+
+    With ``stream``: twice the largest layer, plus every tensor outside the layers.
+    """
     if setting.offloads.streams:
         layers = shapes.base_bytes_of_layers()
         return base_bytes(shapes) - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
-    return sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
+    return shard_bytes(shapes.frozen, setting.layout.base, setting.num_processes)
 
 
-def adapter(shapes: ModelShapes, setting: Setting) -> int:
-    """A; A / N for fsdp2; A + A / N for zero3, which keeps it whole beside its parts."""
-    if setting.layout.adapter_rests_with_base and setting.offloads.parameters != "none" and setting.on_gpu:
+def resident_adapter_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return A; A / N under fsdp2; A + A / N under zero3, which stores the full adapter beside its shards."""
+    if setting.layout.offloads_adapter and setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
-    return sum_of(shapes.adapter, setting.layout.adapter, setting.num_processes)
+    return shard_bytes(shapes.adapter, setting.layout.adapter, setting.num_processes)
 
 
-def gradients(shapes: ModelShapes, setting: Setting) -> int:
-    """A in float32, or A / N; 0 when the optimizer rests elsewhere."""
+def gradient_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return A or A / N; 0 if the optimizer is offloaded."""
     if setting.offloads.optimizer != "none" and setting.on_gpu:
         return 0
     return setting.layout.gradients(shapes, setting.num_processes)
 
 
-def optimizer(shapes: ModelShapes, setting: Setting) -> int:
-    """AdamW: two moments, 2 A or 2 A / N in float32, and step counters; 0 when it rests elsewhere."""
+def optimizer_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return AdamW's two moments, 2 A or 2 A / N in float32, plus step counters; 0 if offloaded."""
     if setting.offloads.optimizer != "none" and setting.on_gpu:
         return 0
-    return optimizer_state(shapes, setting).stays
-
-
-def optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
-    """Wherever it rests."""
-    layout = setting.layout
-    return state_of(
-        setting.optimizer, shapes, layout.optimizer, setting.num_processes, layout.num_counters(shapes)
-    )  # fmt: skip
+    return _optimizer_state(shapes, setting).resident
 
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """A, what else is the adapter's own, and the whole optimizer state: 3 A with AdamW in float32."""
-    state = state_of(setting.optimizer, shapes, whole, 1, 0)
-    return adapter_bytes(shapes) + shapes.fixed_bytes + state.stays + state.paged
+    """Return A, the adapter's fixed tensors and the unsharded optimizer state: 3 A with AdamW in float32."""
+    state = optimizer_state_bytes(setting.optimizer, shapes, unsharded, 1, 0)
+    return adapter_bytes(shapes) + shapes.fixed_bytes + state.resident + state.paged
 
 
-def heap(shapes: ModelShapes, setting: Setting) -> int:
-    """As much as some layers keep for backward, where freed blocks are not given back at once.
+def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the freed blocks of the C heap: the saved activations of HEAP_LAYERS layers.
 
-    That is with whole bases on CPUs, unless they are packed: there weights in floats come and go.
+    0 where lorakit makes the C library return freed blocks at once: with a sharded or quantised base, because gathered
+    or dequantised weights are allocated and freed all the time.
     """
-    if setting.on_gpu or setting.layout.splits_base or shapes.packing:
+    if setting.on_gpu or setting.layout.splits_base or shapes.quantization:
         return 0
-    return KEPT_LAYERS * setting.layer_bytes
+    return HEAP_LAYERS * setting.layer_bytes
 
 
-def communication(setting: Setting) -> int:
-    """On GPUs the channels of nccl, once there are neighbours; gloo's are small."""
+def channel_bytes(setting: Setting) -> int:
+    """Return the buffers of NCCL's channels on GPUs; those of gloo are too small to count."""
     return NCCL_BUFFERS if setting.on_gpu and setting.num_processes > 1 else 0
 
 
-def loading(shapes: ModelShapes, setting: Setting, still: Memory) -> int:
-    """What is held then (P or parts, A, the process), and what bringing it in needs besides.
+def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
+    """Return the peak while the base is loaded: base, adapter and process, plus the buffers of loading.
 
-    On CPUs a base in the dtype of its files is mapped from them; else the mapped files come on top of its copy. DDP
-    then sends the whole base once, in two messages of 250 MB at a time. On GPUs files are read into host memory.
-    A base that is packed takes one weight in floats at a time, wherever that is done.
+    On CPUs a base in the dtype of its files is memory-mapped, so only a converted base needs the mapped files besides.
+    On GPUs files are read into host memory. A quantised base needs one weight in floats at a time on either.
     """
-    held = still.base + still.adapter + still.process
-    read_by_parts = setting.layout.splits_base or setting.offloads.streams
-    mapped = setting.stored_bytes if setting.converts and not read_by_parts else 0
-    return held + (0 if setting.on_gpu else mapped) + max(shapes.packing_bytes, setting.layout.loading(shapes))
+    resident = step.base + step.adapter + step.process
+    read_in_shards = setting.layout.splits_base or setting.offloads.streams
+    mapped = setting.stored_bytes if setting.converts and not read_in_shards and not setting.on_gpu else 0
+    buffers = 0 if setting.layout.loading is None else setting.layout.loading(shapes)
+    return resident + mapped + max(shapes.quantizing_bytes, buffers)
 
 
-def saving(shapes: ModelShapes, setting: Setting, still: Memory) -> int:
-    """All but activations; on CPUs with whole copies of all that a checkpoint holds, about 3 A."""
-    held = still.base + still.adapter + still.gradients + still.optimizer + still.messages + still.process
-    return held + (0 if setting.on_gpu else checkpoint_bytes(shapes, setting))
+def saving_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
+    """Return the peak while a checkpoint is written: all but activations, and on CPUs full copies of about 3 A."""
+    resident = step.base + step.adapter + step.gradients + step.optimizer + step.messages + step.process
+    return resident + (0 if setting.on_gpu else checkpoint_bytes(shapes, setting))
 
 
-def host(shapes: ModelShapes, setting: Setting) -> int:
-    """In host memory of a GPU's process: libraries, the base while it is loaded whole, what rests there, about 3 A.
+def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the host memory of a GPU's process: libraries, plus the larger of loading and training.
 
-    Whole files are mapped, and shared by the processes of a machine; a converted base is each process's own; of a
-    packed one there is one tensor at a time.
+    Loading: a machine's processes share the mapped files of an unsharded base; a converted copy is each process's own;
+    a quantised base is read one tensor at a time. Training: offloaded state and a checkpoint of about 3 A.
     """
     if not setting.on_gpu:
         return 0
-    n, layout = setting.num_processes, setting.layout
+    num_ranks, layout = setting.num_processes, setting.layout
     shared = 0 if layout.splits_base else setting.stored_bytes // setting.local_processes
     own = base_bytes(shapes) if setting.converts and not layout.splits_base else 0
-    if shapes.packing:
-        own = max(piece.nbytes for piece in shapes.frozen) + shapes.packing_bytes
-    state = optimizer_state(shapes, setting)
-    rests_here = setting.offloads.parameters in ("cpu", "stream")
-    resting = state.paged + (sum_of(shapes.frozen, layout.base, n) if rests_here else 0)
+    if shapes.quantization:
+        own = max(tensor.nbytes for tensor in shapes.frozen) + shapes.quantizing_bytes
+    state = _optimizer_state(shapes, setting)
+    offloaded = state.paged
+    if setting.offloads.parameters in ("cpu", "stream"):
+        offloaded += shard_bytes(shapes.frozen, layout.base, num_ranks)
     if setting.offloads.optimizer == "cpu":
-        resting += state.stays + 2 * sum_of(shapes.adapter, layout.optimizer, n)
-    waiting = resting + setting.activations_on_host + checkpoint_bytes(shapes, setting)
-    return HOST_OF_GPU_PROCESS + max(shared + own, waiting)
+        offloaded += state.resident + 2 * shard_bytes(shapes.adapter, layout.optimizer, num_ranks)
+    training = offloaded + setting.activations_on_host + checkpoint_bytes(shapes, setting)
+    return HOST_OF_GPU_PROCESS + max(shared + own, training)
 
 
-def disk(shapes: ModelShapes, setting: Setting) -> int:
-    """Per machine: each kept checkpoint and two more, the patch, and what rests there."""
-    resting = sum_of(shapes.frozen, setting.layout.base, setting.num_processes)
-    moved = resting if setting.offloads.parameters == "nvme" else 0
+def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the disk space per machine: checkpoints and two more being written, the patch, offloaded state."""
+    offloaded = 0
+    if setting.offloads.parameters == "nvme":
+        offloaded += shard_bytes(shapes.frozen, setting.layout.base, setting.num_processes)
     if setting.offloads.optimizer == "nvme":
-        moved += 2 * optimizer_state(shapes, setting).stays
+        offloaded += 2 * _optimizer_state(shapes, setting).resident
     patch = adapter_bytes(shapes) + shapes.fixed_bytes
-    return (setting.keeps + 2) * checkpoint_bytes(shapes, setting) + patch + moved * setting.local_processes
+    checkpoints = (setting.num_checkpoints + 2) * checkpoint_bytes(shapes, setting)
+    return checkpoints + patch + offloaded * setting.local_processes
+
+
+def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
+    """Return this rank's optimizer state, offloaded or not."""
+    layout = setting.layout
+    return optimizer_state_bytes(
+        setting.optimizer, shapes, layout.optimizer, setting.num_processes, layout.num_counters(shapes)
+    )
 
 
 def _phases(
-    shapes: ModelShapes, setting: Setting, live: LiveBytes, evaluating: LiveBytes | None
-) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
-    """(activations, logits, gathered) in the three phases of a micro-batch that can be the worst."""
+    shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None
+) -> tuple[tuple[int, int, int], ...]:
+    """Return (activations, logits, gathered) of each phase of a micro-batch that may be the peak."""
     gathered = _gathered(shapes, setting)
-    saved = round(live.saved) - (setting.activations_on_host if setting.on_gpu else 0)
-    logits = max(round(live.head), round(evaluating.head) - saved if evaluating else 0)
+    saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
+    logits = max(round(training.head), round(evaluation.head) - saved if evaluation else 0)
     return (
         (0, 0, gathered.start),
-        (saved + round(live.layer), 0, gathered.layer),
+        (saved + round(training.layer), 0, gathered.layer),
         (saved, logits, gathered.head),
     )
 
 
 def _gathered(shapes: ModelShapes, setting: Setting) -> Gathered:
-    if not setting.layout.splits_base:
+    if setting.layout.gathered is None:
         return Gathered()
     return setting.layout.gathered(shapes, setting.num_processes, setting.parallel)

@@ -1,12 +1,12 @@
-"""What a base is, from its config and its model on the meta device: every tensor's shape, and nothing of its values.
+"""Shapes of every tensor of a base with its adapter, from the model on the meta device.
 
-A base whose weights are not there, or cut short, can be planned for: of the files only headers are read.
+Of weight files only the headers are read, so a base with missing or truncated weights can be planned for.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,30 +17,34 @@ from torch import nn
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.layers import gather_groups
 from lorakit.base.load import load_skeleton
-from lorakit.base.skeleton import bytes_to_pack, facts_of, pack_skeleton
+from lorakit.base.quantized import quantized_weight
+from lorakit.base.skeleton import quantize_skeleton, quantizing_bytes
+from lorakit.errors import PatchError
 from lorakit.files.base_files import INDEX, SINGLE
-from lorakit.files.safetensors import DTYPES, MAX_HEADER_BYTES
+from lorakit.files.dtypes import DTYPE_OF_CODE, parse_dtype
+from lorakit.files.safetensors import read_header
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
-"""The group of what belongs to no layer."""
+"""The gather group of all tensors outside the repeated layers."""
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One tensor of the adapted base. ``group`` names the module that a sharding engine gathers it with."""
+    """One tensor of the adapted base."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    trains: bool
-    kept: bool
-    """Whether checkpoints hold it: what learns, and what else is the adapter's own."""
+    trainable: bool
+    in_checkpoint: bool
+    """True for trainable tensors and for the adapter's fixed tensors."""
     group: str
+    """Name of the module with which a sharding engine gathers the tensor, or ROOT."""
     num_values: int
-    """What it stands for: a packed weight for all its values, the scales beside it for none."""
+    """Model parameters that the tensor stores: all of a quantised weight's, none for its scales."""
 
     @property
     def numel(self) -> int:
@@ -52,132 +56,144 @@ class TensorShape:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it takes part in products; a weight in 4 bits is stored flat."""
+        """True if the tensor is a factor of matrix products. A 4-bit weight counts, although it is stored flat."""
         return len(self.shape) > 1 or self.num_values > self.numel
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The tensors of a base with its adapter; a tied tensor is one."""
+    """The tensors of a base with its adapter. A tied tensor counts once."""
 
     architecture: str
-    pieces: tuple[TensorShape, ...]
+    tensors: tuple[TensorShape, ...]
     embedding: str | None
     head: str | None
-    """Names of the tensors of input embedding and output head; the same when they are tied."""
+    """Tensor names of input embedding and output head, equal if tied. None: the model has none."""
     hidden_size: int
     attention_width: int
-    """Heads times their size, of a layer."""
+    """Number of heads times head size, in one layer."""
     num_layers: int
     stored_dtype: torch.dtype | None
-    """Of most of what the files hold; None when they say nothing."""
-    packing: str = ""
-    """How the base is packed, in words; empty when it is in floats."""
-    packing_bytes: int = 0
-    """Taken while the largest weight is packed; 0 when none is."""
+    """dtype of most bytes in the weight files; None if neither files nor config give one."""
+    quantization: str = ""
+    """Name of the quantisation scheme; empty for a base in floats."""
+    quantizing_bytes: int = 0
+    """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
 
     @property
     def frozen(self) -> tuple[TensorShape, ...]:
-        return tuple(piece for piece in self.pieces if not piece.trains)
+        return tuple(tensor for tensor in self.tensors if not tensor.trainable)
 
     @property
     def adapter(self) -> tuple[TensorShape, ...]:
-        return tuple(piece for piece in self.pieces if piece.trains)
+        return tuple(tensor for tensor in self.tensors if tensor.trainable)
 
     @property
     def base(self) -> tuple[TensorShape, ...]:
-        """The frozen tensors that are not the adapter's own."""
-        return tuple(piece for piece in self.frozen if not piece.kept)
+        """The frozen tensors without the adapter's fixed tensors."""
+        return tuple(tensor for tensor in self.frozen if not tensor.in_checkpoint)
 
     @property
     def fixed_bytes(self) -> int:
-        """Of the adapter's own tensors that do not learn."""
-        return sum(piece.nbytes for piece in self.frozen if piece.kept)
+        """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
+        return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)
 
     def base_bytes_of_layers(self) -> list[int]:
-        """Of the base in each repeated layer."""
-        found: Counter[str] = Counter()
-        for piece in self.base:
-            if piece.group != ROOT and piece.name != self.embedding:
-                found[piece.group] += piece.nbytes
-        return list(found.values())
+        """Return the bytes of base tensors in each repeated layer."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.base:
+            if tensor.group != ROOT and tensor.name != self.embedding:
+                sizes[tensor.group] += tensor.nbytes
+        return list(sizes.values())
 
     def bytes_of_groups(self) -> dict[str, int]:
-        """group -> bytes of all its tensors."""
-        found: Counter[str] = Counter()
-        for piece in self.pieces:
-            found[piece.group] += piece.nbytes
-        return dict(found)
+        """Return group -> bytes of all its tensors."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            sizes[tensor.group] += tensor.nbytes
+        return dict(sizes)
 
     def num_matmul_parameters(self) -> int:
-        """Weights that take part in matrix products: matrices, without an embedding that is only looked up in."""
-        looked_up = self.embedding if self.embedding != self.head else None
-        return sum(p.num_values for p in self.frozen if p.is_matrix and p.name != looked_up)
+        """Count the frozen weights in matrix products: all matrices but an embedding that is not tied to the head."""
+        lookup_only = self.embedding if self.embedding != self.head else None
+        return sum(t.num_values for t in self.frozen if t.is_matrix and t.name != lookup_only)
 
 
 def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> ModelShapes:
-    """The shapes of a base in a folder, with the adapter of a recipe, the base in ``dtype`` or packed.
+    """Return the shapes of the base in a folder, in ``dtype`` or quantised, with the adapter of a recipe.
 
     Raises:
-        BaseModelError: no config, an architecture transformers does not know, or packed as lorakit cannot read.
-        TargetError: the adapter does not go onto it.
+        BaseModelError: no config, an architecture unknown to transformers, or an unsupported quantisation.
+        TargetError: the adapter does not fit the base.
     """
-    shapes = shapes_of(adapted_skeleton(folder, base, adapter, dtype), stored_dtype(folder))
-    return shapes if base.quantize != "none" else replace(shapes, packing_bytes=0)
+    shapes = shapes_of(adapted_skeleton(folder, base, adapter, dtype), read_stored_dtype(folder))
+    # without the recipe key, quantised layers come from quantised files, which are read as they are
+    return shapes if base.quantize != "none" else replace(shapes, quantizing_bytes=0)
 
 
 def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
-    """The base of a folder in ``dtype`` or packed, with an adapter on it, all of it on the meta device."""
+    """Build the base of a folder in ``dtype`` or quantised, with an adapter, on the meta device."""
     model = load_skeleton(folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    pack_skeleton(model, base, folder, dtype)
+    quantize_skeleton(model, base, folder, dtype)
     spec = adapter_spec(adapter, folder)
     targets = find_targets(model, spec)
     with torch.device("meta"):
         return attach(model, targets, spec, seed=0)
 
 
-def shapes_of(model: nn.Module, stored: torch.dtype | None) -> ModelShapes:
-    """The shapes of an adapted model."""
+def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes:
+    """Return the shapes of an adapted model."""
     config: Any = model.config
     config = config.get_text_config()
-    trained = {id(tensor) for tensor in adapter_tensors(model).values()}
-    kept = {id(tensor) for tensor in checkpoint_tensors(model).values()}
-    groups, values = _groups(model), _values(model)
-    pieces = tuple(
-        TensorShape(
-            name, tuple(tensor.shape), tensor.dtype.itemsize, id(tensor) in trained, id(tensor) in kept,
-            groups.get(id(tensor), ROOT), values.get(id(tensor), tensor.numel()),
-        )
-        for name, tensor in model.named_parameters()
-    )  # fmt: skip
-    packed = [facts for facts in map(facts_of, model.modules()) if facts is not None]
+    trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
+    in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     names = {id(tensor): name for name, tensor in model.named_parameters()}
-    hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
+    groups, num_values = _groups(model), _quantized_num_values(model)
+    weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
+    hidden_size, num_heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
+    head_dim = int(getattr(config, "head_dim", None) or hidden_size // num_heads)
     return ModelShapes(
-        type(model).__name__, pieces, _weight_name(model, "get_input_embeddings", names),
-        _weight_name(model, "get_output_embeddings", names), hidden,
-        heads * int(getattr(config, "head_dim", None) or hidden // heads), int(config.num_hidden_layers), stored,
-        packed[0].scheme.name if packed else "", max(map(bytes_to_pack, packed), default=0),
-    )  # fmt: skip
+        architecture=type(model).__name__,
+        tensors=tuple(
+            TensorShape(
+                name=name,
+                shape=tuple(tensor.shape),
+                itemsize=tensor.dtype.itemsize,
+                trainable=id(tensor) in trainable,
+                in_checkpoint=id(tensor) in in_checkpoint,
+                group=groups.get(id(tensor), ROOT),
+                num_values=num_values.get(id(tensor), tensor.numel()),
+            )
+            for name, tensor in model.named_parameters()
+        ),
+        embedding=_weight_name(model, "get_input_embeddings", names),
+        head=_weight_name(model, "get_output_embeddings", names),
+        hidden_size=hidden_size,
+        attention_width=num_heads * head_dim,
+        num_layers=int(config.num_hidden_layers),
+        stored_dtype=stored_dtype,
+        quantization=weights[0].scheme.name if weights else "",
+        quantizing_bytes=max(map(quantizing_bytes, weights), default=0),
+    )
 
 
-def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of most bytes of a base's files, as their headers or else its config say. No tensor is read."""
+def read_stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of most bytes of a base, from the headers of its files, else from its config."""
     sizes: Counter[torch.dtype] = Counter()
     for path in _weight_files(folder):
         for facts in _header(path).values():
-            if isinstance(facts, dict) and facts.get("dtype") in DTYPES and isinstance(facts.get("shape"), list):
-                sizes[DTYPES[facts["dtype"]]] += math.prod(facts["shape"]) * DTYPES[facts["dtype"]].itemsize
+            if isinstance(facts, dict) and facts.get("dtype") in DTYPE_OF_CODE and isinstance(facts.get("shape"), list):
+                dtype = DTYPE_OF_CODE[facts["dtype"]]
+                sizes[dtype] += math.prod(facts["shape"]) * dtype.itemsize
     if sizes:
         return sizes.most_common(1)[0][0]
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    told = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return told if isinstance(told, torch.dtype) else None
+    return parse_dtype(config.get("dtype") or config.get("torch_dtype"))
 
 
 def _weight_files(folder: Path) -> Iterable[Path]:
@@ -191,14 +207,11 @@ def _weight_files(folder: Path) -> Iterable[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file; empty for one that is not there or has none."""
+    """Read the JSON header of a safetensors file; empty if the file is missing or its header unreadable."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
-    except (OSError, ValueError):
+        return read_header(path)
+    except PatchError:
         return {}
-    return header if isinstance(header, dict) else {}
 
 
 def _groups(model: nn.Module) -> dict[int, str]:
@@ -206,15 +219,15 @@ def _groups(model: nn.Module) -> dict[int, str]:
     return {id(tensor): names[part] for part in gather_groups(model) for tensor in part.parameters()}
 
 
-def _values(model: nn.Module) -> dict[int, int]:
-    """Tensor of a packed layer -> how many values it stands for."""
-    found = {}
+def _quantized_num_values(model: nn.Module) -> dict[int, int]:
+    """Return id of a quantised layer's tensor -> number of model parameters that the tensor stores."""
+    counts = {}
     for layer in model.modules():
-        facts = facts_of(layer)
-        for name in () if facts is None else facts.scheme.shapes(*facts.shape):
-            assert facts is not None
-            found[id(layer.get_parameter(name))] = math.prod(facts.shape) if name == "weight" else 0
-    return found
+        weight = quantized_weight(layer)
+        for name in () if weight is None else weight.scheme.shapes(*weight.shape):
+            assert weight is not None
+            counts[id(layer.get_parameter(name))] = math.prod(weight.shape) if name == "weight" else 0
+    return counts
 
 
 def _weight_name(model: nn.Module, getter: str, names: dict[int, str]) -> str | None:
@@ -222,17 +235,12 @@ def _weight_name(model: nn.Module, getter: str, names: dict[int, str]) -> str | 
     return names.get(id(module.weight)) if module is not None else None
 
 
-def repeated_layers(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
-    """(parent, name, layers) of the longest list of layers of a model: its decoder's."""
+def largest_layer_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
+    """Return (parent, attribute name, layers) of the list of layers with most parameters: the decoder's."""
     lists = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in _children(parent)
-    ]  # fmt: skip
-    return max(lists, key=lambda found: sum(p.numel() for p in found[2].parameters()))
-
-
-def _children(parent: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    for name, child in parent.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield name, child
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers[2].parameters()))

@@ -1,4 +1,4 @@
-"""The plan of a recipe, and its words."""
+"""The plan of a recipe: the estimates of all backends on a machine, the advice, and both as text and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,69 +12,85 @@ from lorakit.base.load import find_base
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import Machine, detect_machine
-from lorakit.planning.report import cheapest_words, text_of
+from lorakit.planning.report import describe_cheapest, plan_text
 from lorakit.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe takes on a machine, and the advice."""
+    """The estimates of a recipe on a machine, and the advice."""
 
     machine: Machine
     dtype: str
     advice: Advice
     text: str
+    """The plan for a person to read."""
 
     @property
     def refusal(self) -> str | None:
-        """When nothing fits as the recipe stands: that, and the cheapest change."""
+        """The cheapest change if nothing fits as the recipe is written; else None."""
         if self.advice.best is not None:
             return None
-        return f"nothing fits as the recipe stands; {cheapest_words(self.advice)}"
+        return f"nothing fits as the recipe stands; {describe_cheapest(self.advice)}"
 
     def facts(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        rows = [
-            {**_way(row.way), "cheapest_change": None if row.change is None else _way(row.change)}
-            for row in self.advice.rows
+        """Return every figure as plain values, for JSON."""
+        backends = [
+            {
+                **_candidate_facts(estimate.candidate),
+                "cheapest_change": (
+                    None if estimate.cheapest_change is None else _candidate_facts(estimate.cheapest_change)
+                ),
+            }
+            for estimate in self.advice.backends
         ]
         best, cheapest = self.advice.best, self.advice.cheapest
         return {
-            "machine": asdict(self.machine), "dtype": self.dtype, "backends": rows,
-            "advice": None if best is None else best.backend, "why": self.advice.why,
-            "cheapest_change": None if cheapest is None else _way(cheapest),
-        }  # fmt: skip
+            "machine": asdict(self.machine),
+            "dtype": self.dtype,
+            "backends": backends,
+            "advice": None if best is None else best.backend,
+            "why": self.advice.why,
+            "cheapest_change": None if cheapest is None else _candidate_facts(cheapest),
+        }
 
 
-def run(recipe: Recipe, machine: Machine | None = None) -> Plan:
-    """The plan of a recipe for ``machine``, or for the one this runs on. No weight is read.
+def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
+    """Plan a recipe for ``machine``, or for this machine. No weight is read.
 
     Raises:
-        LorakitError: the base is not found or its memory cannot be known, or the adapter does not go onto it.
+        LorakitError: the base is missing, its memory cannot be computed, or the adapter does not fit it.
     """
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
-    weigher = _weigher(recipe, machine)
-    advice = advise(weigher)
-    return Plan(machine, weigher.dtype, advice, text_of(weigher, advice))
+    estimator = _make_estimator(recipe, machine)
+    advice = advise(estimator)
+    return Plan(machine, estimator.dtype, advice, plan_text(estimator, advice))
 
 
-def _weigher(recipe: Recipe, machine: Machine) -> Estimator:
+def _make_estimator(recipe: Recipe, machine: Machine) -> Estimator:
     folder = find_base(recipe.base.model, recipe.base.revision)
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
     return Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:
-    """The run's dtype; `auto` is bfloat16 on a described GPU, and measured here."""
+    """Return the run's dtype. `auto` is measured on this machine, and is bfloat16 on a described GPU."""
     if recipe.base.dtype == "auto" and machine.described:
         return "bfloat16"
     return choose_dtype(recipe.base.dtype, torch.device("cpu" if machine.gpu is None else "cuda")).name
 
 
-def _way(way: Candidate) -> Mapping[str, Any]:
-    memory = way.memory
+def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
+    memory = candidate.memory
     return {
-        "backend": way.backend, "processes": way.num_processes, "changes": dict(way.changes), "fits": way.fits,
-        "lacks": way.shortfall, "peak_bytes": memory.peak, "memory": asdict(memory), "seconds_per_step": way.step.total,
-        "micro_batch": asdict(way.work.training), "micro_batches": way.work.micro_batches,
-    }  # fmt: skip
+        "backend": candidate.backend,
+        "processes": candidate.num_processes,
+        "changes": dict(candidate.changes),
+        "fits": candidate.fits,
+        "lacks": candidate.shortfall,
+        "peak_bytes": memory.peak,
+        "memory": asdict(memory),
+        "seconds_per_step": candidate.step.total,
+        "micro_batch": asdict(candidate.work.training),
+        "micro_batches": candidate.work.micro_batches,
+    }

@@ -1,44 +1,90 @@
-"""Parts of tensors, as engines cut them, and their bytes."""
+"""Bytes of one rank's shards: of base, adapter and optimizer state, by the rule with which an engine cuts tensors.
+
+Every figure is rank 0's, because rank 0 has the largest shards.
+"""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from lorakit.planning.model_shapes import ModelShapes, TensorShape
 
+FLOAT32_BELOW: Final = 4096  # elements: an 8-bit optimizer stores the moments of a smaller tensor in float32
+BLOCK: Final = 256  # values of an 8-bit moment that share a scale
+CODE_TABLE_BYTES: Final = 2 * 256 * 4  # the float32 value of each 8-bit code, one table for each moment
+PAGED_FROM: Final = 100_000  # elements: the moments of a smaller tensor are not paged
+COUNTER_BYTES: Final = 4
+
 ShardRule = Callable[[TensorShape, int], int]
-"""(tensor, N) -> bytes of rank 0's part of it, the largest"""
+"""(tensor, N) -> bytes of rank 0's shard."""
 
 
-def whole(piece: TensorShape, num_ranks: int) -> int:
-    """A tensor as it is."""
-    return piece.nbytes
+def unsharded(tensor: TensorShape, num_ranks: int) -> int:
+    """Return the bytes of the full tensor: every rank has a copy."""
+    return tensor.nbytes
 
 
-def flat_shard(piece: TensorShape, num_ranks: int) -> int:
-    """ceil(elements / N): the flattened tensor in equal parts."""
-    return math.ceil(piece.numel / num_ranks) * piece.itemsize
+def flat_shard(tensor: TensorShape, num_ranks: int) -> int:
+    """Return the bytes of ceil(elements / N) elements: the flattened tensor in equal shards."""
+    return math.ceil(tensor.numel / num_ranks) * tensor.itemsize
 
 
-def row_shard(piece: TensorShape, num_ranks: int) -> int:
-    """ceil(rows / N) rows."""
-    return math.ceil(piece.shape[0] / num_ranks) * math.prod(piece.shape[1:]) * piece.itemsize
+def row_shard(tensor: TensorShape, num_ranks: int) -> int:
+    """Return the bytes of ceil(rows / N) rows."""
+    return math.ceil(tensor.shape[0] / num_ranks) * math.prod(tensor.shape[1:]) * tensor.itemsize
 
 
-def whole_and_part(piece: TensorShape, num_ranks: int) -> int:
-    """The tensor, and this rank's part of it beside."""
-    return piece.nbytes + flat_shard(piece, num_ranks)
+def unsharded_and_flat_shard(tensor: TensorShape, num_ranks: int) -> int:
+    """Return the bytes of the full tensor plus this rank's flat shard of the same tensor."""
+    return tensor.nbytes + flat_shard(tensor, num_ranks)
 
 
-def sum_of(pieces: tuple[TensorShape, ...], part: ShardRule, num_ranks: int) -> int:
-    """Bytes of the parts of several tensors."""
-    return sum(part(piece, num_ranks) for piece in pieces)
+def shard_bytes(tensors: tuple[TensorShape, ...], rule: ShardRule, num_ranks: int) -> int:
+    """Return the bytes of rank 0's shards of several tensors."""
+    return sum(rule(tensor, num_ranks) for tensor in tensors)
 
 
 def adapter_bytes(shapes: ModelShapes) -> int:
-    """A."""
-    return sum_of(shapes.adapter, whole, 1)
+    """Return A, the bytes of all trainable tensors."""
+    return shard_bytes(shapes.adapter, unsharded, 1)
 
 
 def base_bytes(shapes: ModelShapes) -> int:
-    """P."""
-    return sum_of(shapes.frozen, whole, 1)
+    """Return P, the bytes of all frozen tensors."""
+    return shard_bytes(shapes.frozen, unsharded, 1)
+
+
+@dataclass(frozen=True)
+class OptimizerStateBytes:
+    """Bytes of optimizer state: ``resident`` on the computing device, ``paged`` to host memory under pressure."""
+
+    resident: int
+    paged: int = 0
+
+
+def optimizer_state_bytes(
+    name: str, shapes: ModelShapes, rule: ShardRule, num_ranks: int, num_counters: int
+) -> OptimizerStateBytes:
+    """Return the state of rank 0 under an optimizer named as in recipes.
+
+    Only ``adamw`` works on shards and stores step counters as tensors; the others store full tensors and count in
+    Python.
+    """
+    if name == "adamw":
+        moments = sum(2 * rule(tensor, num_ranks) for tensor in shapes.adapter)
+        return OptimizerStateBytes(moments + COUNTER_BYTES * num_counters)
+    eight_bit, paged = name.endswith("8bit"), name.startswith("paged")
+    sizes = [(tensor.numel >= PAGED_FROM and paged, _moment_bytes(tensor, eight_bit)) for tensor in shapes.adapter]
+    tables = CODE_TABLE_BYTES if eight_bit and any(t.numel >= FLOAT32_BELOW for t in shapes.adapter) else 0
+    return OptimizerStateBytes(
+        resident=sum(size for is_paged, size in sizes if not is_paged) + tables,
+        paged=sum(size for is_paged, size in sizes if is_paged),
+    )
+
+
+def _moment_bytes(tensor: TensorShape, eight_bit: bool) -> int:
+    """Return the bytes of two moments, in 8 bits with a float32 scale per block, or in float32."""
+    if eight_bit and tensor.numel >= FLOAT32_BELOW:
+        return 2 * (tensor.numel + 4 * math.ceil(tensor.numel / BLOCK))
+    return 2 * 4 * tensor.numel

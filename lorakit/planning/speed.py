@@ -1,6 +1,6 @@
-"""About how long a step takes: arithmetic, reading weights, and what is not hidden of the messages.
+"""The expected time of a step: arithmetic, reading weights, and messages that arithmetic does not hide.
 
-For ranking, not for promises: the same assumptions hold for every backend.
+For ranking only: the same rough assumptions hold for every backend.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.planning.workload import Workload
 
-EFFICIENCY: Final = 0.7  # of the data sheet's rate in matrix products of a whole model
+EFFICIENCY: Final = 0.7  # share of the data sheet's rate that matrix products of a full model reach
 FLOAT32_RATE: Final = 1 / 15  # of a GPU's 16-bit rate
-CPU_MEMORY_RATE: Final = 20e9
-GLOO_RATE: Final = 1e9  # between processes on CPUs, through sockets; it is done by the cores that compute
-GPU_LATENCY, CPU_LATENCY = 30e-6, 300e-6  # seconds of a message, however small
+CPU_MEMORY_RATE: Final = 20e9  # bytes per second
+GLOO_RATE: Final = 1e9  # bytes per second between CPU processes; not hidden, because the computing cores copy them
+GPU_LATENCY, CPU_LATENCY = 30e-6, 300e-6  # seconds per message, however small
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,29 @@ class StepTime:
         return self.computing + self.waiting
 
 
-def duration(
+def step_time(
     shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, dtype: str, *, checkpointing: bool
 ) -> StepTime:
-    """Of one step.
+    """Estimate the time of one step.
 
-    Arithmetic per token: 4 M + 6 w s L + 6 a (forward 2 M, gradient of the inputs 2 M; M weights in products, w
-    attention's width, s the row's length, L layers, a the adapter's parameters), and 2 M + 2 w s L once more when
-    layers are recomputed. Every pass of a micro-batch reads the weights once.
+    Operations per token: 4 M + 6 w s L + 6 a, and 2 M + 2 w s L more with recomputation. Forward and the gradient of
+    the inputs take 2 M each. M: frozen weights in products. w: attention width. s: row length. L: layers. a: trainable
+    parameters. Every pass of a micro-batch reads the weights once.
     """
     passes = 3 if checkpointing else 2
     matmul, width = shapes.num_matmul_parameters(), shapes.attention_width * shapes.num_layers
     attention = (8 if checkpointing else 6) * width * min(work.training.width, work.row_tokens)
-    trained = sum(piece.numel for piece in shapes.adapter)
+    trainable = sum(tensor.numel for tensor in shapes.adapter)
     tokens = work.tokens_per_step / setting.num_processes
     flops, memory_rate = _rates(machine, dtype, setting.local_processes)
-    arithmetic = tokens * (2 * passes * matmul + attention + 6 * trained) / flops
+    arithmetic = tokens * (2 * passes * matmul + attention + 6 * trainable) / flops
     reading = work.micro_batches * passes * base_bytes(shapes) / memory_rate
-    traffic = setting.layout.traffic(shapes, setting.num_processes, work.micro_batches)
-    return StepTime(arithmetic + reading, _waiting(shapes, setting, work, machine, traffic, arithmetic + reading))
+    computing = arithmetic + reading
+    return StepTime(computing, _waiting(shapes, setting, work, machine, computing))
 
 
 def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, float]:
-    """(operations, bytes read) per second of one process."""
+    """Return (operations, bytes read) per second of one process."""
     if machine.gpu is None:
         flops = machine.cpu_flops.get(dtype) or min(machine.cpu_flops.values())
         return EFFICIENCY * flops / local_processes, CPU_MEMORY_RATE / local_processes
@@ -62,11 +62,14 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
     return EFFICIENCY * slower * machine.gpu.flops, machine.gpu.memory_rate
 
 
-def _waiting(
-    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, traffic: Traffic, computing: float
-) -> float:
-    """On GPUs what is gathered ahead hides behind arithmetic; on CPUs only what is streamed from files does."""
-    offloaded = _offloaded(shapes, setting, work)
+def _waiting(shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, computing: float) -> float:
+    """Return the seconds that ``computing`` does not hide.
+
+    On GPUs it hides gathering and offloading. On CPUs it hides only layers streamed from files.
+    """
+    rule = setting.layout.traffic
+    traffic = Traffic(0, 0, 0) if rule is None else rule(shapes, setting.num_processes, work.micro_batches)
+    offloaded = _offload_seconds(shapes, setting, work)
     if machine.gpu is None:
         if setting.offloads.streams:
             offloaded = max(0.0, offloaded - computing)
@@ -77,14 +80,14 @@ def _waiting(
     return max(0.0, gathering - computing) + traffic.adapter_bytes / rate + GPU_LATENCY * traffic.num_messages
 
 
-def _offloaded(shapes: ModelShapes, setting: Setting, work: Workload) -> float:
-    """Seconds in which what rests elsewhere comes and goes: parts of the base twice a micro-batch, A once a step."""
+def _offload_seconds(shapes: ModelShapes, setting: Setting, work: Workload) -> float:
+    """Return the seconds of moving offloaded state: base shards twice a micro-batch, adapter state once a step."""
     disk = DISK_RATE / setting.local_processes
     rates = {"cpu": HOST_LINK_RATE, "nvme": disk, "stream": HOST_LINK_RATE if setting.on_gpu else disk}
-    places, share = setting.offloads, 1 / setting.num_processes
+    offloads, share = setting.offloads, 1 / setting.num_processes
     seconds = 0.0
-    if places.parameters != "none":
-        seconds += 2 * work.micro_batches * share * base_bytes(shapes) / rates[places.parameters]
-    if places.optimizer != "none":
-        seconds += 6 * share * adapter_bytes(shapes) / min(rates[places.optimizer], CPU_MEMORY_RATE)
+    if offloads.parameters != "none":
+        seconds += 2 * work.micro_batches * share * base_bytes(shapes) / rates[offloads.parameters]
+    if offloads.optimizer != "none":
+        seconds += 6 * share * adapter_bytes(shapes) / min(rates[offloads.optimizer], CPU_MEMORY_RATE)
     return seconds

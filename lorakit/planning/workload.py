@@ -1,11 +1,11 @@
-"""How many tokens a forward pass has: the longest micro-batch of the recipe's rows, or the longest it allows.
+"""The longest micro-batch of a recipe: of its actual rows if these are cheap to read, else of the longest rows allowed.
 
-Rows are looked at when they are tokenised already, or few enough to be now. Otherwise every row is taken to have
-`data.max_tokens`, all of them learnt, and the plan says so.
+Rows are read if they are tokenised already or few. Otherwise every row is assumed to have `data.max_tokens`, all of
+them label tokens, and the plan's text says so.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,50 +18,51 @@ from lorakit.data.rows import SUFFIXES
 from lorakit.data.sampler import epoch_order
 from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError
-from lorakit.planning.memory_counter import MicroBatch
+from lorakit.planning.activations import MicroBatch
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
 
-FEW_BYTES: Final = 20_000_000  # of rows: some seconds to tokenise
-LOOKED_AT: Final = 4_000_000  # rows of a run whose micro-batches are looked at one by one
-HEAVIEST: Final = 16  # micro-batches whose labels are counted
+MAX_TOKENIZED_BYTES: Final = 20_000_000  # of row files: tokenising them takes seconds
+MAX_SIMULATED_ROWS: Final = 4_000_000  # rows of a run whose micro-batches are computed one by one
+NUM_LABEL_COUNTS: Final = 16  # longest micro-batches whose labels are counted
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one process computes: its longest micro-batch in training and evaluation, and how much a step has."""
+    """The work of one process: its longest micro-batches and the size of a step."""
 
     training: MicroBatch
     evaluation: MicroBatch | None
+    """None without held-out rows."""
     micro_batches: int
-    """Of each process in a step, one after the other."""
+    """Micro-batches of each process in a step, one after the other."""
     tokens_per_step: float
-    """Over all processes, on average."""
+    """Mean over all steps, summed over all processes."""
     row_tokens: float
-    """Of a row, on average."""
-    num_steps: int | None
-    known: str
-    """Where these numbers are from, in words."""
+    """Mean tokens per row."""
+    source: str
+    """Where these numbers come from, for the plan's text."""
 
 
 @dataclass(frozen=True)
 class KnownRows:
-    """The rows of a recipe, as far as they are known without much work."""
+    """The tokenised rows of a recipe; None where there are none or where reading them would take long."""
 
     training: TokenDataset | None
     evaluation: TokenDataset | None
-    why_not: str = ""
+    why_unknown: str = ""
+    """Why ``training`` is None."""
 
 
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
-    """The tokenised rows, unless that would take long or they are not there."""
+    """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
     data = recipe.data
     names = [data.train, *([data.eval] if data.eval is not None else [])]
     files = [path for name in names for path in _files(name)]
     if not all(path.is_file() for path in files):
         return KnownRows(None, None, "the rows are not on this machine")
-    if sum(path.stat().st_size for path in files) > FEW_BYTES:
-        return KnownRows(None, None, f"the rows are more than {FEW_BYTES // 1_000_000} MB")
+    if sum(path.stat().st_size for path in files) > MAX_TOKENIZED_BYTES:
+        return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
     try:
         tokenizer = load_tokenizer(folder)
         training = load_split(data, data.train, data.hub_split, tokenizer)
@@ -71,82 +72,88 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     return KnownRows(training, evaluation)
 
 
-def workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
-    """The workload of each of ``num_processes`` processes."""
-    train = recipe.train
+def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
+    """Return the workload of each of ``num_processes`` processes."""
+    train, max_tokens = recipe.train, recipe.data.max_tokens
     size = train.micro_batch_size or min(8, train.batch_size)
     size = min(size, math.ceil(train.batch_size / num_processes))
-    count = math.ceil(math.ceil(train.batch_size / size) / num_processes)
+    micro_batches = math.ceil(math.ceil(train.batch_size / size) / num_processes)
     if rows.training is None:
-        longest = _form([recipe.data.max_tokens] * size, [recipe.data.max_tokens] * size, recipe.data.packing)
-        evaluation = None if recipe.data.eval is None else longest
+        longest = _micro_batch([max_tokens] * size, [max_tokens] * size, recipe.data.packing)
         return Workload(
-            longest, evaluation, count, train.batch_size * recipe.data.max_tokens, recipe.data.max_tokens, train.steps,
-            f"{rows.why_not}: each is taken to have max_tokens {recipe.data.max_tokens}, all learnt",
-        )  # fmt: skip
-    steps, mean = count_steps(recipe, len(rows.training)), float(np.mean(rows.training.lengths))
+            training=longest,
+            evaluation=None if recipe.data.eval is None else longest,
+            micro_batches=micro_batches,
+            tokens_per_step=train.batch_size * max_tokens,
+            row_tokens=max_tokens,
+            source=f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels",
+        )
+    mean = float(np.mean(rows.training.lengths))
     return Workload(
-        _longest(recipe, rows.training, size, steps, num_processes),
-        None if rows.evaluation is None else _longest_in_order(recipe, rows.evaluation, size), count,
-        train.batch_size * mean, mean, steps, f"{len(rows.training):,}, of which the longest count",
-    )  # fmt: skip
+        training=_longest_in_training(recipe, rows.training, size, num_processes),
+        evaluation=None if rows.evaluation is None else _longest_in_evaluation(recipe, rows.evaluation, size),
+        micro_batches=micro_batches,
+        tokens_per_step=train.batch_size * mean,
+        row_tokens=mean,
+        source=f"{len(rows.training):,}, of which the longest count",
+    )
 
 
-def _files(name: str | tuple[str, ...]) -> Iterator[Path]:
-    for one in [name] if isinstance(name, str) else name:
-        path = Path(one)
+def _files(names: str | tuple[str, ...]) -> Iterator[Path]:
+    for name in [names] if isinstance(names, str) else names:
+        path = Path(name)
         yield from (p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
 
 
-def _longest(recipe: Recipe, rows: TokenDataset, size: int, steps: int, num_processes: int) -> MicroBatch:
-    """Of the micro-batches that this very run makes; or, of a very long run, of all that could be made."""
-    batches = BatchSampler(
+def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_processes: int) -> MicroBatch:
+    """Return the longest micro-batch that this run will make; of a very long run, the longest possible."""
+    steps = count_steps(recipe, len(rows))
+    if steps * recipe.train.batch_size > MAX_SIMULATED_ROWS:
+        return _longest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
+    sampler = BatchSampler(
         rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed, num_ranks=num_processes
     )
-    if steps * recipe.train.batch_size > LOOKED_AT:
-        return _heaviest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
-    return _heaviest(recipe, rows, _micro_batches(batches, steps))
+    return _longest(recipe, rows, _training_micro_batches(sampler, steps))
 
 
-def _micro_batches(batches: BatchSampler, steps: int) -> Iterator[list[int]]:
-    per_epoch = batches.steps_per_epoch
+def _training_micro_batches(sampler: BatchSampler, steps: int) -> Iterator[list[int]]:
+    """Yield the row numbers of every micro-batch of a run, over all ranks."""
+    per_epoch = sampler.steps_per_epoch
     for epoch in range(math.ceil(steps / per_epoch)):
-        order = epoch_order(batches, epoch)
+        order = epoch_order(sampler, epoch)
         for step in range(min(per_epoch, steps - epoch * per_epoch)):
-            chosen = order[step * batches.batch_size : (step + 1) * batches.batch_size]
-            size = min(batches.micro_batch_size, math.ceil(len(chosen) / batches.num_ranks))
-            yield from (chosen[i : i + size].tolist() for i in range(0, len(chosen), size))
+            rows = order[step * sampler.batch_size : (step + 1) * sampler.batch_size]
+            size = min(sampler.micro_batch_size, math.ceil(len(rows) / sampler.num_ranks))
+            yield from (rows[i : i + size].tolist() for i in range(0, len(rows), size))
 
 
-def _longest_in_order(recipe: Recipe, rows: TokenDataset, size: int) -> MicroBatch:
-    """Of evaluation, which takes rows by their length."""
-    batches = BatchSampler(rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed)
-    return _heaviest(recipe, rows, batches.eval_batches())
+def _longest_in_evaluation(recipe: Recipe, rows: TokenDataset, size: int) -> MicroBatch:
+    """Return the longest micro-batch of evaluation, which sorts rows by length."""
+    sampler = BatchSampler(rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed)
+    return _longest(recipe, rows, sampler.eval_batches())
 
 
-def _heaviest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterator[list[int]] | list[list[int]]) -> MicroBatch:
-    """The form of the longest, with the most labels that any of the longest has."""
-    lengths = np.asarray(rows.lengths)
+def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[int]]) -> MicroBatch:
+    """Return the longest micro-batch, with the most labels of any of the NUM_LABEL_COUNTS longest."""
+    lengths, packing = np.asarray(rows.lengths), recipe.data.packing
 
-    def num_tokens(chosen: list[int]) -> int:
-        return int(lengths[chosen].sum() if recipe.data.packing else lengths[chosen].max() * len(chosen))
+    def num_tokens(row_numbers: list[int]) -> int:
+        return int(lengths[row_numbers].sum() if packing else lengths[row_numbers].max() * len(row_numbers))
 
-    found = sorted(micro_batches, key=num_tokens)[-HEAVIEST:]
-    forms = [
-        _form(
-            lengths[chosen].tolist(), [int(rows.learnt(row)[1:].sum()) for row in chosen], recipe.data.packing
+    longest = [
+        _micro_batch(
+            lengths[row_numbers].tolist(), [int(rows.label_mask(row)[1:].sum()) for row in row_numbers], packing
         )
-        for chosen in found
-    ]  # fmt: skip
-    return replace(
-        forms[-1], num_labels=min(forms[-1].num_tokens, max(form.num_labels for form in forms)),
-        masked=any(form.masked for form in forms),
-    )  # fmt: skip
+        for row_numbers in sorted(micro_batches, key=num_tokens)[-NUM_LABEL_COUNTS:]
+    ]
+    num_labels = min(longest[-1].num_tokens, max(batch.num_labels for batch in longest))
+    return replace(longest[-1], num_labels=num_labels, masked=any(batch.masked for batch in longest))
 
 
-def _form(lengths: list[int], labels: list[int], packing: bool) -> MicroBatch:
-    total, num_labels = sum(lengths), max(1, sum(labels))
+def _micro_batch(lengths: list[int], num_labels: list[int], packing: bool) -> MicroBatch:
+    """Return the shape of a micro-batch of rows with these tokens and labels per row."""
+    total, labels = sum(lengths), max(1, sum(num_labels))
     if packing:
-        return MicroBatch(1, total, num_labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
+        return MicroBatch(1, total, labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
     padded = len(set(lengths)) > 1
-    return MicroBatch(len(lengths), max(lengths), num_labels, packed=False, masked=padded)
+    return MicroBatch(len(lengths), max(lengths), labels, packed=False, masked=padded)

@@ -1,4 +1,4 @@
-"""Recipes: YAML -> frozen, typed, validated Recipe. Imports no torch."""
+"""Recipes: a YAML file becomes a frozen, typed, validated Recipe. Imports no torch."""
 
 from lorakit.recipe.load import load_recipe
 from lorakit.recipe.parallel import ParallelSection

@@ -1,4 +1,4 @@
-"""Validation errors -> ``file:line: key: what, what it got, nearest valid name``."""
+"""Explain validation errors as lines of ``file:line: key: problem, value, nearest valid name``."""
 
 import types
 import typing
@@ -16,11 +16,11 @@ MAX_SHOWN = 60
 
 
 def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
-    """One line per problem. ``sources`` maps overridden keys to the override's text."""
+    """Return one line per problem. ``sources``: overridden key -> text of the override."""
     lines: dict[str, int] = {}
     for problem in error.errors():
         if problem["type"] == "string_type" and isinstance(problem["input"], list):
-            continue  # the text branch of `text or list`; the list branch says what is wrong
+            continue  # the text branch of `text or list`; the list branch has an error of its own
         keys = list(_recipe_keys(problem["loc"]))
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
         line = _line(node, keys)
@@ -31,7 +31,7 @@ def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], er
 
 
 def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
-    """The location without the names pydantic adds for the members of a union."""
+    """Yield the keys of a location, without the names that pydantic adds for the members of a union."""
     known: Any = Recipe
     for part in location:
         fields = _fields(known)

@@ -1,6 +1,6 @@
-"""YAML file -> Recipe, or one RecipeError that names every problem by file and line.
+"""Load a recipe from YAML, or raise one RecipeError that names every problem by file and line.
 
-The YAML read here is a safe subset: no aliases, no tags, no duplicate keys, at most 1 MB; ``1e-4`` is a number.
+Accepted is a safe subset of YAML: no aliases, no tags, no duplicate keys, at most 1 MB. ``1e-4`` is a number.
 """
 
 import json
@@ -21,10 +21,10 @@ SECTIONS = ("base", "adapter", "data", "train", "parallel")
 
 
 def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
-    """The recipe in a YAML file, with ``key.path=value`` overrides applied before validation.
+    """Load the recipe in a YAML file, with ``key.path=value`` overrides applied before validation.
 
     Raises:
-        RecipeError: every problem at once, one ``file:line: key: what`` per line.
+        RecipeError: names all problems, one ``file:line: key: problem`` per line.
     """
     path = Path(path)
     loader = _open(path)
@@ -56,7 +56,7 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
         raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
     try:
-        # JSON strictness: no bool -> int, no "8" -> 8, but a list may fill a tuple.
+        # strict JSON mode: bool -> int and "8" -> 8 are errors, but a list may fill a tuple
         return Recipe.model_validate_json(text)
     except ValidationError as error:
         raise RecipeError("\n".join(explain(path, node, sources, error))) from None
@@ -65,7 +65,8 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, aliases and explicit tags, and reads scalars as YAML 1.2 does.
 
-    So ``1e-4`` is a number, and ``yes``, ``010``, ``2:30`` and ``2026-01-01`` are texts rather than something else.
+    In YAML 1.2 ``1e-4`` is a number. ``yes``, ``010``, ``2:30`` and ``2026-01-01`` are strings, where YAML 1.1 has a
+    boolean, an octal number, minutes and a date.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
@@ -135,7 +136,7 @@ def _explain_yaml(path: Path, problem: yaml.YAMLError) -> str:
 
 
 def _apply(values: dict[str, Any], item: str) -> list[str]:
-    """Put one ``key.path=value`` into ``values``; returns problems."""
+    """Set one ``key.path=value`` in ``values`` and return the problems, if any."""
     key, equals, text = item.partition("=")
     parts = key.split(".")
     if not equals or not all(parts):

@@ -1,4 +1,7 @@
-"""The recipe's `parallel` section: over how many processes a run is spread, and how."""
+"""The recipe's `parallel` section: backend, processes and offloading of a run.
+
+The sentence under each field is its description in the JSON schema.
+"""
 
 import re
 from collections.abc import Iterator
@@ -11,48 +14,49 @@ from lorakit.recipe.section import Count, Name, Section
 
 class OffloadSection(Section):
     optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state and fp32 masters rest."""
+    """Memory for optimizer state and fp32 master weights between steps; `none` is the computing device."""
     parameters: Literal["none", "cpu", "nvme", "stream"] = "none"
-    """Where the base's shards rest (zero3 and fsdp2), or `stream` (single)."""
+    """Memory for the base's shards between uses (zero3 and fsdp2), or `stream` (single)."""
 
     @property
     def streams(self) -> bool:
-        """Whether layers of the base are in memory only while they compute."""
+        """True if a layer of the base is in memory only while that layer computes."""
         return self.parameters == "stream"
 
 
 class ParallelSection(Section):
     backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
-    """How training is spread: `single` one process; `ddp` a whole base in each; `zero1`, `zero2` the optimizer (and
-    gradients) in parts; `zero3`, `fsdp2` the base in parts too; `auto` the fastest that fits (`lorakit plan`)."""
+    """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
+    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the fastest that fits
+    (`lorakit plan`)."""
     processes: Count = 1
-    """Processes over all machines, one per GPU."""
+    """Number of processes over all machines, one per GPU."""
     nodes: Count = 1
-    """Machines; each runs `processes / nodes` processes."""
+    """Number of machines. Each runs `processes / nodes` processes."""
     rendezvous: Name | None = None
-    """`host:port` of the first machine, for more than one machine."""
+    """`host:port` of the first machine; needed for more than one machine."""
     offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
-    """Where state rests between uses: one word for all the backend can move, or `optimizer` and `parameters` apart.
-    `stream` (single) has two layers of the base in memory at a time and reads them from its files as they are needed;
-    on a GPU from host memory."""
+    """Memory for state between uses: one word for all state that the backend can offload, or `optimizer` and
+    `parameters` apart. `stream` (single) has two layers of the base in memory at a time. It reads each layer when it is
+    needed: on a CPU from the base's files, on a GPU from host memory."""
     nvme_path: Name | None = None
-    """Folder on a fast local disk, for `nvme`."""
+    """Folder on a fast local disk, for `offload: nvme`."""
     communication: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """How processes talk: `auto` is nccl on GPUs and gloo on CPUs."""
+    """Communication library between processes; `auto` is nccl on GPUs and gloo on CPUs."""
     bucket_mb: float = Field(25.0, gt=0, le=4096)
-    """Megabytes of gradients that are reduced together while backward goes on."""
+    """Megabytes of gradients that are reduced in one message during backward."""
     prefetch_mb: float = Field(100.0, ge=0, le=65536)
-    """Megabytes of the base that zero3 gathers ahead of use."""
+    """Megabytes of the base that zero3 gathers before they are used."""
     reshard_after_forward: bool = True
-    """fsdp2: give a layer's gathered weights back after forward; `false` keeps them for backward (faster, larger)."""
+    """fsdp2: free a layer's gathered weights after forward. `false` keeps them for backward: faster, more memory."""
     max_restarts: int = Field(0, ge=0, le=1000)
-    """How often a run that lost a process starts again by itself from its last checkpoint."""
+    """How many times a run that lost a process restarts by itself from its last checkpoint."""
     silent_seconds: float = Field(20.0, ge=1, le=3600)
-    """A process not heard of for so long has died, and the others stop."""
+    """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
     stuck_seconds: float = Field(1800.0, ge=1, le=864000)
-    """A process that stands still for so long ends the run, naming who waits for whom."""
+    """Seconds without progress of any process after which the run ends; the message names who waits for whom."""
     deepspeed: dict[str, JsonValue] = Field({})
-    """More keys for DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
+    """Further keys of DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
@@ -63,17 +67,17 @@ class ParallelSection(Section):
 
     @property
     def is_auto(self) -> bool:
-        """Whether the plan chooses the backend, for the machine that starts the run."""
+        """True if the plan chooses the backend, for the machine that starts the run."""
         return self.backend == "auto"
 
     @property
     def is_distributed(self) -> bool:
-        """Whether processes of its own are started for the run, be it one."""
+        """True if the run has worker processes of its own, even a single one."""
         return self.backend != "single"
 
     @property
     def offloads(self) -> OffloadSection:
-        """Where optimizer and parameters rest, one word spelt out as far as the backend can move things."""
+        """Memory for optimizer and parameters, with a single word expanded to all that the backend can offload."""
         if isinstance(self.offload, OffloadSection):
             return self.offload
         parameters = self.offload if self.backend in ("single", "zero3", "fsdp2") else "none"

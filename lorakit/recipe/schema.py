@@ -1,7 +1,7 @@
-"""What a recipe may say: frozen, typed sections. Imports no torch.
+"""The sections and keys of a recipe: frozen, typed, strict. Imports no torch.
 
-Strict throughout: an unknown key, a string for a number or a NaN is an error, never a guess. The sentence under
-each field is its description in the JSON schema, so editors show it.
+An unknown key, a string for a number or a NaN is an error, never a guess. The sentence under each field is its
+description in the JSON schema, so editors show it.
 """
 
 import json
@@ -22,19 +22,19 @@ class BaseSection(Section):
     revision: Name | None = None
     """Branch, tag or commit, for a hub id only."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Storage and compute type of the base; `auto` measures what this machine computes fastest and correctly.
-    `float16` scales the loss as far as gradients stay finite."""
+    """Storage and compute type of the base. `auto`: the fastest type that this machine computes correctly, by a
+    measurement. `float16` trains with loss scaling."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
-    """Pack the frozen linear layers with bitsandbytes while they are read: 4 bits in blocks of 64 values, or 8 bits by
-    rows; `dtype` is what they compute in. The output head and what is no linear layer stay as they are. A base whose
-    files are packed is read as it is, without this key."""
+    """Quantise the frozen linear layers with bitsandbytes while they are read: to 4 bits in blocks of 64 values (`nf4`,
+    `fp4`), or to 8 bits by rows (`int8`). They compute in `dtype`. The output head and all other modules stay in
+    `dtype`. A base with quantised files is read as it is, without this key."""
     double_quantize: bool = True
-    """With nf4 and fp4: pack the scales of the blocks as well, in 8 bits."""
+    """With nf4 and fp4: quantise the scales of the blocks too, to 8 bits."""
     skip_modules: tuple[Pattern, ...] = ()
-    """Modules that are not packed, by name or suffix."""
+    """Modules that stay in `dtype`, by name or suffix."""
 
     @model_validator(mode="after")
-    def _skipping_needs_packing(self) -> "BaseSection":
+    def _skipping_needs_quantization(self) -> "BaseSection":
         if self.skip_modules and self.quantize == "none":
             raise ValueError("`skip_modules` goes with `quantize`")
         return self
@@ -42,40 +42,40 @@ class BaseSection(Section):
 
 class AdapterSection(Section):
     method: Literal["lora", "rslora", "lora_fa", "dora", "rsdora"] = "lora"
-    """How the adapter changes a layer: `lora` scales by alpha/r, `rslora` by alpha/sqrt(r); `lora_fa` keeps A as it
-    starts; `dora` learns the size of each row of W beside its direction, `rsdora` with alpha/sqrt(r)."""
+    """How the adapter changes a layer. `lora` scales by alpha/r, `rslora` by alpha/sqrt(r). `lora_fa` freezes A. `dora`
+    trains the norm of each row of W apart from its direction; `rsdora` does so with alpha/sqrt(r)."""
     rank: Count = 8
     """r, the inner width of A (r, in) and B (out, r)."""
     alpha: float = Field(16.0, gt=0)
-    """Numerator of the scale."""
+    """Numerator of the scale of B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapter's inputs zeroed while training."""
+    """Share of the adapter's inputs set to zero in training."""
     targets: Pattern | tuple[Pattern, ...] = "all-linear"
-    """`all-linear`, a list of name suffixes, or one regular expression for whole module names. Linear, Conv1D and
-    Embedding layers can be named; `all-linear` is the linear ones but the output head."""
+    """Layers that get an adapter: `all-linear`, a list of name suffixes, or one regular expression for full module
+    names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer but the output head."""
     target_parameters: Literal["all-experts"] | tuple[Pattern, ...] = ()
-    """Experts that are stored as 3-D parameters: `all-experts`, or suffixes such as `experts.down_proj`."""
+    """Experts stored as 3-D parameters that get an adapter: `all-experts`, or suffixes such as `experts.down_proj`."""
     exclude: Pattern | tuple[Pattern, ...] | None = None
-    """Modules to leave alone: a list of suffixes, or one regular expression."""
+    """Modules that get no adapter: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Only these layer indices (with `all-linear` or a list of suffixes)."""
+    """Adapt only the layers with these indices (with `all-linear` or a list of suffixes)."""
     rank_pattern: dict[Pattern, Count] = Field({})
     """Rank by module name or regular expression; the first match wins."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field({})
     """Alpha by module name or regular expression; the first match wins."""
     init: Literal["gaussian", "kaiming", "pissa", "olora"] = "gaussian"
-    """How A starts with B zero: normal with standard deviation 1/r, or Kaiming uniform. Or how A and B start at a part
-    of W: its largest singular vectors (`pissa`), or those of its QR decomposition (`olora`); saved as a plain patch of
-    rank 2 r."""
+    """Initial A and B. `gaussian`: A normal with standard deviation 1/r, B zero. `kaiming`: A Kaiming uniform, B zero.
+    `pissa`: A and B from the largest singular vectors of W. `olora`: A and B from the QR decomposition of W. The last
+    two are saved as a plain patch of rank 2 r."""
     bias: Literal["none", "lora_only", "all"] = "none"
-    """Which of the base's biases learn: none, those of adapted layers, or all."""
+    """Trainable biases of the base: none, those of adapted layers, or all."""
     modules_to_save: tuple[Pattern, ...] = ()
-    """Modules that learn as a whole and are saved with the patch, by name or suffix."""
+    """Modules that are trained in full and saved with the patch, by name or suffix."""
     trainable_tokens: tuple[Pattern | Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens whose rows of the embedding learn (and of a head that is tied to it): as text, or as ids."""
+    """Tokens whose rows of the embedding (and of a tied head) are trained, as text or as ids."""
     tied_head: Literal["stop", "both", "untie"] = "stop"
-    """An adapter on an embedding and output head that share their weight: an error, or `both` change alike, or `untie`
-    gives the head a weight of its own."""
+    """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `both`: embedding
+    and head change alike. `untie`: the head gets a weight of its own."""
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod
@@ -106,73 +106,76 @@ class AdapterSection(Section):
 
 class DataSection(Section):
     train: Name | tuple[Name, ...]
-    """JSON lines (.jsonl, .jsonl.gz) or parquet: a file, a list, a folder, or a hub data set id."""
+    """Training rows, as JSON lines (.jsonl, .jsonl.gz) or parquet: a file, a list of files, a folder, or a hub data set
+    id."""
     eval: Name | tuple[Name, ...] | None = None
-    """Held-out rows, in the same forms."""
+    """Held-out rows, in the same forms as `train`."""
     max_tokens: int = Field(512, ge=2)
     """Longest row in tokens."""
     on_long_rows: Literal["stop", "truncate", "drop"] = "stop"
-    """What happens to rows longer than `max_tokens`: an error, or they are cut or dropped, counted and reported."""
+    """For rows longer than `max_tokens`: stop with an error, or truncate or drop them, counted and reported."""
     on_bad_rows: Literal["stop", "skip"] = "stop"
-    """What happens to rows that cannot be read; skipped rows are counted and reported."""
+    """For rows that cannot be read: stop with an error, or skip them. Skipped rows are counted and reported."""
     loss_on: Literal["answer", "all"] = "answer"
-    """`answer`: the assistant's or completion's tokens and their end token; `all`: every token."""
+    """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
     packing: bool = True
-    """Lay the rows of a micro-batch end to end, isolated from each other, instead of padding them."""
+    """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them."""
     hub_split: Name = "train"
-    """Split to read when `train` is a hub data set id; `eval` given as an id reads `hub_eval_split`."""
+    """Split to read if `train` is a hub data set id."""
     hub_eval_split: Name = "test"
-    """Split to read when `eval` is a hub data set id."""
+    """Split to read if `eval` is a hub data set id."""
 
 
 class TrainSection(Section):
     epochs: float | None = Field(None, gt=0, le=1_000_000)
-    """Passes over the rows (1 when neither `epochs` nor `steps` is given)."""
+    """Passes over the rows (default 1, unless `steps` is given)."""
     steps: Count | None = None
     """Optimizer updates, instead of `epochs`."""
     batch_size: Count = 16
     """Rows per optimizer update, over all processes."""
     micro_batch_size: Count | None = None
-    """Rows per forward pass of one process (8, or `batch_size` if that is less)."""
+    """Rows per forward pass of one process (default 8, or `batch_size` if that is less)."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Course of the learning rate after warm-up; cosine and linear end at zero."""
+    """Learning rate after warm-up; `cosine` and `linear` end at zero."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Updates over which the learning rate rises from zero (10, or a tenth of all steps if that is less)."""
+    """Optimizer updates over which the learning rate rises from zero (default 10, or a tenth of all steps if that is
+    less)."""
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit"] = "adamw"
-    """AdamW; with its moments in 8 bits; and in memory that a GPU pages out (bitsandbytes, backends single and ddp)."""
+    """AdamW with float32 moments; `8bit` has moments in 8 bits, `paged` pages them from GPU to host memory when needed.
+    All but `adamw` use bitsandbytes and need backend single or ddp."""
     loraplus_lr_ratio: float | None = Field(None, gt=0)
-    """LoRA+: how many times the learning rate B learns with."""
+    """LoRA+: learning rate of B divided by `learning_rate`."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """AdamW's decay of the mean of gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of squared gradients."""
+    """AdamW's decay of the mean of squared gradients."""
     epsilon: float = Field(1e-8, gt=0)
-    """Added to the denominator."""
+    """Number that AdamW adds to the denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; null turns clipping off."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Start of every random stream: A, the order of rows, dropout."""
+    """Seed of every random stream: initial A, order of rows, dropout."""
     activation_checkpointing: Literal["none", "layers", "auto"] = "none"
-    """`layers` keeps only layer inputs and recomputes the rest in backward; `auto` does so where memory asks for it
-    (`lorakit plan`)."""
+    """`layers` saves only layer inputs in forward and recomputes the other activations in backward. `auto` does so if
+    the run would not fit otherwise (`lorakit plan`)."""
     activation_offload: bool = False
-    """Keep layer inputs in host memory between forward and backward (with `activation_checkpointing: layers`)."""
+    """Move saved layer inputs to host memory until backward (with `activation_checkpointing: layers`)."""
     compile: bool = False
-    """Compile the layers with torch.compile (backend single, a base in floats); the first step takes a minute more."""
+    """Compile the layers with torch.compile (backend single, unquantised base); adds a minute to the first step."""
     save_every_steps: Count = 50
-    """Updates between checkpoints."""
+    """Optimizer updates between checkpoints."""
     keep_checkpoints: Count = 2
-    """How many checkpoints stay on disk (the best one besides)."""
+    """Number of checkpoints that stay on disk, besides the best one."""
     eval_every_steps: Count = 50
-    """Updates between evaluations, when `data.eval` is given."""
+    """Optimizer updates between evaluations, if `data.eval` is given."""
     early_stopping_evals: Count | None = None
-    """Stop after this many evaluations in a row without a better loss."""
+    """Stop after this many consecutive evaluations without a better loss."""
     select: Literal["last", "best"] = "last"
-    """Which step becomes the patch: the last, or the one with the best eval loss."""
+    """Step that becomes the patch: the last, or the one with the best eval loss."""
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers, besides `metrics.jsonl`."""
 
@@ -200,26 +203,26 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
     output: Name
-    """Folder of the run; the patch is written there."""
+    """Folder of the run, to which the patch is written."""
 
     @property
     def auto_keys(self) -> tuple[str, ...]:
-        """Keys whose value is `auto`: the plan chooses it where `lorakit train` starts the processes."""
-        open_now = {
+        """Keys with the value `auto`, which `lorakit train` replaces by the plan's choice before processes start."""
+        is_auto = {
             "parallel.backend": self.parallel.is_auto,
             "train.activation_checkpointing": self.train.activation_checkpointing == "auto",
         }
-        return tuple(key for key, is_open in open_now.items() if is_open)
+        return tuple(key for key, value in is_auto.items() if value)
 
     @model_validator(mode="after")
-    def _choosing_needs_held_out_rows(self) -> "Recipe":
+    def _best_step_needs_eval_rows(self) -> "Recipe":
         for key in ("select", "early_stopping_evals"):
             if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
                 raise ValueError(f"train.{key} needs held-out rows: set data.eval")
         return self
 
     @model_validator(mode="after")
-    def _compiled_layers_are_whole(self) -> "Recipe":
+    def _compiled_layers_are_unsharded(self) -> "Recipe":
         if not self.train.compile:
             return self
         if self.parallel.backend != "single" or self.parallel.offloads.streams:
@@ -233,11 +236,11 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _packed_moments_need_whole_tensors(self) -> "Recipe":
+    def _quantized_moments_need_full_tensors(self) -> "Recipe":
         if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp", "auto"):
             raise ValueError(
-                f"train.optimizer: {self.train.optimizer} packs the moments of whole tensors, which"
-                f" {self.parallel.backend} cuts into parts; use adamw, or backend single or ddp"
+                f"train.optimizer: {self.train.optimizer} works on full tensors, which {self.parallel.backend} shards;"
+                " use adamw, or backend single or ddp"
             )
         return self
 
@@ -250,25 +253,26 @@ def _check_regex(text: str) -> None:
 
 
 def schema_text() -> str:
-    """The JSON schema of recipes, for editors: keys, values and the sentence that explains each."""
+    """Return the JSON schema of recipes for editors: keys, values and descriptions."""
     return json.dumps(Recipe.model_json_schema(), indent=1, sort_keys=True) + "\n"
 
 
 def count_steps(recipe: Recipe, num_rows: int) -> int:
-    """Optimizer updates of the whole run."""
+    """Return the number of optimizer updates of the full run."""
     per_epoch = math.ceil(num_rows / recipe.train.batch_size)
     return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
 
 
 def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
-    """Updates over which the learning rate rises.
+    """Return the number of optimizer updates over which the learning rate rises.
 
     Raises:
-        RunError: as many as the whole run, which would never reach its learning rate.
+        RunError: warm-up as long as the full run, which would never reach its learning rate.
     """
-    asked = recipe.train.warmup_steps
-    if asked is not None and asked >= total_steps:
+    requested = recipe.train.warmup_steps
+    if requested is not None and requested >= total_steps:
         raise RunError(
-            f"train.warmup_steps: {asked} of {total_steps} steps, so the learning rate would never be reached; lower it"
+            f"train.warmup_steps: {requested} of {total_steps} steps, so the learning rate would never be reached;"
+            " lower it"
         )
-    return min(10, total_steps // 10) if asked is None else asked
+    return min(10, total_steps // 10) if requested is None else requested

@@ -1,4 +1,4 @@
-"""What every section of a recipe is: frozen, strict, without unknown keys; and the types its keys share."""
+"""The base class of recipe sections, and the types that their keys share."""
 
 from typing import Annotated
 
@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change."""
+    """Base of every section: frozen, no type coercion, unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,1 +1,1 @@
-"""The parts of a training run around the arithmetic: lock, signals, checkpoints, record, metrics, display."""
+"""The output folder of a run: lock, signals, record, metrics, display, trackers."""

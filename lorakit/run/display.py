@@ -1,4 +1,4 @@
-"""What a person sees while training: a live bar in a terminal, plain lines elsewhere. All on standard error."""
+"""Display a run while it trains, on standard error: a live bar in a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ LINE_SECONDS = 10.0
 
 
 class Display:
-    """Shows the steps of a run."""
+    """Display of the steps of a run."""
 
     def __init__(self, console: Console, bar: Progress | None, total_steps: int, first_step: int) -> None:
         self._console, self._bar, self._total = console, bar, total_steps
@@ -42,13 +42,13 @@ class Display:
             self._shown = now
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._console.print(text, highlight=False, markup=False)
 
 
 @contextmanager
 def display(total_steps: int, first_step: int) -> Iterator[Display]:
-    """A live display for the steps from ``first_step`` to ``total_steps``."""
+    """Open a live display for the steps from ``first_step`` to ``total_steps``."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield Display(console, None, total_steps, first_step)
@@ -62,7 +62,7 @@ def display(total_steps: int, first_step: int) -> Iterator[Display]:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held: on the GPU when there is one, else resident."""
+    """Return the peak bytes of this process: on the GPU if there is one, else resident."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return peak_resident_bytes()

@@ -1,4 +1,4 @@
-"""One run per output folder: a lock that dies with its process."""
+"""Lock an output folder for one run; the lock ends with its process."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from lorakit.errors import RunError
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process.
+    """Lock the folder for this process.
 
     Raises:
         RunError: another living run holds it (named by process and host), or the folder cannot be written.
@@ -20,7 +20,7 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115 - held open: closing it gives the lock back
+        file = open(path, "a+")  # noqa: SIM115 - stays open, because closing it releases the lock
     except OSError as problem:
         raise RunError(f"output: {folder.absolute()} cannot be written: {problem.strerror}") from None
     with file:

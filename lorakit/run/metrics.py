@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON line per step or evaluation; and the loss picture drawn from it."""
+"""Write metrics.jsonl, one JSON line per step or evaluation, and draw loss.png from it."""
 
 import json
 import math
@@ -9,16 +9,16 @@ from lorakit.files.atomic import write_file
 
 
 class Metrics:
-    """Appends to metrics.jsonl. After a crash the lines past the last checkpoint are taken back first."""
+    """Writer of metrics.jsonl. When a run resumes, lines after the last checkpoint are removed first."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        kept = [line for line in read_metrics(path) if line["step"] <= last_step]
-        write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+        lines = [line for line in read_metrics(path) if line["step"] <= last_step]
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._evaluated = {line["step"] for line in kept if "eval_loss" in line}
+        self._evaluated = {line["step"] for line in lines if "eval_loss" in line}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Add one line, unless it is an evaluation that is there already."""
+        """Append one line, unless it is an evaluation that the file already has, as after a resume."""
         if "eval_loss" in values and values["step"] in self._evaluated:
             return
         self._file.write(json.dumps(values) + "\n")
@@ -29,7 +29,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut by a crash is left out."""
+    """Read the lines of a metrics file; a last line cut by a crash is skipped."""
     if not path.exists():
         return []
     lines = []
@@ -45,7 +45,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_loss(metrics: Path, picture: Path, title: str) -> None:
-    """loss.png: training loss (thin), its running mean, and evaluation loss, over steps."""
+    """Draw loss.png: training loss (thin), its running mean, and evaluation loss, over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
 
 
 def _running_mean(values: list[float], weight: float = 0.9) -> list[float]:
-    """Of the logarithms, as the axis is: a mean of the values would lag behind a falling loss."""
+    """Return the running mean of the logarithms, because on a log axis a mean of values lags behind a falling loss."""
     means, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + math.log(max(value, 1e-12)), weight * norm + 1

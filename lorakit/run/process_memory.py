@@ -1,4 +1,4 @@
-"""Memory of this process that is in RAM: now, and at most."""
+"""Measure the resident memory of this process: now, and its peak."""
 
 import os
 import resource
@@ -10,14 +10,14 @@ STATUS: Final = Path("/proc/self/status")
 
 
 def rss_bytes() -> int:
-    """What this process holds now; outside Linux the most it has held."""
+    """Return the resident bytes of this process; outside Linux, where only the peak is known, the peak."""
     if not STATUS.exists():
         return peak_resident_bytes()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_resident_bytes() -> int:
-    """The most this process has held. On Linux not ``ru_maxrss``, which begins with what the parent process held."""
+    """Return the peak resident bytes. On Linux not ``ru_maxrss``, because that starts at the parent process's peak."""
     if STATUS.exists():
         lines = STATUS.read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

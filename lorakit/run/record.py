@@ -1,4 +1,7 @@
-"""run.json: what was run, on what, and how it ended. Written at the start, completed at the end."""
+"""Write run.json: recipe, versions, base, data, engine and result of a run.
+
+The file is written when a run starts and completed when it ends, so an interrupted run has a record too.
+"""
 
 import json
 import platform
@@ -13,7 +16,7 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
-MAY_CHANGE: Final = {  # do not touch the result, or no more than the last digits
+MAY_CHANGE: Final = {  # keys that change the result at most in its last digits
     "train.save_every_steps", "train.keep_checkpoints", "train.log_to", "train.activation_checkpointing",
     "train.activation_offload", "train.compile", "train.micro_batch_size",
 }  # fmt: skip
@@ -21,7 +24,7 @@ MAY_CHANGE_BELOW: Final = "parallel."
 
 
 class RunRecord:
-    """The record of the run in an output folder."""
+    """Record of the run in an output folder."""
 
     def __init__(self, folder: Path, values: dict[str, Any]) -> None:
         self._path, self.values = folder / RECORD, values
@@ -31,7 +34,7 @@ class RunRecord:
         return self.values.get("status") == "finished"
 
     def start(self, **facts: Any) -> None:
-        """Note the facts of a run that begins, or goes on.
+        """Record the facts of a run that starts or resumes.
 
         Raises:
             RunError: data or base are no longer what the run began with.
@@ -51,13 +54,15 @@ class RunRecord:
         write_json(self._path, self.values)
 
     def finish(self, **facts: Any) -> None:
-        """Note how the run ended."""
+        """Record how the run ended."""
         self.values |= {"status": "finished", **facts}
         write_json(self._path, self.values)
 
 
 def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:
-    """The record in an output folder, or a new one. ``fresh``: what is there will be discarded. Changes nothing.
+    """Read the record of an output folder, or make a new one. Nothing is written.
+
+    ``fresh``: the run in the folder is about to be discarded, so any record is accepted.
 
     Raises:
         RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin.
@@ -95,12 +100,12 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may go on although this key of its recipe is another now."""
+    """True if a run may resume although this key of its recipe changed."""
     return key in MAY_CHANGE or key.startswith(MAY_CHANGE_BELOW)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Flatten nested mappings into one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -111,11 +116,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    found = {"lorakit": VERSION, "python": platform.python_version()}
+    """Return the versions of the packages that decide a run's numbers."""
+    versions_by_name = {"lorakit": VERSION, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "accelerate"):
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name

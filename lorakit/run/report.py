@@ -1,4 +1,4 @@
-"""Where the numbers of a run go while it runs: the display, metrics.jsonl and trackers."""
+"""Send the numbers of a run to the display, metrics.jsonl and trackers."""
 
 import math
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from lorakit.run.trackers import Trackers
 
 
 class Report:
-    """Receives the numbers of steps and evaluations."""
+    """Receiver of the numbers of steps and evaluations."""
 
     def __init__(self, shown: Display, metrics: Metrics, trackers: Trackers) -> None:
         self._shown, self._metrics, self._trackers = shown, metrics, trackers
 
     def step(self, number: int, report: StepReport, seconds: float) -> None:
-        """Step ``number`` (counted from 1), which took ``seconds``."""
+        """Report step ``number`` (counted from 1), which took ``seconds``."""
         self._shown.step(number, report, seconds)
         values = {
             "loss": report.loss, "learning_rate": report.learning_rate, "grad_norm": report.grad_norm,
@@ -30,7 +30,7 @@ class Report:
         self._trackers.log(values, number)
 
     def evaluation(self, number: int, loss: float) -> None:
-        """The held-out loss after step ``number``."""
+        """Report the held-out loss after step ``number``."""
         values = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
         self._shown.say(f"step {number}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}")
         self._metrics.write({"step": number, **values})
@@ -38,7 +38,7 @@ class Report:
 
 
 class NullReport:
-    """What the other processes of a run report: the first one has the same numbers."""
+    """Report that discards everything: for ranks above 0, because rank 0 has the same numbers."""
 
     def step(self, number: int, report: StepReport, seconds: float) -> None: ...
 
@@ -50,7 +50,7 @@ def reporting(
     output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
     shown: bool = True,
 ) -> Iterator["Report | NullReport"]:  # fmt: skip
-    """A Report for a run that goes on after ``last_step``; everything is closed at the end of the block."""
+    """Open a Report for a run that continues after ``last_step``; it is closed at the end of the block."""
     if not shown:
         yield NullReport()
         return
@@ -65,5 +65,5 @@ def reporting(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), or infinity where that does not fit a float."""
+    """Return exp(loss), or infinity where that does not fit a float."""
     return math.exp(loss) if loss < 700 else math.inf

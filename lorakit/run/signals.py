@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: finish the step, save, exit 75. A second SIGINT stops at once.
+"""Handle SIGINT and SIGTERM: finish the step, save, exit 75. A second SIGINT stops at once.
 
 SIGTERM counts once however often it comes: schedulers send it again while a run is saving.
 """
@@ -13,30 +13,30 @@ from lorakit.errors import TemporaryFailure
 
 
 class StopRequest:
-    """Whether a signal asked the run to stop. ``patient``: the loop will look; otherwise stop where we are."""
+    """A signal's request to stop. ``deferred``: the loop polls for it; otherwise the run stops where it is."""
 
     def __init__(self) -> None:
         self.deferred = False
-        self.asked_by: str | None = None
+        self.signal_name: str | None = None
 
-    def asked(self) -> bool:
-        return self.asked_by is not None
+    def is_requested(self) -> bool:
+        return self.signal_name is not None
 
-    def wait(self) -> None:
-        """From here on a signal interrupts nothing."""
+    def defer(self) -> None:
+        """Let signals interrupt nothing from here on; the loop polls instead."""
         self.deferred = True
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked_by = self.asked() and number == signal.SIGINT, signal.Signals(number).name
-        if again or not self.deferred:
+        repeated, self.signal_name = self.is_requested() and number == signal.SIGINT, signal.Signals(number).name
+        if repeated or not self.deferred:
             raise TemporaryFailure(
-                f"stopped at once by {self.asked_by}; the same command goes on from the last checkpoint"
+                f"stopped at once by {self.signal_name}; the same command goes on from the last checkpoint"
             )
 
 
 @contextlib.contextmanager
 def catching_signals() -> Iterator[StopRequest]:
-    """Signals become a StopRequest inside the block (in the main thread; elsewhere they are left alone)."""
+    """Turn signals into a StopRequest inside the block. Outside the main thread, handlers stay unchanged."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -1,4 +1,4 @@
-"""Experiment trackers, through accelerate's own: TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Open experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "ml
 
 
 class Trackers:
-    """The trackers a recipe asks for; without any, accelerate is not imported."""
+    """The experiment trackers of a run. Without any, accelerate is not imported."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Any] = []
@@ -19,14 +19,14 @@ class Trackers:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-        here = {tracker.value for tracker in get_available_trackers()}
-        missing = [name for name in names if name not in here]
+        installed = {tracker.value for tracker in get_available_trackers()}
+        missing = [name for name in names if name not in installed]
         if missing:
             raise RunError(
                 f"train.log_to: {', '.join(missing)} not installed: pip install "
                 + " ".join(PACKAGES[name] for name in missing)
             )
-        PartialState()  # accelerate's trackers ask it which process this is
+        PartialState()  # accelerate's trackers read the rank from this singleton
         run = folder.name or "lorakit"
         for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]

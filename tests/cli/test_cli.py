@@ -6,11 +6,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from lorakit.cli import main
+from lorakit.cli import convert, generate, main, merge
+from lorakit.derive.combine import DENSITIES
+from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.formats.convert import FORMATS
+from lorakit.recipe import BaseSection
 from tests.conftest import chat, write_rows
 from tests.merging.test_merge import make_patch
 
@@ -147,7 +151,7 @@ def test_doctor_finds_nothing_broken_here(run: Any) -> None:
     code, out, _ = run("doctor")
 
     assert code == 0
-    assert "builtin:tiny is whole" in out
+    assert "builtin:tiny is complete" in out
     assert "dtype auto is" in out
 
 
@@ -175,3 +179,13 @@ def test_the_root_script_and_the_module_are_the_same_program() -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.stdout.startswith("lorakit 0.")
+
+
+def test_the_choices_of_the_options_are_those_of_the_workflows() -> None:
+    keys = {name: get_args(field.annotation) for name, field in BaseSection.model_fields.items()}
+
+    assert tuple(FORMATS) == convert.FORMATS
+    assert tuple(DENSITIES) == merge.COMBINE_METHODS
+    assert tuple(MODEL_DTYPES) == merge.DTYPES
+    assert keys["quantize"] == generate.QUANTIZE
+    assert set(generate.DTYPES) < set(keys["dtype"])

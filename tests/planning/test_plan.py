@@ -22,16 +22,14 @@ from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
 from lorakit.ops.packed_attention import enable_packed_attention
-from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.planning import Machine, machine_with_gpu, resolve_auto, run
-from lorakit.planning.activations import ActivationTracer, LiveBytes
+from lorakit.planning import Machine, machine_with_gpu, make_plan, resolve_auto
+from lorakit.planning.activations import ActivationTracer, LiveBytes, MicroBatch
 from lorakit.planning.machine import GB, cgroup_rooms, named_gpu
 from lorakit.planning.memory import MARGIN
-from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import ModelShapes, TensorShape, read_shapes
-from lorakit.planning.optimizer_state import OptimizerStateBytes, state_of
-from lorakit.planning.sharding import adapter_bytes, base_bytes, whole
+from lorakit.planning.sharding import OptimizerStateBytes, adapter_bytes, base_bytes, optimizer_state_bytes, unsharded
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.conftest import make_base, write_rows
 from tests.helpers.memory_counter import Alive
@@ -80,7 +78,7 @@ def of(folder: Path, **settings: Any) -> BaseSection:
 
 
 def memory(plan: Any, backend: str) -> Any:
-    return next(row.way.memory for row in plan.advice.rows if row.way.backend == backend)
+    return next(row.candidate.memory for row in plan.advice.backends if row.candidate.backend == backend)
 
 
 # --- what is alive in a micro-batch ---------------------------------------------------------------------------------
@@ -89,7 +87,7 @@ def memory(plan: Any, backend: str) -> Any:
 def saved_for_backward(model: torch.nn.Module, batch: Batch) -> int:
     """Bytes that a real forward has made and not given back when the head begins."""
     called = LossModel(model)
-    called.by_row = enable_packed_attention(model)
+    called.packed_attention = enable_packed_attention(model)
     head = called.head or model.get_output_embeddings()  # type: ignore[operator]
     hidden: list[int] = []
     with Alive() as alive:
@@ -152,7 +150,7 @@ def test_recomputing_keeps_less_and_a_longer_row_needs_more(base: Path) -> None:
 
 
 def test_what_each_backend_holds_follows_its_formula(of_large: Callable[..., Recipe]) -> None:
-    plan = run(of_large(), H200)
+    plan = make_plan(of_large(), H200)
     whole = memory(plan, "ddp")
     assert whole.base == 2 * 8_030_261_248  # the parameters of Llama-3-8B
     for backend in BACKENDS:
@@ -167,12 +165,12 @@ def test_what_each_backend_holds_follows_its_formula(of_large: Callable[..., Rec
 
 
 def test_offloading_moves_bytes_to_the_host(of_large: Callable[..., Recipe]) -> None:
-    kept = memory(run(of_large("parallel.backend=zero3"), H200), "zero3")
-    moved = memory(run(of_large("parallel.backend=zero3", "parallel.offload=cpu"), H200), "zero3")
+    kept = memory(make_plan(of_large("parallel.backend=zero3"), H200), "zero3")
+    moved = memory(make_plan(of_large("parallel.backend=zero3", "parallel.offload=cpu"), H200), "zero3")
     assert moved.base == moved.optimizer == 0 < kept.base
     assert moved.host > kept.host
     on_disk = ("parallel.backend=zero3", "parallel.offload=nvme", "parallel.nvme_path=/scratch")
-    rests_there = memory(run(of_large(*on_disk), H200), "zero3")
+    rests_there = memory(make_plan(of_large(*on_disk), H200), "zero3")
     assert rests_there.disk > moved.disk + kept.base
 
 
@@ -183,8 +181,8 @@ def test_no_weight_is_read(tmp_path: Path, base: Path, recipe: Write) -> None:
         content = file.read_bytes()
         header = 8 + int.from_bytes(content[:8], "little")
         (folder / file.name).write_bytes(content[:header] if file.suffix == ".safetensors" else content)
-    whole = run(load_recipe(recipe()), H200)
-    cut = run(load_recipe(recipe(base={"model": str(folder)})), H200)
+    whole = make_plan(load_recipe(recipe()), H200)
+    cut = make_plan(load_recipe(recipe(base={"model": str(folder)})), H200)
     assert memory(cut, "single") == memory(whole, "single")
 
 
@@ -265,8 +263,8 @@ def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values
     assert base_bytes(packed) < base_bytes(rows) < base_bytes(plain)
     assert packed.num_matmul_parameters() == rows.num_matmul_parameters() == plain.num_matmul_parameters()
     assert sum(piece.num_values for piece in packed.base) == sum(piece.numel for piece in plain.base)
-    assert packed.packing_bytes > weight
-    assert plain.packing_bytes == 0
+    assert packed.quantizing_bytes > weight
+    assert plain.quantizing_bytes == 0
 
 
 def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
@@ -301,8 +299,8 @@ def test_a_base_whose_files_are_packed_is_planned_as_it_is_loaded(quantize: str,
 
     model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), sharded=False).model
     assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters())
-    assert shapes.packing == quantize
-    assert shapes.packing_bytes == 0  # they are never in floats while they are read
+    assert shapes.quantization == quantize
+    assert shapes.quantizing_bytes == 0  # they are never in floats while they are read
     (tmp_path / "config.json").write_text(
         json.dumps({**model.config.to_dict(), "quantization_config": {"quant_method": "gptq"}})
     )
@@ -312,7 +310,7 @@ def test_a_base_whose_files_are_packed_is_planned_as_it_is_loaded(quantize: str,
 
 @pytest.mark.parametrize("backend", ["single", "ddp", "zero3", "fsdp2"])
 def test_packing_leaves_a_process_a_quarter_of_the_base(backend: str, of_large: Callable[..., Recipe]) -> None:
-    whole, packed = (memory(run(of_large(*more), H200), backend) for more in ((), ("base.quantize=nf4",)))
+    whole, packed = (memory(make_plan(of_large(*more), H200), backend) for more in ((), ("base.quantize=nf4",)))
     kept_in_floats = 2 * 2 * 128256 * 4096 // (1 if backend in ("single", "ddp") else 2)  # embedding and head
     assert packed.base - kept_in_floats == pytest.approx((whole.base - kept_in_floats) * (4.127 / 16), rel=0.01)
     assert packed.loading < packed.training < whole.training
@@ -329,12 +327,12 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str, base: Path)
     for tensor in tensors.values():
         tensor.grad = torch.ones_like(tensor)
     optimizer.step()
-    real = bytes_held(value for state in optimizer.state.values() for value in state.values())
+    real = local_bytes(value for state in optimizer.state.values() for value in state.values())
     assert min(sizes) < 4096 < max(sizes)
-    assert state_of(name, shapes, whole, 1, len(sizes)) == OptimizerStateBytes(real)
-    paged = state_of(f"paged_{name}", replace(shapes, pieces=tuple(_larger(shapes))), whole, 1, 0)
+    assert optimizer_state_bytes(name, shapes, unsharded, 1, len(sizes)) == OptimizerStateBytes(real)
+    paged = optimizer_state_bytes(f"paged_{name}", replace(shapes, tensors=tuple(_larger(shapes))), unsharded, 1, 0)
     assert paged.paged > 0
-    assert paged.stays > 0  # tensors of fewer than 100,000 elements are not paged
+    assert paged.resident > 0  # tensors of fewer than 100,000 elements are not paged
 
 
 def _larger(shapes: ModelShapes) -> Iterator[TensorShape]:
@@ -345,7 +343,7 @@ def _larger(shapes: ModelShapes) -> Iterator[TensorShape]:
 def test_moments_in_8_bits_take_less_and_paged_ones_rest_with_the_host(of_large: Callable[..., Recipe]) -> None:
     names = ("adamw", "adamw8bit", "paged_adamw")
     plain, eight, paged = (
-        memory(run(of_large(f"train.optimizer={name}", "adapter.rank=512"), H200), "ddp") for name in names
+        memory(make_plan(of_large(f"train.optimizer={name}", "adapter.rank=512"), H200), "ddp") for name in names
     )
     assert eight.optimizer == pytest.approx(plain.optimizer * (2 + 8 / 256) / 8, rel=1e-3)
     assert paged.optimizer == 0
@@ -354,14 +352,16 @@ def test_moments_in_8_bits_take_less_and_paged_ones_rest_with_the_host(of_large:
 
 
 def test_what_the_adapter_keeps_fixed_is_kept_in_checkpoints(of_large: Callable[..., Recipe]) -> None:
-    plain, twice = (memory(run(of_large(f"adapter.init={init}"), H200), "ddp") for init in ("gaussian", "pissa"))
+    plain, twice = (memory(make_plan(of_large(f"adapter.init={init}"), H200), "ddp") for init in ("gaussian", "pissa"))
     assert twice.adapter == plain.adapter
     assert twice.base == plain.base + plain.adapter  # A0 and B0
     assert twice.disk == plain.disk + 5 * plain.adapter  # two checkpoints, two on their way, the patch
 
 
 def test_float32_lengths_of_rows_do_not_double_what_is_gathered(of_large: Callable[..., Recipe]) -> None:
-    plain, dora = (memory(run(of_large(f"adapter.method={method}"), H200), "zero3") for method in ("lora", "dora"))
+    plain, dora = (
+        memory(make_plan(of_large(f"adapter.method={method}"), H200), "zero3") for method in ("lora", "dora")
+    )
     assert dora.gathered == pytest.approx(plain.gathered, rel=0.01)
 
 
@@ -371,43 +371,43 @@ def test_float32_lengths_of_rows_do_not_double_what_is_gathered(of_large: Callab
 def test_where_the_base_fits_the_whole_base_is_advised_and_where_not_it_is_split(
     of_large: Callable[..., Recipe],
 ) -> None:
-    roomy = run(of_large(), H200).advice
-    tight = run(of_large("train.activation_checkpointing=layers"), small(H200, 19)).advice
+    roomy = make_plan(of_large(), H200).advice
+    tight = make_plan(of_large("train.activation_checkpointing=layers"), small(H200, 19)).advice
     assert roomy.best is not None
     assert roomy.best.backend == "ddp"
-    assert "a whole base" not in roomy.why
+    assert "a full base" not in roomy.why
     assert tight.best is not None
     assert tight.best.backend == "fsdp2"
-    assert "a whole base of 16.06 GB does not fit each process" in tight.why
-    for row in (*roomy.rows, *tight.rows):
-        limit = (141 if row in roomy.rows else 19) * GB
-        assert row.way.fits == (row.way.memory.peak * (1 + MARGIN) <= limit)
+    assert "a full base of 16.06 GB does not fit each process" in tight.why
+    for row in (*roomy.backends, *tight.backends):
+        limit = (141 if row in roomy.backends else 19) * GB
+        assert row.candidate.fits == (row.candidate.memory.peak * (1 + MARGIN) <= limit)
 
 
 def test_the_cheapest_change_makes_it_fit(of_large: Callable[..., Recipe]) -> None:
-    plan = run(of_large(rows=8), small(H200, 30))
+    plan = make_plan(of_large(rows=8), small(H200, 30))
     assert plan.advice.best is None
     assert plan.refusal is not None
     way = plan.advice.cheapest
     assert way is not None
     assert way.fits
-    again = run(
+    again = make_plan(
         of_large(*(f"{key}={json.dumps(value)}" for key, value in way.changes.items()), rows=8), small(H200, 30)
     )
     assert memory(again, way.backend) == way.memory
-    assert next(row.way for row in again.advice.rows if row.way.backend == way.backend).fits
+    assert next(row.candidate for row in again.advice.backends if row.candidate.backend == way.backend).fits
     assert f"parallel.backend={way.backend}" in plan.refusal
 
 
 def test_more_processes_are_proposed_where_nothing_else_helps(of_large: Callable[..., Recipe]) -> None:
     little = small(machine_with_gpu("H200", 2, 1, 12 * GB), 12)  # of host memory too, so that nothing can rest there
-    plan = run(of_large(tokens=1024), little)
+    plan = make_plan(of_large(tokens=1024), little)
     assert plan.advice.cheapest is not None
     assert plan.advice.cheapest.changes["parallel.processes"] == 4
 
 
 def test_nothing_helps_a_machine_that_is_far_too_small(of_large: Callable[..., Recipe]) -> None:
-    plan = run(of_large(), small(H200, 1))
+    plan = make_plan(of_large(), small(H200, 1))
     assert plan.advice.best is None
     assert plan.advice.cheapest is None
     assert "take a smaller base" in str(plan.refusal)
@@ -415,9 +415,9 @@ def test_nothing_helps_a_machine_that_is_far_too_small(of_large: Callable[..., R
 
 def test_recomputing_left_open_is_taken_only_where_memory_asks_for_it(of_large: Callable[..., Recipe]) -> None:
     recipe = of_large("train.activation_checkpointing=auto", rows=2)
-    ways = {row.way.backend: row.way for row in run(recipe, H200).advice.rows}
+    ways = {row.candidate.backend: row.candidate for row in make_plan(recipe, H200).advice.backends}
     assert not ways["ddp"].checkpointing
-    ways = {row.way.backend: row.way for row in run(recipe, small(H200, 30)).advice.rows}
+    ways = {row.candidate.backend: row.candidate for row in make_plan(recipe, small(H200, 30)).advice.backends}
     assert ways["ddp"].checkpointing
     assert ways["ddp"].fits
 
@@ -524,7 +524,7 @@ def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, t
     record = json.loads((tmp_path / "out/run.json").read_text())
     assert record["engine"]["backend"] == record["recipe"]["parallel"]["backend"] == "ddp"
     assert record["recipe"]["train"]["activation_checkpointing"] == "none"
-    assert record["auto"].startswith("ddp: the whole base of")
+    assert record["auto"].startswith("ddp: the full base of")
     assert "nothing is recomputed" in record["auto"]
     assert f"auto       {record['auto']}" in done.stdout
 
@@ -544,20 +544,20 @@ def test_moments_in_8_bits_leave_auto_the_backends_that_hold_whole_tensors(recip
     choice = resolve_auto(load_recipe(recipe(), (*asked, "parallel.backend=auto")), fresh=True)
 
     assert choice.values == {"parallel.backend": "single" if processes == 1 else "ddp"}
-    plan = run(named)
-    assert [row.way.backend for row in plan.advice.rows] == ["single", "ddp"]
+    plan = make_plan(named)
+    assert [row.candidate.backend for row in plan.advice.backends] == ["single", "ddp"]
     assert "left out    zero1, zero2, zero3, fsdp2: refused with optimizer adamw8bit" in plan.text
 
 
 def test_no_more_processes_are_proposed_for_whole_tensors(of_large: Callable[..., Recipe]) -> None:
-    plan = run(of_large("train.optimizer=adamw8bit"), small(H200, 12))
-    assert {row.way.backend for row in plan.advice.rows} == {"single", "ddp"}
+    plan = make_plan(of_large("train.optimizer=adamw8bit"), small(H200, 12))
+    assert {row.candidate.backend for row in plan.advice.backends} == {"single", "ddp"}
     assert plan.advice.cheapest is None
 
 
 def test_moments_that_are_paged_need_a_gpu(recipe: Write) -> None:
-    rows = run(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",))).advice.rows
-    assert all("pages" in row.way.shortfall and row.change is None for row in rows)
+    rows = make_plan(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",))).advice.backends
+    assert all("pages" in row.candidate.shortfall and row.cheapest_change is None for row in rows)
 
 
 def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,7 +593,7 @@ def test_a_run_takes_what_the_plan_says(
         train={"steps": 2, "batch_size": processes, "micro_batch_size": 1, "warmup_steps": 1}
         | settings.get("train", {}),
     )  # fmt: skip
-    planned = memory(run(load_recipe(path)), backend)
+    planned = memory(make_plan(load_recipe(path)), backend)
 
     done = subprocess.run(
         [sys.executable, "-m", "lorakit.cli", "train", str(path)], capture_output=True, text=True, timeout=300
@@ -609,6 +609,6 @@ def test_a_run_takes_what_the_plan_says(
 
 
 def test_the_built_in_base_can_be_planned(recipe: Write) -> None:
-    plan = run(load_recipe(recipe(base={"model": "builtin:tiny"})), H200)
+    plan = make_plan(load_recipe(recipe(base={"model": "builtin:tiny"})), H200)
     assert memory(plan, "single").base > 0
     assert find_base("builtin:tiny").exists()
