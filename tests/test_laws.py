@@ -1,4 +1,4 @@
-"""The laws of DESIGN.md that speak of the arithmetic, over every method and every kind of layer."""
+"""The laws of the arithmetic, over every method and every kind of layer."""
 
 import hashlib
 from typing import Any
@@ -16,7 +16,7 @@ from tests.conftest import nearest
 
 
 class Two(nn.Module):
-    """One layer of each kind, and a head that is not adapted."""
+    """One layer of each kind, and a head without an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_rounding_is_to_the_nearest_and_happens_once(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_adapter_tensors_learn_and_the_base_is_never_written(method: str) -> None:
+def test_only_adapter_tensors_are_trained_and_the_base_is_never_written(method: str) -> None:
     model = adapted(method)
     base = {name: p for name, p in model.named_parameters() if name not in adapter_tensors(model)}
     before = {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in base.items()}
@@ -150,7 +150,7 @@ def test_the_start_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(A["s"], A["o"])
 
 
-def test_a_layer_used_in_two_places_gets_one_adapter() -> None:
+def test_a_layer_used_twice_gets_one_adapter() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.Tanh(), shared)
 

@@ -19,4 +19,4 @@ __all__ = [
     "find_targets",
     "fixed_tensors",
     "inject",
-]  # fmt: skip
+]

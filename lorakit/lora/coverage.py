@@ -1,4 +1,4 @@
-"""Which share of a base's products an adapter reaches."""
+"""Count which share of a base's matrix parameters an adapter changes."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -12,68 +12,73 @@ from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
 from lorakit.lora.targets import embedding_and_head
 
 LOW_COVERAGE: Final = 0.5
+"""share below which `all-linear` gets a note, because most of the base is then in experts"""
 
 
 @dataclass(frozen=True)
 class LayerKindCoverage:
-    """All matrices of one name: linear layers, or 3-D parameters of experts."""
+    """All matrices whose names end alike: linear layers, or 3-D parameters of experts."""
 
     name: str
+    """last part of their names, such as ``q_proj``"""
     example: str
-    """the whole name of the first"""
+    """full name of the first"""
     adapted: int
+    """number of matrices with an adapter"""
     count: int
+    """number of matrices"""
     parameters: int
+    """parameters of all of them"""
     adapted_parameters: int
-    """parameters of those that are adapted"""
+    """parameters of the matrices with an adapter"""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The matrices of a base that take part in products, by the last part of their names. Of an output head that is
-    not adapted the parameters are not counted: ``all-linear`` leaves it out by its meaning.
+    """The matrices that a base multiplies by, grouped by the last part of their names.
+
+    The parameters of an output head without an adapter count as 0, because ``all-linear`` excludes the head.
     """
 
     kinds: tuple[LayerKindCoverage, ...]
     experts: bool
-    """whether some are 3-D parameters of experts"""
+    """True if some are 3-D parameters of experts"""
 
     @property
     def share(self) -> float:
-        """Of the parameters of all of them, what the adapted ones hold."""
+        """Return the share of all matrix parameters that are in adapted matrices."""
         return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
 
     def note(self, spec: AdapterSpec) -> str | None:
-        """What to say when ``all-linear`` reaches less than half; else None."""
+        """Return a remark for the user if ``all-linear`` reaches less than half of the parameters; else None."""
         if spec.targets != ALL_LINEAR or self.share >= LOW_COVERAGE:
             return None
-        left = sorted(self.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
+        largest = sorted(self.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
         names = ", ".join(
-            f"{kind.name} ({kind.parameters - kind.adapted_parameters:,})" for kind in left if not kind.adapted
+            f"{kind.name} ({kind.parameters - kind.adapted_parameters:,})" for kind in largest if not kind.adapted
         )
         unused = self.experts and not spec.target_parameters
         experts = "; target_parameters: all-experts reaches experts" if unused else ""
         return f"all-linear reaches {self.share:.0%} of the parameters in products; the rest is in {names}{experts}"
 
 
-def covering(model: nn.Module, adapted: Collection[str]) -> Coverage:
-    """The matrices of a model without an adapter, and which of them ``adapted`` names."""
-    found: dict[str, dict[str, int]] = {}
+def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
+    """Return the coverage of a model without an adapter, if the matrices named in `adapted` get one."""
+    sizes_by_kind: dict[str, dict[str, int]] = {}
     _, head = embedding_and_head(model)
     for name, size in _matrices(model):
-        found.setdefault(name.rpartition(".")[2], {})[name] = 0 if name == head and name not in adapted else size
+        size = 0 if name == head and name not in adapted else size
+        sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size
     kinds = []
-    for kind, sizes in found.items():
-        held = [name for name in sizes if name in adapted]
-        adapted_parameters = sum(sizes[name] for name in held)
-        kinds.append(
-            LayerKindCoverage(kind, next(iter(sizes)), len(held), len(sizes), sum(sizes.values()), adapted_parameters)
-        )
+    for kind, sizes in sizes_by_kind.items():
+        adapted_sizes = [size for name, size in sizes.items() if name in adapted]
+        counts = len(adapted_sizes), len(sizes), sum(sizes.values()), sum(adapted_sizes)
+        kinds.append(LayerKindCoverage(kind, next(iter(sizes)), *counts))
     return Coverage(tuple(kinds), any(expert_parameters(model)))
 
 
 def _matrices(model: nn.Module) -> Iterable[tuple[str, int]]:
-    """(name, parameters) of every matrix that rows are multiplied with."""
+    """Yield (name, number of parameters) of every linear layer and every 3-D parameter of experts."""
     for name, module in model.named_modules():
         if is_linear_like(module) and (kind := kind_of(module)) is not None:
             out_features, in_features = kind.sizes(module)

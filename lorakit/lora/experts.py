@@ -1,4 +1,4 @@
-"""Experts whose weights are 3-D parameters, with one A and one B for each expert."""
+"""Adapt experts whose weights are 3-D parameters, with one A and one B for each expert."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ExpertTarget:
     out_features: int
     in_features: int
     transposed: bool
-    """whether it is stored as (experts, in, out)"""
+    """True if it is stored as (experts, in, out)"""
 
     @property
     def name(self) -> str:
@@ -37,9 +37,10 @@ class ExpertTarget:
 
 @final
 class LoraExperts(FunctionalWrapper):
-    """W_e + s B_e A_e for every expert e, in PEFT's layout: A (E r, in) is (E, r, in), B (out, r E) is (out, r, E).
+    """W_e + s B_e A_e for every expert e. The module's own forward runs on the sum.
 
-    W is (E, out, in), or (E, in, out) when transposed. The module's own forward runs on the sum.
+    W is (E, out, in), or (E, in, out) if transposed. Factors have PEFT's layout: A is (E r, in), stacked as (E, r, in),
+    and B (out, r E), stacked as (out, r, E).
     """
 
     def __init__(self, base: nn.Module, updates: Mapping[ExpertTarget, Mapping[str, Tensor]]) -> None:
@@ -64,15 +65,15 @@ class LoraExperts(FunctionalWrapper):
 
 
 def expert_factors(A: Tensor, B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """PEFT's stored factors as A (E, r, in) and B (E, out, r)."""
+    """Return PEFT's stored factors as A (E, r, in) and B (E, out, r)."""
     return A.view(num_experts, -1, A.shape[1]), B.view(B.shape[0], -1, num_experts).permute(2, 0, 1)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(module name, module, parameter name) of every 3-D parameter of experts: matrices, one for each expert."""
+    """Yield (module name, module, parameter name) of every 3-D parameter with one matrix for each expert."""
     for name, module in model.named_modules():
-        for key, tensor in module._parameters.items():
-            if tensor is not None and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and _is_experts(name, module):
+        for key, tensor in module.named_parameters(recurse=False):
+            if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and _is_experts(name, module):
                 yield name, module, key
 
 
@@ -80,19 +81,17 @@ def _is_experts(name: str, module: nn.Module) -> bool:
     return "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
 
 
-def stacked_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
-    """(experts, out, in) of a 3-D parameter."""
-    tensor = module._parameters[key]
-    assert tensor is not None
-    num_experts, one, two = tensor.shape
+def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
+    """Return (experts, out, in) of a 3-D parameter."""
+    num_experts, one, two = module.get_parameter(key).shape
     return (num_experts, two, one) if is_transposed(module) else (num_experts, one, two)
 
 
 def transposed_experts(model: nn.Module) -> set[str]:
-    """Names of the 3-D parameters whose matrices are stored as (in, out)."""
+    """Return the names of the 3-D parameters whose matrices are stored as (in, out)."""
     return {f"{name}.{key}" for name, module, key in expert_parameters(model) if is_transposed(module)}
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module of experts stores its matrices as (in, out), as PEFT finds it too."""
+    """True if a module of experts stores its matrices as (in, out). PEFT reads the same attribute."""
     return bool(getattr(module, "is_transposed", False))

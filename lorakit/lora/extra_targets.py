@@ -1,55 +1,56 @@
-"""What an adapter changes besides single linear layers: experts, whole tensors, biases, token rows, tied heads."""
+"""Find all that an adapter trains besides linear layers: experts, full tensors, biases, token rows, tied heads."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, expert_parameters, is_transposed, stacked_sizes
+from lorakit.lora.experts import ExpertTarget, expert_parameters, expert_sizes, is_transposed
 from lorakit.lora.init import RANDOM
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head, lookup, matches, tied_head
 
-PLAIN_METHODS = tuple(name for name, method in METHODS.items() if method.additive)
+ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if method.additive)
 
 
 @dataclass(frozen=True)
 class ExtraTargets:
-    """Beside the targets."""
+    """Tensors that an adapter trains beside the factors of its linear layers."""
 
     experts: tuple[ExpertTarget, ...] = ()
     modules_to_save: Mapping[str, tuple[str, ...]] | None = None
-    """module -> its own tensors that learn as a whole"""
+    """module name -> names of its own tensors that are trained in full"""
     token_rows: str | None = None
-    """the embedding of which some rows learn"""
+    """name of the embedding with trainable rows; None: there are none"""
     tied: tuple[str, str] | None = None
-    """head and embedding that share a weight and change alike"""
+    """names of a head and an embedding that share a weight and must change alike; None: there are none"""
 
 
-def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
-    """Everything else of ``spec`` in ``model``. Works on the meta device.
+def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
+    """Return everything that `spec` trains in `model` besides `targets`. Works on the meta device.
 
     Raises:
-        TargetError: all problems at once.
+        TargetError: a setting matches nothing, or two settings contradict. One error names all problems.
     """
     names = {target.name for target in targets}
     experts, problems = _experts(model, spec)
-    modules_to_save, more = _learnt(model, spec, names)
+    modules_to_save, module_problems = _modules_to_save(model, spec, names)
     tied = tied_head(model)
-    rows, wrong = _token_rows(model, spec, names | set(modules_to_save))
-    problems += [*more, *wrong, *_tied_problems(tied, spec, names, modules_to_save, rows)]
+    rows, token_problems = _token_rows(model, spec, names | set(modules_to_save))
+    problems += [*module_problems, *token_problems, *_tied_problems(tied, spec, names, modules_to_save, rows)]
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
         for t in targets
         if spec.init not in RANDOM and t.rank > min(t.out_features, t.in_features)
     ]
-    if spec.init not in RANDOM and spec.method not in PLAIN_METHODS:
+    if spec.init not in RANDOM and spec.method not in ADDITIVE_METHODS:
         problems.append(
-            f"adapter.init: {spec.init} goes with method {', '.join(PLAIN_METHODS)}, got {spec.method}; {spec.method}"
-            " splits W into size and direction, so a part of W cannot be taken off again"
+            f"adapter.init: {spec.init} goes with method {', '.join(ADDITIVE_METHODS)}, got {spec.method};"
+            f" {spec.method} splits W into size and direction, so a part of W cannot be taken off again"
         )
     if problems:
         raise TargetError("\n".join(problems))
@@ -59,68 +60,72 @@ def find_extras(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> E
 
 
 def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], list[str]]:
-    asked = spec.target_parameters
-    if not asked:
+    requested = spec.target_parameters
+    if not requested:
         return [], []
-    found = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
-    if asked == ALL_EXPERTS:
-        chosen, problems = list(found), []
-        if not found:
+    parameters = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
+    if requested == ALL_EXPERTS:
+        matched, problems = list(parameters), []
+        if not parameters:
             problems.append("adapter.target_parameters: this base has no experts that are stored as 3-D parameters")
     else:
-        patterns = (asked,) if isinstance(asked, str) else asked
-        chosen = [name for name in found if matches(tuple(patterns), name)]
-        kinds = list(dict.fromkeys(".".join(name.rsplit(".", 2)[-2:]) for name in found))
+        patterns = (requested,) if isinstance(requested, str) else requested
+        matched = [name for name in parameters if matches(tuple(patterns), name)]
+        suffixes = list(dict.fromkeys(".".join(name.rsplit(".", 2)[-2:]) for name in parameters))
         problems = [
-            f"adapter.target_parameters: {pattern!r} matches none of the {len(found)} 3-D parameters of experts of this"
-            f" base.{did_you_mean(pattern, [*kinds, *found])}"
+            f"adapter.target_parameters: {pattern!r} matches none of the {len(parameters)} 3-D parameters of experts of"
+            f" this base.{did_you_mean(pattern, [*suffixes, *parameters])}"
             for pattern in patterns
-            if not any(matches((pattern,), name) for name in found)
+            if not any(matches((pattern,), name) for name in parameters)
         ]
     if spec.dropout:
         problems.append("adapter.dropout: the experts' products are not lorakit's, so it would not reach them; use 0")
-    if spec.method not in PLAIN_METHODS or spec.init not in RANDOM:
+    if spec.method not in ADDITIVE_METHODS or spec.init not in RANDOM:
         problems.append(
-            f"adapter.target_parameters: with method {', '.join(PLAIN_METHODS)} and init {', '.join(RANDOM)} only; got"
-            f" {spec.method}, {spec.init}"
+            f"adapter.target_parameters: with method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)} only;"
+            f" got {spec.method}, {spec.init}"
         )
-    return [_expert_target(*found[name], spec) for name in chosen], problems
+    return [_expert_target(*parameters[name], spec) for name in matched], problems
 
 
 def _expert_target(name: str, module: nn.Module, key: str, spec: AdapterSpec) -> ExpertTarget:
-    whole = f"{name}.{key}"
-    return ExpertTarget(
-        name, key, spec.method, lookup(spec.rank_pattern, whole, spec.rank),
-        lookup(spec.alpha_pattern, whole, spec.alpha),
-        *stacked_sizes(module, key), is_transposed(module),
-    )  # fmt: skip
+    full_name = f"{name}.{key}"
+    rank = lookup(spec.rank_pattern, full_name, spec.rank)
+    alpha = lookup(spec.alpha_pattern, full_name, spec.alpha)
+    return ExpertTarget(name, key, spec.method, rank, alpha, *expert_sizes(module, key), is_transposed(module))
 
 
-def _learnt(model: nn.Module, spec: AdapterSpec, targets: set[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Module -> its own tensors that learn, and what is wrong with the choice."""
+def _modules_to_save(
+    model: nn.Module, spec: AdapterSpec, targets: set[str]
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Return module name -> names of its own tensors to train in full, and the problems of the settings."""
     modules = dict(model.named_modules())
     modules_to_save: dict[str, tuple[str, ...]] = {}
     problems = []
     for pattern in spec.modules_to_save:
         roots = [name for name in modules if name and matches((pattern,), name)]
-        own = [
-            name for name, module in modules.items()
+        matched = [
+            name
+            for name, module in modules.items()
             if any(name == root or name.startswith(f"{root}.") for root in roots) and _tensors(module)
-        ]  # fmt: skip
-        if not own:
+        ]
+        if not matched:
             names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _tensors(module))
             problems.append(
                 f"adapter.modules_to_save: {pattern!r} names no module with tensors.{did_you_mean(pattern, names)}"
             )
         problems += [
             f"adapter.modules_to_save: {name} gets an adapter as well; leave it out of one of them"
-            for name in own if name in targets
-        ]  # fmt: skip
+            for name in matched
+            if name in targets
+        ]
         problems += [
-            f"adapter.modules_to_save: {name} is quantised, so it cannot learn as a whole; add it to base.skip_modules"
-            for name in own if any(not tensor.is_floating_point() for tensor in _tensors(modules[name]).values())
-        ]  # fmt: skip
-        modules_to_save |= {name: tuple(_tensors(modules[name])) for name in own}
+            f"adapter.modules_to_save: {name} is quantised, so it cannot be trained in full;"
+            " add it to base.skip_modules"
+            for name in matched
+            if any(not tensor.is_floating_point() for tensor in _tensors(modules[name]).values())
+        ]
+        modules_to_save |= {name: tuple(_tensors(modules[name])) for name in matched}
     if spec.bias != "none":
         biased = [name for name, module in modules.items() if "bias" in _tensors(module)]
         if spec.bias == "lora_only":
@@ -148,14 +153,17 @@ def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[s
     if len(set(spec.trainable_tokens)) < len(spec.trainable_tokens):
         problems.append("adapter.trainable_tokens: a token is named twice")
     if name in taken:
-        problems.append(f"adapter.trainable_tokens: {name} is adapted or learns as a whole already; choose one")
+        problems.append(f"adapter.trainable_tokens: {name} is adapted or trained in full already; choose one")
     return name, problems
 
 
 def _tied_problems(
-    tied: tuple[str, str] | None, spec: AdapterSpec, targets: set[str], modules_to_save: Mapping[str, tuple[str, ...]],
+    tied: tuple[str, str] | None,
+    spec: AdapterSpec,
+    targets: set[str],
+    modules_to_save: Mapping[str, tuple[str, ...]],
     rows: str | None,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     if tied is None:
         if spec.tied_head == "both":
             yield "adapter.tied_head: both: the output head of this base has a weight of its own; name both in targets"
@@ -178,19 +186,19 @@ def _tied_problems(
 def _both_problems(
     head: str, embedding: str, spec: AdapterSpec, targets: set[str], modules_to_save: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
-    """What keeps head and embedding from changing alike."""
+    """Yield the settings that would make a head and an embedding with one weight change differently."""
     if embedding not in targets and "weight" not in modules_to_save.get(embedding, ()):
         yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
     if head in modules_to_save and embedding not in modules_to_save:
         yield f"adapter.tied_head: both: {head} would learn in another way than {embedding}; leave {head} out"
     elif "bias" in modules_to_save.get(head, ()):
         yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
-    if embedding in targets and (spec.method not in PLAIN_METHODS or spec.init not in RANDOM):
+    if embedding in targets and (spec.method not in ADDITIVE_METHODS or spec.init not in RANDOM):
         yield (
-            f"adapter.tied_head: both: with method {', '.join(PLAIN_METHODS)} and init {', '.join(RANDOM)} only;"
+            f"adapter.tied_head: both: with method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)} only;"
             f" got {spec.method}, {spec.init}"
         )
 
 
 def _tensors(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+    return dict(module.named_parameters(recurse=False))

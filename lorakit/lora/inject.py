@@ -1,4 +1,4 @@
-"""Put an adapter into any torch model: freeze the base, replace the targets."""
+"""Put an adapter on any torch model: freeze the base, and replace the target layers."""
 
 import hashlib
 import math
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
-from lorakit.lora.extra_targets import ExtraTargets, find_extras
+from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
 from lorakit.lora.init import INITS, RANDOM, init_factors
 from lorakit.lora.linear import LoraLinear, TiedLoraHead, use_plain_lora
 from lorakit.lora.methods import METHODS
@@ -20,10 +20,10 @@ from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 from lorakit.ops.fuse import fuse_model
 
-StoredWeight = Callable[[str], Tensor]
-"""parameter name -> its values, for a model whose own are not there yet"""
+ReadWeight = Callable[[str], Tensor]
+"""parameter name -> its values, for a model that is on the meta device still"""
 BIASES = ("none", "lora_only", "all")
-TIED = ("stop", "both", "untie")
+TIED_HEADS = ("stop", "both", "untie")
 
 
 def inject(
@@ -46,7 +46,7 @@ def inject(
     tied_head: str = "stop",
     seed: int = 0,
 ) -> nn.Module:
-    """The same model, in place, with its base frozen and an untrained adapter on every target.
+    """Freeze a model and put an untrained adapter on every target, in place. Returns the same model.
 
     Settings as in the recipe's ``adapter`` section. Train ``adapter_tensors(model)``; write with ``save_patch``.
 
@@ -56,8 +56,11 @@ def inject(
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     for name, value, known in (
-        ("method", method, METHODS), ("init", init, INITS), ("bias", bias, BIASES), ("tied_head", tied_head, TIED),
-    ):  # fmt: skip
+        ("method", method, METHODS),
+        ("init", init, INITS),
+        ("bias", bias, BIASES),
+        ("tied_head", tied_head, TIED_HEADS),
+    ):
         if value not in known:
             raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
     ranks, alphas = [rank, *(rank_pattern or {}).values()], [alpha, *(alpha_pattern or {}).values()]
@@ -71,27 +74,46 @@ def inject(
         except re.error as problem:
             raise TargetError(f"{text!r} is not a regular expression: {problem}") from None
     spec = AdapterSpec(
-        method, rank, float(alpha), dropout, _frozen(targets), None if exclude is None else _frozen(exclude),
-        None if layers is None else tuple(layers), dict(rank_pattern or {}), dict(alpha_pattern or {}), init,
-        _frozen(target_parameters), bias, tuple(modules_to_save), tuple(trainable_tokens), tied_head,
-    )  # fmt: skip
+        method=method,
+        rank=rank,
+        alpha=float(alpha),
+        dropout=dropout,
+        targets=_frozen(targets),
+        exclude=None if exclude is None else _frozen(exclude),
+        layers=None if layers is None else tuple(layers),
+        rank_pattern=dict(rank_pattern or {}),
+        alpha_pattern=dict(alpha_pattern or {}),
+        init=init,
+        target_parameters=_frozen(target_parameters),
+        bias=bias,
+        modules_to_save=tuple(modules_to_save),
+        trainable_tokens=tuple(trainable_tokens),
+        tied_head=tied_head,
+    )
     return attach(model, find_targets(model, spec), spec, seed)
 
 
 def attach(
-    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, read_weight: StoredWeight | None = None,
-    *, compiled: bool = False,
-) -> nn.Module:  # fmt: skip
-    """The model with an untrained adapter on each of ``targets``; everything else is frozen.
+    model: nn.Module,
+    targets: list[Target],
+    spec: AdapterSpec,
+    seed: int,
+    read_weight: ReadWeight | None = None,
+    *,
+    compiled: bool = False,
+) -> nn.Module:
+    """Put an untrained adapter on each of `targets`, and freeze everything else, in place. Returns the same model.
 
-    Each start is made on the CPU from its own stream, a function of the seed and the layer's name, so that it does not
-    depend on device, order or number of processes. ``stored`` gives the weights of a model that is without them.
-    ``compiled``: the model is left as it is written, for torch.compile.
+    Each layer's factors are drawn on the CPU from a random stream of their own, a function of the seed and the layer's
+    name, so that they do not depend on device, order or number of processes.
+
+    `read_weight`: returns the values of parameters of a model on the meta device; None: they are in the model.
+    `compiled`: the model is for torch.compile, so its parts are not fused, and LoRA runs in plain operations.
 
     Raises:
-        TargetError: what else the spec asks for does not go onto this model, which is unchanged.
+        TargetError: the spec's other targets do not fit this model, which is then unchanged.
     """
-    extras = find_extras(model, spec, targets)
+    extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
     head = extras.tied[0] if extras.tied else None
     for target in targets:
@@ -99,14 +121,14 @@ def attach(
             _attach_linear(model, target, spec, seed, read_weight, extras)
     for module in dict.fromkeys(expert.module for expert in extras.experts):
         _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
-    for name, learnt in (extras.modules_to_save or {}).items():
+    for name, keys in (extras.modules_to_save or {}).items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, LoraLinear) and name != head:
-            replace_module(model, layer, TrainableModule(_with_values(layer, name, learnt, read_weight), learnt))
+        if not isinstance(layer, LoraLinear) and name != head:  # `_attach_linear` trained the bias of these
+            replace_module(model, layer, TrainableModule(_load_values(layer, name, keys, read_weight), keys))
     if extras.token_rows is not None:
-        _attach_rows(model, extras.token_rows, spec.trainable_tokens, read_weight)
+        _attach_tokens(model, extras.token_rows, spec.trainable_tokens, read_weight)
     if extras.tied is not None:
-        _mirror(model, *extras.tied, spec)
+        _tie_head(model, *extras.tied, spec)
     (use_plain_lora if compiled else fuse_model)(model)
     return model
 
@@ -116,7 +138,7 @@ def _attach_linear(
     target: Target,
     spec: AdapterSpec,
     seed: int,
-    read_weight: StoredWeight | None,
+    read_weight: ReadWeight | None,
     extras: ExtraTargets,
 ) -> None:
     layer, method = model.get_submodule(target.name), METHODS[spec.method]
@@ -125,20 +147,25 @@ def _attach_linear(
         weight = read_weight(f"{target.name}.weight") if read_weight else target.kind.dequantized(layer).detach()
         return weight.T if target.kind.transposed else weight
 
-    tensors = init_factors(
-        spec.init, target.out_features, target.in_features, target.rank, method.scale(target.alpha, target.rank),
-        _layer_seed(seed, target.name), W,
-    )  # fmt: skip
+    s = method.scale(target.alpha, target.rank)
+    sizes = target.out_features, target.in_features, target.rank
+    tensors = init_factors(spec.init, *sizes, s, _layer_seed(seed, target.name), W)
     if method.extra_tensors is not None:
         tensors |= method.extra_tensors(W())
     device = next(layer.parameters()).device
     adapted = LoraLinear(
-        layer, target.kind, method=spec.method, rank=target.rank, alpha=target.alpha, dropout=spec.dropout,
+        layer,
+        target.kind,
+        method=spec.method,
+        rank=target.rank,
+        alpha=target.alpha,
+        dropout=spec.dropout,
+        # beside a layer on the meta device they stay on the CPU, because no file has their values to read later
         tensors={key: tensor if device.type == "meta" else tensor.to(device) for key, tensor in tensors.items()},
-    )  # fmt: skip
+    )
     replace_module(model, layer, adapted)
     if "bias" in (extras.modules_to_save or {}).get(target.name, ()):
-        _with_values(adapted, target.name, ("bias",), read_weight)
+        _load_values(adapted, target.name, ("bias",), read_weight)
         adapted.make_trainable("bias")
 
 
@@ -147,6 +174,7 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     updates = {}
     for e in experts:
         weight = layer.get_parameter(e.parameter)
+        # a stream for each expert, so that an expert's start does not depend on the number of experts
         streams = [
             torch.Generator().manual_seed(_layer_seed(seed, f"{e.name}.{number}")) for number in range(e.num_experts)
         ]
@@ -156,7 +184,7 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     replace_module(model, layer, LoraExperts(layer, updates))
 
 
-def _attach_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: StoredWeight | None) -> None:
+def _attach_tokens(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: ReadWeight | None) -> None:
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Embedding)
     weight = read_weight(f"{name}.weight") if read_weight else layer.weight.detach()
@@ -165,42 +193,45 @@ def _attach_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weig
     replace_module(model, layer, rows)
 
 
-def _mirror(model: nn.Module, head_name: str, embedding_name: str, spec: AdapterSpec) -> None:
-    """The head changes as the embedding does."""
+def _tie_head(model: nn.Module, head_name: str, embedding_name: str, spec: AdapterSpec) -> None:
+    """Let a head change as the embedding does with which it shares a weight."""
     head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
     if isinstance(embedding, LoraLinear):
         replace_module(model, head, TiedLoraHead(head, embedding, spec.dropout))
     elif isinstance(embedding, TrainableTokens):
         replace_module(model, head, TiedTokenHead(head, embedding))
     else:
-        own = TrainableModule(head, ())
-        own.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
-        replace_module(model, head, own)
+        wrapper = TrainableModule(head, ())
+        wrapper.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
+        replace_module(model, head, wrapper)
 
 
-def _with_values(layer: nn.Module, name: str, learnt: tuple[str, ...], read_weight: StoredWeight | None) -> nn.Module:
-    """The layer, with the values of what is to learn in place of tensors that are without."""
-    for key in learnt if read_weight else ():
+def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
+    """Return the layer, with values in its parameters `keys` where they are on the meta device."""
+    for key in keys if read_weight else ():
         assert read_weight is not None
         layer.register_parameter(key, nn.Parameter(read_weight(f"{name}.{key}"), requires_grad=False))
     return layer
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``old`` hangs in the model; a layer used in two places stays one layer."""
+    """Replace a module wherever the model uses it: a layer that is used twice stays one layer."""
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() hides the second use of a layer
+        for name, child in list(parent._modules.items()):  # because named_children() hides a second use
             if child is old:
                 parent.register_module(name, new)
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """(module name, layer) of every linear layer that carries an adapter."""
+    """Yield (module name, layer) of every linear layer with an adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``. Looked up now."""
+    """Return the trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``.
+
+    Looked up in each call, because engines replace parameter objects.
+    """
     return {
         f"{name}.{key}": tensor
         for name, layer in adapter_modules(model)
@@ -209,7 +240,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Tensors that belong to the adapter and do not learn, by name."""
+    """Return the adapter's tensors that are not trainable, by name."""
     return {
         f"{name}.{key}": tensor
         for name, layer in adapter_modules(model)
@@ -218,12 +249,12 @@ def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What of the adapter is kept in a checkpoint: what learns, and what does not."""
+    """Return the tensors that a checkpoint stores of the adapter: trainable and fixed ones, without derived ones."""
     return adapter_tensors(model) | fixed_tensors(model)
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
-    """(module name, module) of everything that carries a tensor of the adapter."""
+    """Yield (module name, module) of every module with a tensor of the adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule))
 
 

@@ -16,15 +16,26 @@ from lorakit.ops.lora_linear import can_fuse, lora_linear
 
 @final
 class LoraLinear(AdapterModule):
-    """y = x W^T + b + s (dropout(x) A^T) B^T, or what else the method makes of them. W belongs to the base."""
+    """y = x W^T + b + s (dropout(x) A^T) B^T, or the formula of another method. W is the base's own parameter.
+
+    `fused`: compute plain LoRA by `ops.lora_linear` instead of `methods.apply_low_rank`: the same formula, less memory.
+    """
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, base: nn.Module, kind: LayerKind, *, method: str, rank: int, alpha: float, dropout: float,
+        self,
+        base: nn.Module,
+        kind: LayerKind,
+        *,
+        method: str,
+        rank: int,
+        alpha: float,
+        dropout: float,
         tensors: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(base)
+        # from the layer's attributes: the shapes of sharded and quantised weights are not (out, in)
         self.out_features, self.in_features = kind.sizes(base)
         self.kind, self.method, self.rank, self.alpha = kind, method, rank, alpha
         self.scale = METHODS[method].scale(alpha, rank)
@@ -34,22 +45,29 @@ class LoraLinear(AdapterModule):
         for name in kind.copied_attributes:
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
-        self._names = tuple(tensors)
+        self._tensor_names = tuple(tensors)
+        # a start at a part of W has A0 and B0 too; an embedding looks rows of A up instead of multiplying
         self.fused = kind is not EMBEDDING and METHODS[method].low_rank and set(tensors) == {"lora_A", "lora_B"}
         fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
         self.add_tensors(tensors, fixed=fixed, derived=METHODS[method].derived)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the method reads."""
-        return {name: self.get_parameter(name) for name in self._names}
+        """Return all tensors that the method reads, by name."""
+        return {name: self.get_parameter(name) for name in self._tensor_names}
 
     def forward(self, x: Tensor) -> Tensor:
         tensors, weight = self.tensors(), self._parameters.get("weight")
         if self.fused and weight is not None and can_fuse(x, weight):
             return lora_linear(
-                x, partial(self.kind.dequantized, self), _bias_of(self), tensors["lora_A"], tensors["lora_B"], self.scale,
-                transposed=self.kind.transposed, dropout=self.dropout.p if self.training else 0.0,
-            )  # fmt: skip
+                x,
+                partial(self.kind.dequantized, self),
+                _bias_of(self),
+                tensors["lora_A"],
+                tensors["lora_B"],
+                self.scale,
+                transposed=self.kind.transposed,
+                dropout=self.dropout.p if self.training else 0.0,
+            )
         return apply_method(self, x, tensors)
 
     def extra_repr(self) -> str:
@@ -60,7 +78,8 @@ class LoraLinear(AdapterModule):
 class TiedLoraHead(AdapterModule):
     """An output head that shares its weight with an embedding, adapted by the embedding's own A and B.
 
-    The shared weight E (vocabulary, width) becomes E + s A^T B^T in both places.
+    The shared weight E (vocabulary, width) becomes E + s A^T B^T for both. An embedding maps one-hot vectors to rows,
+    so its A is (r, vocabulary) and its B (width, r).
     """
 
     def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float) -> None:
@@ -77,33 +96,39 @@ class TiedLoraHead(AdapterModule):
 
 
 def apply_method(layer: LoraLinear, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The adapted layer's output for x."""
+    """Return the adapted layer's output for x by its method's `apply`, in plain operations."""
     kind, bias = layer.kind, _bias_of(layer)
     y = kind.run(layer, x, bias)
-    thinned = layer.training and layer.dropout.p > 0 and x.is_floating_point()  # token ids stay whole
-    dropped = layer.dropout(x) if thinned else x
+    has_dropout = layer.training and layer.dropout.p > 0 and x.is_floating_point()  # an embedding's x is token ids
+    dropped = layer.dropout(x) if has_dropout else x
 
     def product() -> Tensor:
-        if thinned:
+        if has_dropout:
             return kind.run(layer, dropped, None)
         return y if bias is None else y - bias
 
-    def times(A: Tensor) -> Tensor:
+    def weight_times(A: Tensor) -> Tensor:
         W = kind.dequantized(layer)
         return (A.to(W.dtype) @ (W if kind.transposed else W.T)).T
 
-    see = LayerInputs(y, product, lambda A: kind.shrink(layer, dropped, A), lambda A: kind.shrink(layer, x, A), times)
-    return METHODS[layer.method].apply(see, tensors, layer.scale)
+    inputs = LayerInputs(
+        y,
+        product,
+        shrink=lambda A: kind.shrink(layer, dropped, A),
+        shrink_without_dropout=lambda A: kind.shrink(layer, x, A),
+        weight_times=weight_times,
+    )
+    return METHODS[layer.method].apply(inputs, tensors, layer.scale)
 
 
 def _bias_of(layer: LoraLinear) -> Tensor | None:
-    """The bias, in the base's dtype when it is a float32 copy that learns."""
+    """Return the bias in the base's dtype, which a trainable bias, a float32 master, has not."""
     bias = layer._parameters.get("bias")
     return bias if bias is None or layer.bias_dtype is None else bias.to(layer.bias_dtype)
 
 
 def use_plain_lora(model: nn.Module) -> None:
-    """Let adapted layers compute in plain operations, which a compiler can see through and join."""
+    """Let all adapted layers compute in plain operations, which torch.compile can fuse itself."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.fused = False

@@ -1,6 +1,7 @@
-"""Low-rank matrices through their factors, and dense ones brought down to a rank: sums, norms, truncation.
+"""Low-rank matrices through their factors, and dense matrices approximated at a rank: sums, norms, truncation.
 
-Letters as in ``methods``: delta = s B A with B (out, r) and A (r, in). The global generator is left as it is.
+Letters as in `lora.methods`: a delta is s B A with B (out, r) and A (r, in). No function here changes torch's global
+random generator.
 """
 
 import math
@@ -15,18 +16,20 @@ from lorakit.errors import PatchError
 from lorakit.lora.methods import Tensors
 
 EXACT_SIZE: Final = 1024
-"""up to this smaller side a dense matrix gets a full SVD"""
+"""a dense matrix with a smaller side up to this gets a full SVD"""
 OVERSAMPLES: Final = 16
+"""columns of the random projection beyond the rank"""
 ITERATIONS: Final = 4
+"""power iterations of the random projection"""
 DOUBLE_ELEMENTS: Final = 1 << 24
-"""up to this size a dense delta is float64, above it float32"""
+"""dense deltas up to this many elements are float64, larger ones float32"""
 Summand = tuple[Tensors, float]
-"""(A and B, s): the summand s B A"""
+"""(lora_A and lora_B, s): the summand s B A"""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The matrix B A, never formed unless asked for: B (out, r), A (r, in)."""
+    """The matrix B A by its factors: B (out, r), A (r, in). Only `dense` forms the product."""
 
     B: Tensor
     A: Tensor
@@ -36,7 +39,7 @@ class LowRank:
         return self.A.shape[0]
 
     def dense(self) -> Tensor:
-        """B A (out, in)."""
+        """Return B A, (out, in)."""
         return self.B @ self.A
 
     def to(self, dtype: torch.dtype) -> "LowRank":
@@ -45,54 +48,54 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LowRankFit:
-    """s B A as it is stored, for a matrix that was asked for."""
+    """An approximation s B A of a target matrix, as a patch stores it."""
 
     factors: LowRank
     s: float
-    size: float
-    """Frobenius norm of what was asked for"""
+    target_norm: float
+    """Frobenius norm of the target"""
     residual_norm: float
-    """Frobenius norm of what s B A lacks, measured on float32 factors; 0 for ranks that just stand side by side"""
+    """Frobenius norm of (target - s B A), measured on the float32 factors; 0 where the ranks were only concatenated"""
 
 
 def low_rank(tensors: Tensors, s: float) -> LowRank:
-    """s B A in float64, s in B.
+    """Return s B A in float64, with s multiplied into B.
 
     Raises:
-        PatchError: the update holds more than A and B, so it is no product of two matrices.
+        PatchError: the update has more tensors than A and B, so it is no product of two matrices.
     """
     if more := sorted(set(tensors) - {"lora_A", "lora_B"}):
         raise PatchError(f"an update with {', '.join(more)} is no product of two matrices; merge it into a base")
     return LowRank(tensors["lora_B"].double() * s, tensors["lora_A"].double())
 
 
-def add_low_rank(parts: Sequence[LowRank]) -> LowRank:
-    """The sum of all parts, exactly: their ranks side by side."""
-    return LowRank(torch.cat([part.B for part in parts], dim=1), torch.cat([part.A for part in parts]))
+def add_low_rank(terms: Sequence[LowRank]) -> LowRank:
+    """Return the exact sum of all terms: their factors, concatenated along the ranks."""
+    return LowRank(torch.cat([term.B for term in terms], dim=1), torch.cat([term.A for term in terms]))
 
 
 def subtract_low_rank(one: LowRank, two: LowRank) -> LowRank:
-    """one - two, exactly."""
+    """Return one - two, exactly."""
     return add_low_rank([one, LowRank(-two.B, two.A)])
 
 
-def inner(one: LowRank, two: LowRank) -> float:
-    """<one, two> in the Frobenius sense: sum((B1^T B2) * (A1 A2^T))."""
+def inner_product(one: LowRank, two: LowRank) -> float:
+    """Return the Frobenius inner product of two matrices: sum((B1^T B2) * (A1 A2^T))."""
     return float(((one.B.T @ two.B) * (one.A @ two.A.T)).sum())
 
 
-def norm(matrix: LowRank) -> float:
-    """The Frobenius norm of B A, from the triangles of B and A^T.
+def frobenius_norm(matrix: LowRank) -> float:
+    """Return the Frobenius norm of B A, from the triangular factors of B and A^T.
 
-    Not from ``inner``, whose squares lose half of the digits where parts cancel: the norm of a difference is exact to
-    rounding in the size of its parts.
+    Not sqrt(inner_product(M, M)): its squares lose half of the digits where terms cancel. Here the norm of a difference
+    is exact up to rounding at the size of its terms.
     """
     R_B, R_A = torch.linalg.qr(matrix.B, mode="r")[1], torch.linalg.qr(matrix.A.T, mode="r")[1]
     return float(torch.linalg.matrix_norm(R_B @ R_A.T))
 
 
 def truncated(matrix: LowRank, rank: int) -> LowRank:
-    """The nearest matrix of at most ``rank``, as B = U sqrt(S), A = sqrt(S) V^T.
+    """Return the nearest matrix of rank at most `rank`, as B = U sqrt(S), A = sqrt(S) V^T.
 
     QR of both factors, SVD of the small core: with B = Q_B R_B and A^T = Q_A R_A, B A = Q_B (R_B R_A^T) Q_A^T. Nearest
     in the Frobenius norm (Eckart and Young 1936).
@@ -104,65 +107,64 @@ def truncated(matrix: LowRank, rank: int) -> LowRank:
 
 
 def nearest_low_rank(D: Tensor, rank: int, seed: int = 0) -> LowRankFit:
-    """A float32 product of at most ``rank`` near the dense D (out, in), split as ``truncated`` does; s is 1.
+    """Return a float32 product of rank at most `rank` near the dense D (out, in), factored as by `truncated`; s is 1.
 
-    The nearest there is for small D. For large D and small rank by random projections (Halko et al. 2011, arXiv
-    0909.4061, algorithms 4.4 and 5.1), which ``seed`` makes reproducible. What is left is measured on the dense matrix.
+    The nearest one for a small D. For a large D and a small rank by random projections (Halko et al. 2011, arXiv
+    0909.4061, algorithms 4.4 and 5.1), which `seed` makes reproducible. The residual is measured on the dense matrix.
     """
     if min(D.shape) <= EXACT_SIZE or 4 * (rank + OVERSAMPLES) > min(D.shape):
         U, S, Vh = torch.linalg.svd(D, full_matrices=False)
     else:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # because svd_lowrank takes no generator
             torch.manual_seed(seed)
             U, S, V = torch.svd_lowrank(D, q=rank + OVERSAMPLES, niter=ITERATIONS)
         Vh = V.T
     near = _balanced(U, S, Vh, rank).to(torch.float32)
-    lacking = torch.addmm(D, near.B.to(D.dtype), near.A.to(D.dtype), alpha=-1)
-    return LowRankFit(near, 1.0, float(torch.linalg.matrix_norm(D)), float(torch.linalg.matrix_norm(lacking)))
+    residual = torch.addmm(D, near.B.to(D.dtype), near.A.to(D.dtype), alpha=-1)
+    return LowRankFit(near, 1.0, float(torch.linalg.matrix_norm(D)), float(torch.linalg.matrix_norm(residual)))
 
 
-def sum_low_rank(parts: Sequence[Summand], rank: int) -> LowRankFit:
-    """sum_i s_i B_i A_i: as it is when its ranks fit into ``rank``, else the nearest of that rank."""
-    asked = add_low_rank([low_rank(*part) for part in parts])
-    size = norm(asked)
-    if asked.rank <= rank:
-        return LowRankFit(*concatenated(parts), size, 0.0)
-    near = truncated(asked, rank).to(torch.float32)
-    return LowRankFit(near, 1.0, size, norm(subtract_low_rank(asked, near.to(torch.float64))))
+def sum_low_rank(summands: Sequence[Summand], rank: int) -> LowRankFit:
+    """Return sum_i s_i B_i A_i: exactly if the ranks add up to at most `rank`, else the nearest of that rank."""
+    exact = add_low_rank([low_rank(*summand) for summand in summands])
+    norm = frobenius_norm(exact)
+    if exact.rank <= rank:
+        return LowRankFit(*concatenated(summands), norm, 0.0)
+    near = truncated(exact, rank).to(torch.float32)
+    return LowRankFit(near, 1.0, norm, frobenius_norm(subtract_low_rank(exact, near.to(torch.float64))))
 
 
-def concatenated(parts: Sequence[Summand]) -> tuple[LowRank, float]:
-    """(B and A, s) with s B A = sum_i s_i B_i A_i: their ranks side by side, as they are stored.
+def concatenated(summands: Sequence[Summand]) -> tuple[LowRank, float]:
+    """Return (B and A, s) with s B A = sum_i s_i B_i A_i: the stored factors, concatenated along the ranks.
 
-    Where all s_i are one positive number it becomes s, and the tensors keep their bits. Else s is 1: a B_i with s_i = 1
-    keeps its bits, and any other is s_i B_i rounded once to float32.
+    If all s_i are one positive number, that is s, and the tensors keep their bits. Otherwise s is 1: a B_i with s_i = 1
+    keeps its bits, and any other becomes s_i B_i, rounded once to float32.
     """
-    scales = {s for _, s in parts}
+    scales = {s for _, s in summands}
     s = scales.pop() if len(scales) == 1 and min(scales) > 0 else 1.0
-    B = [t["lora_B"] if own == s else (own * t["lora_B"].double()).to(torch.float32) for t, own in parts]
-    return LowRank(torch.cat(B, dim=1), torch.cat([tensors["lora_A"] for tensors, _ in parts])), s
+    B = [t["lora_B"] if s_i == s else (s_i * t["lora_B"].double()).to(torch.float32) for t, s_i in summands]
+    return LowRank(torch.cat(B, dim=1), torch.cat([tensors["lora_A"] for tensors, _ in summands])), s
 
 
-def sparsified(parts: Sequence[Summand], how: str, rank: int, density: float, seed: int) -> LowRankFit:
-    """``ties`` or ``dare`` of the dense s_i B_i A_i, brought down to ``rank``."""
-    num_elements = math.prod((parts[0][0]["lora_B"].shape[0], parts[0][0]["lora_A"].shape[1]))
+def sparsified(summands: Sequence[Summand], method: str, rank: int, density: float, seed: int) -> LowRankFit:
+    """Return ``ties`` or ``dare`` (`method`) of the dense s_i B_i A_i, approximated at a rank."""
+    num_elements = math.prod((summands[0][0]["lora_B"].shape[0], summands[0][0]["lora_A"].shape[1]))
     dtype = torch.float64 if num_elements <= DOUBLE_ELEMENTS else torch.float32
-    return nearest_low_rank(
-        SPARSIFIERS[how]([low_rank(*part).to(dtype).dense() for part in parts], density, seed), rank, seed
-    )
+    deltas = [low_rank(*summand).to(dtype).dense() for summand in summands]
+    return nearest_low_rank(SPARSIFIERS[method](deltas, density, seed), rank, seed)
 
 
 def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
-    """Trim, elect, disjoint mean, entry by entry over deltas of one shape. Nothing in it is drawn with ``seed``.
+    """Trim, elect signs and take the disjoint mean, entry by entry over deltas of one shape.
 
-    Each delta keeps its ``density`` largest entries by magnitude (and what ties with the smallest of them); the sign of
-    an entry is that of the sum of what is left; the result is the mean over the deltas that have that sign there.
-    Source: Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
+    Trim: each delta keeps its `density` share of largest entries by magnitude, and ties with the smallest of these.
+    Elect: an entry's sign is that of the sum of the trimmed deltas. Mean: over the deltas with that sign at the entry.
+    Nothing is random; `seed` is there for `SPARSIFIERS`. Source: Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
     """
-    kept = [_largest(delta, density) for delta in deltas]
-    elected = sum(kept[1:], kept[0]).sign()
+    trimmed = [_trim(delta, density) for delta in deltas]
+    elected = sum(trimmed[1:], trimmed[0]).sign()
     total, count = torch.zeros_like(elected), torch.zeros_like(elected)
-    for delta in kept:
+    for delta in trimmed:
         agrees = (delta.sign() == elected) & (elected != 0)
         total += delta * agrees
         count += agrees
@@ -170,7 +172,7 @@ def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
 
 
 def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
-    """The sum of the deltas, of each of which an entry is kept with probability ``density`` and then divided by it.
+    """Return the sum of the deltas after dropout: an entry stays with probability `density` and is divided by it.
 
     Source: Yu et al. 2023 (arXiv 2311.03099), section 3.2.
     """
@@ -184,8 +186,8 @@ def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
 SPARSIFIERS: Final[Mapping[str, Callable[[Sequence[Tensor], float, int], Tensor]]] = {"ties": ties, "dare": dare}
 
 
-def _largest(delta: Tensor, density: float) -> Tensor:
-    """The delta with zeros in all but its largest entries."""
+def _trim(delta: Tensor, density: float) -> Tensor:
+    """Return the delta with zeros in all but its largest entries."""
     count = max(1, round(density * delta.numel()))
     sizes = delta.abs()
     smallest = sizes.flatten().kthvalue(delta.numel() - count + 1).values

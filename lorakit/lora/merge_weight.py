@@ -1,4 +1,4 @@
-"""W = W0 + s B A for a stored weight: summed in float64 some rows at a time, and rounded once."""
+"""Merge updates into one stored weight: W = W0 + s B A, summed in float64 by blocks of rows, and rounded once."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,174 +13,186 @@ from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18
+"""elements of a block of rows: its float64 sum, 2 MiB, stays in a core's cache"""
 HALFWAY_BITS: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
-"""the bits of a float32 that are rounded away, and what they are half way between two neighbours"""
+"""16-bit dtype -> the bits of a float32 that rounding removes, and their value halfway between two neighbours"""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one patch does to one weight: an update of a method, or rows in place of the weight's own."""
+    """The change that one patch makes to one weight: a method's update, or rows that replace rows of the weight."""
 
     method: str
     scale: float
     tensors: Mapping[str, Tensor]
-    """A (r, in), B (out, r) and what else the method has; ``rows`` (tokens, width) of tokens"""
+    """A (r, in), B (out, r) and other tensors of the method; or ``rows``, (tokens, width)"""
     weight: float = 1.0
-    """by which the whole change is multiplied"""
+    """factor on the complete change, as in a weighted merge of several patches"""
     tokens: tuple[int, ...] | None = None
+    """token ids of the replaced rows; None for a method's update"""
 
     @property
     def additive(self) -> bool:
-        """Whether the change is s B A, whatever the weight is."""
+        """True if the change is s B A, whatever the weight is."""
         return self.tokens is None and METHODS[self.method].additive
 
 
 def rows_update(rows: Tensor, tokens: tuple[int, ...], weight: float = 1.0) -> Update:
-    """Rows (tokens, width) in place of an embedding's own."""
+    """Return the update that replaces an embedding's rows `tokens` by `rows` (tokens, width)."""
     return Update("rows", 1.0, {"rows": rows}, weight, tokens)
 
 
-def row_blocks(shape: tuple[int, int], *, whole: bool = False) -> Iterator[slice]:
-    """The rows of a matrix, cut into blocks of about BLOCK_ELEMENTS, or all at once."""
-    num_rows = shape[0] if whole else max(1, BLOCK_ELEMENTS // max(1, shape[1]))
+def row_blocks(shape: tuple[int, int], *, full: bool = False) -> Iterator[slice]:
+    """Yield the rows of a matrix in blocks of about BLOCK_ELEMENTS elements; `full`: in one block."""
+    num_rows = shape[0] if full else max(1, BLOCK_ELEMENTS // max(1, shape[1]))
     return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], max(1, num_rows)))
 
 
 class RowMerger:
-    """Adds updates to stored rows in float64, in their memory. For a transposed kind stored rows are columns of W."""
+    """Adds updates to blocks of stored rows, in float64. Stored rows of a transposed kind are columns of W.
+
+    `squared_changes`: for each update that is not additive, the sum of squares of its changes so far; 0 for the others.
+    `needs_all_rows`: True if all rows must be one block, because a method needs full rows of W and these are columns.
+    """
 
     def __init__(self, kind: LayerKind, updates: Sequence[Update]) -> None:
         self._kind = kind
-        # the factor that every block needs is widened once, the one that is cut into blocks a block at a time
-        self._whole, self._cut = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
-        self._updates = [
-            (u, u.tensors if u.tokens is not None else {**u.tensors, self._whole: u.tensors[self._whole].double()})
-            for u in updates
-        ]
-        self.squares = [0.0] * len(updates)
-        """of the changes that are not additive: the sums of their squares"""
+        # every block needs all of one factor and a part of the other: the first is widened once, the other per block
+        self._full_name, self._block_name = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
+        self._updates = [(u, u.tensors if u.tokens is not None else self._widened(u.tensors)) for u in updates]
+        self.squared_changes = [0.0] * len(updates)
         self.needs_all_rows = kind.transposed and any(u.tokens is None and not u.additive for u in updates)
 
-    def __call__(self, total: Tensor, rows: slice) -> Tensor:
-        base = None if all(u.additive for u, _ in self._updates) else total.clone()
+    def __call__(self, W: Tensor, rows: slice) -> Tensor:
+        """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
+        base = None if all(u.additive for u, _ in self._updates) else W.clone()
         for number, (update, tensors) in enumerate(self._updates):
             if update.additive:
-                total = self._merged(total, update, tensors, rows, update.scale * update.weight)
+                W = self._add_update(W, update, tensors, rows, update.scale * update.weight)
                 continue
             assert base is not None
-            alone = self._alone(base.clone(), update, tensors, rows)
-            change = (alone - base).reshape(-1)
-            self.squares[number] += update.weight**2 * float(torch.dot(change, change))
+            # a change that depends on the weight is computed on the base, not on the other patches' sum
+            merged = self._merge_alone(base.clone(), update, tensors, rows)
+            change = (merged - base).reshape(-1)
+            self.squared_changes[number] += update.weight**2 * float(torch.dot(change, change))
             if len(self._updates) == 1 and update.weight == 1.0:
-                return alone  # W0 + (W - W0) could round
-            total += update.weight * change.view_as(total)
-        return total
-
-    def _alone(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        if update.tokens is None:
-            return self._merged(W, update, tensors, rows, update.scale)
-        for place, token in enumerate(update.tokens):
-            if rows.start <= token < rows.stop:
-                W[token - rows.start] = tensors["rows"][place].double()
+                return merged  # exact, where W0 + (W - W0) could round
+            W += update.weight * change.view_as(W)
         return W
 
-    def _merged(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice, s: float) -> Tensor:
+    def _widened(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, self._full_name: tensors[self._full_name].double()}
+
+    def _merge_alone(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        if update.tokens is None:
+            return self._add_update(W, update, tensors, rows, update.scale)
+        for index, token in enumerate(update.tokens):
+            if rows.start <= token < rows.stop:
+                W[token - rows.start] = tensors["rows"][index].double()
+        return W
+
+    def _add_update(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice, s: float) -> Tensor:
         merge = METHODS[update.method].merge
         if self._kind.transposed:
             return merge(W.T, {**tensors, "lora_A": tensors["lora_A"][:, rows].double()}, s).T
-        part = {name: t if name == self._whole else t[rows].double() for name, t in tensors.items()}
-        return merge(W, part, s)
+        # beside B, the other tensors of a method (DoRA's magnitude) have one value per row of W too
+        block = {name: t if name == self._full_name else t[rows].double() for name, t in tensors.items()}
+        return merge(W, block, s)
 
 
 def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
-    """A whole stored weight with its updates, on W's device: the float64 sum rounded once to ``dtype``."""
+    """Return a full stored weight with its updates, on W's device: the float64 sum rounded once to `dtype`."""
     merged = torch.empty_like(W, dtype=dtype)
     rounding = Rounding(dtype)
     merge = RowMerger(
         kind, [replace(u, tensors={name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
     )
-    for rows in row_blocks((W.shape[0], W.shape[1]), whole=merge.needs_all_rows):
+    for rows in row_blocks((W.shape[0], W.shape[1]), full=merge.needs_all_rows):
         merged[rows] = rounding(merge(W[rows].to(torch.float64, copy=True), rows))
     return merged
 
 
 class Rounding:
-    """Rounds float64 to the nearest of a dtype, ties to even, in memory that is used again for the next values.
+    """Rounds float64 to the nearest value of a dtype, ties to even. Its memory is reused from call to call.
 
-    torch goes from float64 to 16 bits through float32 and so rounds twice, which is wrong where the first rounding ends
-    half way between two neighbours. Those few are rounded to odd instead (Boldo and Melquiond 2008), which keeps on
-    which side they were.
+    torch converts float64 to 16 bits through float32, so it rounds twice. That is wrong where the first rounding ends
+    exactly halfway between two 16-bit neighbours: the second one cannot tell on which side the float64 value was. These
+    few values are rounded to float32 "to odd" instead (Boldo and Melquiond 2008): towards zero, and then with the last
+    bit set if that was inexact. The set bit keeps the side, and the second rounding is correct.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._narrow, self._bits = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        self._float32, self._bits = torch.empty(0), torch.empty(0, dtype=torch.int32)
 
     def __call__(self, values: Tensor) -> Tensor:
+        """Return float64 values in the dtype, each rounded once."""
         if self._dtype not in HALFWAY_BITS:
             return values.to(self._dtype)
-        if self._narrow.numel() < values.numel() or self._narrow.device != values.device:
-            self._narrow = torch.empty(values.numel(), device=values.device)
-            self._bits = torch.empty_like(self._narrow, dtype=torch.int32)
-        flat = self._narrow[: values.numel()]
-        narrow = flat.view(values.shape).copy_(values)
-        if (places := self._half_way(flat)).size:
-            _round_to_odd(flat, values.reshape(-1), places)
-        return narrow.to(self._dtype)
+        if self._float32.numel() < values.numel() or self._float32.device != values.device:
+            self._float32 = torch.empty(values.numel(), device=values.device)
+            self._bits = torch.empty_like(self._float32, dtype=torch.int32)
+        flat = self._float32[: values.numel()]
+        float32 = flat.view(values.shape).copy_(values)
+        if (indices := self._halfway_indices(flat)).size:
+            _round_to_odd(flat, values.reshape(-1), indices)
+        return float32.to(self._dtype)
 
     def rounding_error(self, exact: Tensor, rounded: Tensor) -> float:
-        """The sum of squares of what the last call's rounding took; ``exact`` may be overwritten.
+        """Return the sum of squares of (exact - rounded) for the values of the last call; may overwrite `exact`.
 
-        For 16 bits from the float32 values on the way, which are nearer by far than what they are rounded to; where
-        squares leave float32's range, and for other dtypes, in float64.
+        For 16 bits computed from the last call's float32 values, whose own error is smaller by 2**-13 or more. In
+        float64 for other dtypes, and where a square is too large or too small for float32.
         """
         if self._dtype in HALFWAY_BITS:
             wide = self._bits[: rounded.numel()].view(torch.float32).copy_(rounded.reshape(-1))
-            found = squared_norm(wide.sub_(self._narrow[: rounded.numel()]))
-            if math.isfinite(found) and found > 0.0:
-                return found
+            error = squared_norm(wide.sub_(self._float32[: rounded.numel()]))
+            if math.isfinite(error) and error > 0.0:
+                return error
         return squared_norm(exact.sub_(rounded.to(torch.float64)))
 
-    def _half_way(self, flat: Tensor) -> np.ndarray:
-        """Where float32 values lie half way between two neighbours of the dtype, as indices."""
-        mask, half = HALFWAY_BITS[self._dtype]
+    def _halfway_indices(self, flat: Tensor) -> np.ndarray:
+        """Return the indices of float32 values that lie halfway between two neighbours of the dtype."""
+        mask, halfway = HALFWAY_BITS[self._dtype]
         bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
-        on_cpu = bits.device.type == "cpu"  # where numpy compares integers eight times as fast as torch
-        found = bits.numpy() == half if on_cpu else (bits == half).numpy(force=True)
-        if self._dtype is torch.float16:  # its smallest numbers keep fewer bits
-            found |= (flat.abs() < 2.0**-14).numpy(force=True)
-        return np.flatnonzero(found)
+        on_cpu = bits.device.type == "cpu"  # there, because numpy compares integers eight times as fast as torch
+        is_halfway = bits.numpy() == halfway if on_cpu else (bits == halfway).numpy(force=True)
+        if self._dtype is torch.float16:
+            # below 2**-14 float16 has fewer bits than the mask assumes, so that all such values are rounded to odd
+            is_halfway |= (flat.abs() < 2.0**-14).numpy(force=True)
+        return np.flatnonzero(is_halfway)
 
 
-def _round_to_odd(flat: Tensor, exact: Tensor, places: np.ndarray) -> None:
-    """Let float32 values at these indices be what rounding the exact ones to odd would have made of them."""
-    where = torch.from_numpy(places).to(flat.device)
-    near, wanted = (values[where].numpy(force=True) for values in (flat, exact))
-    wide = near.astype(np.float64)
-    bits = near.view(np.int32) - (np.abs(wide) > np.abs(wanted))  # towards zero
+def _round_to_odd(flat: Tensor, exact: Tensor, indices: np.ndarray) -> None:
+    """Replace float32 values at these indices by the float64 values `exact` rounded to odd."""
+    where = torch.from_numpy(indices).to(flat.device)
+    nearest, wanted = (values[where].numpy(force=True) for values in (flat, exact))
+    wide = nearest.astype(np.float64)
+    # one less in the bits of a float is one step towards zero, whatever its sign
+    bits = nearest.view(np.int32) - (np.abs(wide) > np.abs(wanted))
     odd = np.where(wide != wanted, bits | 1, bits).astype(np.int32).view(np.float32)
     flat[where] = torch.from_numpy(odd).to(flat.device)
 
 
 def squared_norm(values: Tensor) -> float:
-    """The sum of squares."""
+    """Return the sum of squares."""
     flat = values.reshape(-1)
     return float(torch.dot(flat, flat))
 
 
 def norm_of_sum(updates: Sequence[Update]) -> float:
-    """The Frobenius norm of sum s B A, through the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
+    """Return the Frobenius norm of sum s B A from the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
     A = torch.cat([u.tensors["lora_A"] for u in updates])
     B = torch.cat([u.tensors["lora_B"] for u in updates], dim=1)
     s = torch.cat(
         [torch.full((u.tensors["lora_A"].shape[0],), u.scale * u.weight, dtype=torch.float64) for u in updates]
     )
     grams = s[:, None] * _gram(B) * s * _gram(A.T)
-    return math.sqrt(max(0.0, float(grams.sum())))
+    return math.sqrt(max(0.0, float(grams.sum())))  # rounding may leave a sum below zero
 
 
 def _gram(M: Tensor) -> Tensor:
-    """M^T M in float64, some rows at a time."""
+    """Return M^T M in float64, widening a block of rows at a time."""
     total = torch.zeros(M.shape[1], M.shape[1], dtype=torch.float64)
     for rows in row_blocks((M.shape[0], M.shape[1])):
         block = M[rows].double()

@@ -1,5 +1,7 @@
-"""A module that carries tensors of an adapter, all of them its own parameters: sharding engines gather a module's own
-parameters before its forward. The base's tensors keep their names, so ``q_proj.weight`` is still ``q_proj.weight``.
+"""A base module with tensors of an adapter, all of them parameters of this one module.
+
+Sharding engines gather a module's own parameters before its forward, so the adapter's tensors must not be in a child.
+The base's tensors keep their names: ``q_proj.weight`` is still ``q_proj.weight`` (decision 0001).
 """
 
 from collections.abc import Mapping
@@ -9,37 +11,43 @@ from torch import Tensor, nn
 
 
 class AdapterModule(nn.Module):
-    """Tensors that learn are float32 masters, cast to what the base computes in. Subclasses are final."""
+    """Holds the base's tensors and the adapter's. Trainable tensors are float32 masters, cast to the base's dtype.
+
+    Subclasses are final.
+    """
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self._learnt: dict[str, str] = {}
+        self._trainable: dict[str, str] = {}  # name in the adapter -> name of the parameter here
         self._fixed: dict[str, str] = {}
-        for name, tensor in base._parameters.items():
+        for name, tensor in base._parameters.items():  # with the entries that are None, such as `bias`
             self.register_parameter(name, tensor)
         self.train(base.training)
 
     def add_tensors(
         self, tensors: Mapping[str, Tensor], *, fixed: tuple[str, ...] = (), derived: tuple[str, ...] = ()
     ) -> None:
-        """Hold tensors of the adapter: those that learn, those that do not, and those that no file needs to hold."""
+        """Register tensors of the adapter as parameters: trainable, `fixed`, or `derived` from the base's.
+
+        Derived tensors are fixed too, and belong to no file and no checkpoint.
+        """
         for name, tensor in tensors.items():
-            attribute = name.replace(".", "_")
-            still = name in fixed or name in derived
-            self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=not still))
+            attribute = name.replace(".", "_")  # parameter names must not have dots
+            is_fixed = name in fixed or name in derived
+            self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=not is_fixed))
             if name not in derived:
-                (self._fixed if still else self._learnt)[name] = attribute
+                (self._fixed if is_fixed else self._trainable)[name] = attribute
 
     def make_trainable(self, name: str) -> None:
-        """Let a tensor of the base learn: a float32 copy of it takes its place here, the base's own is left alone."""
+        """Replace a tensor of the base by a trainable float32 copy. The base's own tensor is not written."""
         tensor = self.get_parameter(name)
         self.register_parameter(name, nn.Parameter(tensor.detach().to(torch.float32, copy=True)))
-        self._learnt[name] = name
+        self._trainable[name] = name
 
     def adapter_tensors(self) -> dict[str, nn.Parameter]:
-        """The trainable tensors by name, looked up now: engines replace parameter objects."""
-        return {name: self.get_parameter(attribute) for name, attribute in self._learnt.items()}
+        """Return the trainable tensors by name, looked up in each call, because engines replace parameter objects."""
+        return {name: self.get_parameter(attribute) for name, attribute in self._trainable.items()}
 
     def fixed_tensors(self) -> dict[str, nn.Parameter]:
-        """Tensors that belong to the adapter and do not learn."""
+        """Return the adapter's tensors that are not trainable, by name."""
         return {name: self.get_parameter(attribute) for name, attribute in self._fixed.items()}

@@ -1,7 +1,7 @@
-"""Tensors of the base that learn as they are: modules whose own forward runs on other tensors, and single rows.
+"""Train tensors of the base in full: all or some tensors of a module, or single rows of an embedding.
 
-The module itself becomes a shell without tensors; its forward is called with those that are carried here, so any
-architecture's module works as it is.
+The base's module becomes a shell without memory. Its own forward is called with the tensors of its wrapper
+(`torch.func.functional_call`), so that a module of any architecture works without knowledge of its code.
 """
 
 from typing import Any, final
@@ -12,57 +12,62 @@ from torch.func import functional_call
 
 from lorakit.lora.layer_kinds import scale_embedding
 from lorakit.lora.module import AdapterModule
+from lorakit.ops._internals import is_persistent_buffer
 
 
 class FunctionalWrapper(AdapterModule):
-    """Runs a module's own forward on tensors that are held here."""
+    """Runs a module's own forward on the parameters and buffers of this wrapper."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__(base)
         for name, buffer in base._buffers.items():
-            self.register_buffer(name, buffer, persistent=name not in base._non_persistent_buffers_set)
-        self._own = tuple(name for name, tensor in base._parameters.items() if tensor is not None)
-        self._shell = (base,)  # in a tuple, so that it is no child of this module
+            self.register_buffer(name, buffer, persistent=is_persistent_buffer(base, name))
+        self._parameter_names = tuple(name for name, tensor in base._parameters.items() if tensor is not None)
+        self._shell = (base,)  # in a tuple, so that it is not registered as a child
 
     def release_original(self) -> None:
-        """Leave the shell without memory; once everything is read from it."""
+        """Replace the shell's parameters by empty ones on the meta device, once their values were read."""
         shell = self._shell[0]
-        for name in self._own:
-            shell._parameters[name] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+        for name in self._parameter_names:
+            shell.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_shell" not in self.__dict__:
+            if "_shell" not in self.__dict__:  # in __init__, and in a deepcopy's empty object
                 raise
+            # code of the model reads attributes of its modules (num_experts, hidden_size)
             return getattr(self.__dict__["_shell"][0], name)
 
     def effective_tensor(self, name: str) -> Tensor:
-        """The tensor that takes a name's place in this pass."""
+        """Return the tensor that the module's forward gets as the parameter `name` in this pass."""
         raise NotImplementedError
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        tensors = {name: self.effective_tensor(name) for name in self._own}
-        return functional_call(self._shell[0], tensors | dict(self.named_buffers()), inputs, named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = {name: self.effective_tensor(name) for name in self._parameter_names}
+        return functional_call(self._shell[0], tensors | dict(self.named_buffers()), args, kwargs)
 
 
 @final
 class TrainableModule(FunctionalWrapper):
-    """A module of which some tensors, or all, learn as they are (PEFT's ``modules_to_save``, and its ``bias``)."""
+    """A module with some or all of its tensors trained in full (PEFT's ``modules_to_save``, and its ``bias``).
 
-    def __init__(self, base: nn.Module, learnt: tuple[str, ...]) -> None:
+    `tied_name`: the adapter's name of a tensor that this module shares with another one; None if it shares none.
+    """
+
+    def __init__(self, base: nn.Module, trainable: tuple[str, ...]) -> None:
         super().__init__(base)
-        self.shared: str | None = None
-        self._dtypes = {name: self.get_parameter(name).dtype for name in self._own}
-        for name in learnt:
+        self.tied_name: str | None = None
+        self._dtypes = {name: self.get_parameter(name).dtype for name in self._parameter_names}
+        for name in trainable:
             self.make_trainable(name)
         self.release_original()
 
-    def share(self, name: str, tensor: nn.Parameter, known_as: str) -> None:
-        """Read a tensor that another module carries, under a name that the adapter knows it by."""
+    def share(self, name: str, tensor: nn.Parameter, source_name: str) -> None:
+        """Use a tensor of another module as the parameter `name`; the adapter calls that tensor `source_name`."""
         self.register_parameter(name, tensor)
-        self.shared = known_as
+        self.tied_name = source_name
 
     def effective_tensor(self, name: str) -> Tensor:
         return self.get_parameter(name).to(self._dtypes[name])
@@ -70,28 +75,29 @@ class TrainableModule(FunctionalWrapper):
 
 @final
 class TrainableTokens(AdapterModule):
-    """An embedding of which some rows learn: new tokens (PEFT's ``trainable_tokens``)."""
+    """An embedding with some trainable rows, such as those of new tokens (PEFT's ``trainable_tokens``)."""
 
     def __init__(self, base: nn.Embedding, tokens: tuple[int, ...]) -> None:
         super().__init__(base)
         self.num_embeddings, self.embedding_dim = base.num_embeddings, base.embedding_dim
         self.padding_idx, self.tokens = base.padding_idx, tokens
         self.embed_scale = getattr(base, "embed_scale", None)
-        places = torch.full((base.num_embeddings,), -1)
-        places[list(tokens)] = torch.arange(len(tokens))
-        self.register_buffer("places", places, persistent=False)
+        positions = torch.full((base.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
+        positions[list(tokens)] = torch.arange(len(tokens))
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = nn.functional.embedding(ids, self.get_parameter("weight"))
-        places = self.get_buffer("places")[ids]
-        own = self.get_parameter("trainable_tokens_delta").to(rows.dtype)
-        rows = torch.where((places >= 0)[..., None], nn.functional.embedding(places.clamp(min=0), own), rows)
+        positions = self.get_buffer("positions")[ids]
+        trainable = self.get_parameter("trainable_tokens_delta").to(rows.dtype)  # rows, in spite of PEFT's name
+        new_rows = nn.functional.embedding(positions.clamp(min=0), trainable)
+        rows = torch.where((positions >= 0)[..., None], new_rows, rows)
         return scale_embedding(self, rows)
 
 
 @final
 class TiedTokenHead(AdapterModule):
-    """The head that is tied to an embedding of which some rows learn: the same rows here."""
+    """A head that is tied to an embedding with trainable rows: its logits use the same rows."""
 
     def __init__(self, head: nn.Module, embedding: TrainableTokens) -> None:
         super().__init__(head)
@@ -106,8 +112,9 @@ class TiedTokenHead(AdapterModule):
 
 
 def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    """y = x W^T + b as if W had these rows (n, in) in the places of its own at ``tokens`` (n,).
+    """Return logits y = x W^T + b with rows `tokens` (n,) of W replaced by `rows` (n, in).
 
-    By what they differ: W's own rows change nothing, however a product of fewer rows is rounded.
+    Adds x (rows - W[tokens])^T instead of writing x rows^T: untrained rows have a difference of exactly 0, so their
+    logits keep their bits. A product of n rows alone may be rounded otherwise than the product of all rows.
     """
     return y.index_add(-1, tokens, nn.functional.linear(x, (rows - weight[tokens]).to(x.dtype)))

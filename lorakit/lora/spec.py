@@ -1,4 +1,4 @@
-"""The settings of an adapter, before they meet a model."""
+"""The settings of an adapter, before it is put on a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Final
 ALL_LINEAR: Final = "all-linear"
 ALL_EXPERTS: Final = "all-experts"
 Patterns = str | tuple[str, ...]
+"""a regular expression for full module names, or names and dotted suffixes of names"""
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class AdapterSpec:
     target_parameters: Patterns = ()
     """3-D parameters of experts: ``all-experts``, or suffixes of their names"""
     bias: str = "none"
-    """which of the base's biases learn: ``none``, ``lora_only``, ``all``"""
+    """trainable biases of the base: ``none``, ``lora_only`` or ``all``"""
     modules_to_save: tuple[str, ...] = ()
-    """modules that learn as a whole, by name or suffix"""
+    """modules that are trained in full, by name or suffix"""
     trainable_tokens: tuple[int, ...] = ()
-    """rows of the embedding that learn"""
+    """trainable rows of the embedding, by token id"""
     tied_head: str = "stop"
-    """an adapter on a head or embedding that share a weight: ``stop``, ``both`` alike, or ``untie`` them"""
+    """an adapter on a head or embedding that share a weight: ``stop``, change ``both`` alike, or ``untie`` them"""

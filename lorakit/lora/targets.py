@@ -1,7 +1,7 @@
-"""Which layers get an adapter, and with which rank and alpha: PEFT's matching rules, and no silent miss.
+"""Find the layers that get an adapter, with rank and alpha, by PEFT's matching rules. Every pattern must match.
 
-A list entry matches a module's whole name or a dotted suffix of it; a text is a regular expression for the whole
-name; ``all-linear`` is every linear layer but the output head. Every pattern must match something.
+A list entry matches a module's full name or a dotted suffix of it. A string is a regular expression for full names.
+``all-linear`` is every linear layer but the output head.
 """
 
 import re
@@ -36,10 +36,10 @@ class Target:
 
 
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
-    """Every target of ``spec`` in ``model``, in the model's order. Works on the meta device.
+    """Return the targets of `spec` in the model's order. Works on the meta device.
 
     Raises:
-        TargetError: all problems at once: a pattern that matches nothing, or a layer that cannot be adapted.
+        TargetError: a pattern matches nothing, or a layer cannot be adapted. One error names all problems.
     """
     modules = dict(model.named_modules())
     head = _output_head(model)
@@ -54,16 +54,17 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         problems += _unmatched("adapter.exclude", spec.exclude, modules, candidates)
         matched = [name for name in matched if not matches(spec.exclude, name)]
     if spec.layers is not None:
-        whole_names = () if isinstance(spec.targets, str) else spec.targets  # PEFT lets a whole name through
-        reached = {layer_index(name) for name in matched}
+        # as PEFT does: a target by its full name is adapted whatever its layer index
+        full_names = () if isinstance(spec.targets, str) else spec.targets
+        indices = {layer_index(name) for name in matched}
         problems += [
-            f"adapter.layers: no target has layer index {index}; found {_range(reached)}"
+            f"adapter.layers: no target has layer index {index}; found {_range(indices)}"
             for index in spec.layers
-            if index not in reached
+            if index not in indices
         ]
-        matched = [name for name in matched if name in whole_names or layer_index(name) in spec.layers]
-    stacked = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
-    problems += _bad_patterns(spec, [*matched, *stacked])
+        matched = [name for name in matched if name in full_names or layer_index(name) in spec.layers]
+    experts = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
+    problems += _bad_patterns(spec, [*matched, *experts])
     problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
     if not matched and not problems and not has_other_targets(spec):
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
@@ -73,46 +74,47 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
 
 
 def has_other_targets(spec: AdapterSpec) -> bool:
-    """Whether an adapter has something to learn without any low-rank target."""
+    """True if an adapter has trainable tensors even without a single adapted linear layer."""
     return bool(spec.target_parameters or spec.modules_to_save or spec.trainable_tokens or spec.bias == "all")
 
 
 def matches(patterns: Patterns, name: str) -> bool:
-    """Whether a module's name matches: a text as a whole-name regular expression, a list by suffix."""
+    """True if a module's name matches: a string as a regular expression for the full name, a list by suffix."""
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
     return any(name == pattern or name.endswith(f".{pattern}") for pattern in patterns)
 
 
 def layer_index(name: str) -> int | None:
-    """The first number that is a whole segment below the second one: 3 in ``model.layers.3.mlp``."""
-    found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
-    return int(found.group(1)) if found else None
+    """Return the first number that is a segment of its own after two others: 3 in ``model.layers.3.mlp``; or None."""
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", name)  # PEFT's expression for layers_to_transform
+    return int(match.group(1)) if match else None
 
 
 def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
-    """The value of the first key that matches the name's end, as PEFT's rank_pattern and alpha_pattern work."""
+    """Return the value of the first key that matches a name's end, as in PEFT's rank_pattern and alpha_pattern."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
-    """Names of the output head and of the input embedding whose weight it shares, or None when it has its own."""
-    head, embedding = _output_head(model), _part(model, "get_input_embeddings")
+    """Return the names of the output head and the input embedding if they share a weight; None if they do not."""
+    head, embedding = _output_head(model), _submodule(model, "get_input_embeddings")
     if head is None or embedding is None:
         return None
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
-    told = bool(getattr(text() if callable(text) else config, "tie_word_embeddings", False))
-    if not told and embedding.weight is not head.weight:
+    is_tied = bool(getattr(text() if callable(text) else config, "tie_word_embeddings", False))
+    # a model without a config can only show it by sharing the parameter
+    if not is_tied and embedding.weight is not head.weight:
         return None
     names = {module: name for name, module in model.named_modules()}
     return names[head], names[embedding]
 
 
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
-    """Names of the input embedding and the output head; None for what the model has not."""
+    """Return the names of the input embedding and the output head, each None if the model has none."""
     names = {module: name for name, module in model.named_modules()}
-    embedding, head = _part(model, "get_input_embeddings"), _output_head(model)
+    embedding, head = _submodule(model, "get_input_embeddings"), _output_head(model)
     return None if embedding is None else names[embedding], None if head is None else names[head]
 
 
@@ -125,13 +127,13 @@ def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
-    return _part(model, "get_output_embeddings")
+    return _submodule(model, "get_output_embeddings")
 
 
-def _part(model: nn.Module, getter: str) -> nn.Module | None:
-    get = getattr(model, getter, None)  # transformers models have it, others need not
-    part = get() if callable(get) else None
-    return part if isinstance(part, nn.Module) else None
+def _submodule(model: nn.Module, getter: str) -> nn.Module | None:
+    get = getattr(model, getter, None)  # a method of transformers' models, which other models need not have
+    module = get() if callable(get) else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _unmatched(
@@ -161,9 +163,9 @@ def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
 
 
 def _cannot_adapt(name: str, module: nn.Module) -> str:
-    stacked = [key for key, tensor in module._parameters.items() if tensor is not None and tensor.dim() == 3]
-    if stacked:
-        return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(stacked)}"
+    experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
+    if experts:
+        return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(experts)}"
     return (
         f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"
         " (only Linear, Conv1D and Embedding layers); leave it out with adapter.exclude"

@@ -1,1 +1,1 @@
-"""What a run minimises."""
+"""What a run minimises: the loss of a micro-batch, as the engines call it."""

@@ -1,1 +1,1 @@
-"""Fused operations on tensors. Torch only: no adapter settings, no recipe, no engine."""
+"""Fused and recomputed operations. They know tensors and modules, and nothing of adapter settings or engines."""

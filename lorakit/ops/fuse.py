@@ -1,4 +1,4 @@
-"""What adapters bring along for training: parts of a model that take less, or all as it is written, for a compiler."""
+"""Replace the parts of a model that have a fused form: gated MLPs, RMS norms and rotary positions."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from lorakit.ops.rope import fuse_rope
 
 
 def fuse_model(model: nn.Module) -> None:
-    """Let the parts that are known take less memory and fewer passes over it; the outputs are the same bits."""
+    """Replace every part with a fused form, in place. Outputs keep their bits; unknown code stays as written."""
     fuse_gated_mlps(model)
     fuse_rms_norms(model)
     fuse_rope(model)

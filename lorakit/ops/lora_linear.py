@@ -1,8 +1,13 @@
-"""y = x W^T + b + s (x' A^T) B^T in one piece, with the order of products that reads and writes the least.
+"""Compute y = x W^T + b + s (x' A^T) B^T as one autograd function, in the order that reads and writes the least.
 
-The small product comes first and the large one is added onto it, so y is written once; dY B is made once and used
-twice; x is kept as it is, without a copy in another dtype, or not at all where it can be made again; dropout is kept
-by its seed instead of its mask. W does not learn. Letters as in methods.py; x' is x after dropout.
+This is the formula of `lora.methods.apply_low_rank`, for a frozen W and one dtype. The letters are those of that file;
+x' is x after dropout. Plain autograd would write three tensors of y's size, and save x, x', the dropout mask and W.
+
+- forward computes the small product first and adds the large one onto it, so y is written once;
+- backward computes dY B once and uses it for dA and dx;
+- of x, nothing is saved where `ops.recompute` can recompute it; otherwise x itself, without a copy in another dtype;
+- dropout saves its seed instead of its mask;
+- of W, only the function that returns it is saved.
 """
 
 from collections.abc import Callable
@@ -14,78 +19,101 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.ops.recompute import RecomputedInput, recomputable
 
-Weight = Callable[[], Tensor]
+GetWeight = Callable[[], Tensor]
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product can be made in one piece: one dtype throughout, unless packed, which no autocast changes."""
+    """True if `lora_linear` computes the product of this x and stored weight as plain torch would.
+
+    W must be frozen, and x and W of one dtype or W quantised. Under autocast, torch chooses a dtype for each operation.
+    """
     device = x.device.type
-    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    same = x.dtype == weight.dtype or not weight.is_floating_point()
-    return same and not weight.requires_grad and not cast
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    same_dtype = x.dtype == weight.dtype or not weight.is_floating_point()
+    return same_dtype and not weight.requires_grad and not autocast
 
 
 def lora_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float, *, transposed: bool,
+    x: Tensor,
+    weight: GetWeight,
+    bias: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    s: float,
+    *,
+    transposed: bool,
     dropout: float,
-) -> Tensor:  # fmt: skip
-    """x (..., in), () -> weight (out, in) or with ``transposed`` (in, out), A (r, in), B (out, r) -> y (..., out)."""
+) -> Tensor:
+    """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
+
+    `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `dropout`: probability of a zero in x'.
+    """
+    # from torch's global CPU generator, which the engine seeds for every micro-batch (decision 0004)
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else None
-    again = recomputable(x) if torch.is_grad_enabled() else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, again)  # type: ignore[no-untyped-call]
+    recomputed = recomputable(x) if torch.is_grad_enabled() else None
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, recomputed)  # type: ignore[no-untyped-call]
     return y
 
 
 def apply_dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
-    """x with each value zero with probability p and the others divided by 1 - p; the same for the same seed."""
+    """Set each value of x to zero with probability p and divide the others by 1 - p. One seed gives one mask."""
     if seed is None:
         return x
-    numbers = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
-    kept = torch.empty_like(x).bernoulli_(1 - p, generator=numbers)
-    return kept.mul_(1 / (1 - p)).mul_(x)
+    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)  # meta has no generators
+    mask = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
+    return mask.mul_(1 / (1 - p)).mul_(x)
 
 
 @final
 class _LoraLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, A: Tensor, B: Tensor, s: float,
-        transposed: bool, dropout: float, seed: int | None, again: RecomputedInput | None,
-    ) -> Tensor:  # fmt: skip
-        given = x
-        x = given.reshape(-1, given.shape[-1])
-        S = apply_dropout(x, dropout, seed) @ A.to(x.dtype).T
+        ctx: Any,
+        x: Tensor,
+        weight: GetWeight,
+        bias: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        s: float,
+        transposed: bool,
+        dropout: float,
+        seed: int | None,
+        recomputed: RecomputedInput | None,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
+        S = apply_dropout(rows, dropout, seed) @ A.to(x.dtype).T
         y = S @ (B * s).to(x.dtype).T
         if bias is not None:
             y += bias
         W = weight().to(x.dtype)
-        y.addmm_(x, W if transposed else W.T)
-        ctx.save_for_backward(A, B, S, *([x] if again is None else []))
-        # where W is found, not W: it may be packed, and an engine may take it away until backward and bring it back
+        y.addmm_(rows, W if transposed else W.T)
+        ctx.save_for_backward(A, B, S, *([rows] if recomputed is None else []))
+        # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight, ctx.s, ctx.transposed, ctx.dropout, ctx.seed = weight, s, transposed, dropout, seed
-        ctx.again = again
-        return y.view(*given.shape[:-1], y.shape[-1])
+        ctx.recomputed = recomputed
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
-        A, B, S, *kept = ctx.saved_tensors
+        A, B, S, *saved = ctx.saved_tensors
         shape = (*outer[0].shape[:-1], A.shape[1])
         dy = outer[0].reshape(-1, outer[0].shape[-1])
-        for_x, _, for_bias, for_A, for_B = ctx.needs_input_grad[:5]
+        needs_dx, _, needs_dbias, needs_dA, needs_dB = ctx.needs_input_grad[:5]
         dx = dbias = dA = dB = None
         D = dy @ (B * ctx.s).to(dy.dtype)
-        if for_B:
-            dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # in this order of the two, twice as fast on CPUs
-        if for_A:
-            x = kept[0] if ctx.again is None else ctx.again.get().reshape(-1, A.shape[1])
+        if needs_dB:
+            dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
+        if needs_dA:
+            x = saved[0] if ctx.recomputed is None else ctx.recomputed.get().reshape(-1, A.shape[1])
             dA = (D.T @ apply_dropout(x, ctx.dropout, ctx.seed)).to(A.dtype)
-        if for_x:
-            # dropout multiplies by numbers that do not depend on x, so its gradient is itself
+        if needs_dx:
+            # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
             dx = apply_dropout(D @ A.to(D.dtype), ctx.dropout, ctx.seed)
             W = ctx.weight().to(dy.dtype)
             dx.addmm_(dy, W.T if ctx.transposed else W)
             dx = dx.view(shape)
-        if for_bias:
+        if needs_dbias:
             dbias = dy.sum(0)
         return dx, None, dbias, dA, dB, None, None, None, None, None

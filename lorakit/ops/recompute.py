@@ -1,7 +1,8 @@
-"""What layers read, made again in backward instead of being kept: the products that norms and gates end in.
+"""Recompute a layer's input in backward instead of saving it, where autograd saved the factors of that product anyway.
 
-Autograd already keeps the factors of a product whose gradient it needs, so keeping the product too is waste. Which
-they are is read off the graph that made x; a product is the same bits each time, and made once for all that read it.
+An adapted layer needs its input x for the gradient of A. Mostly x is a product that a norm or a gated MLP ends in, and
+autograd saved its factors for their own gradients. The autograd graph of x shows whether it is such a product, whatever
+the architecture. A recomputed x has the same bits, and is computed once for all layers that read it (q, k and v).
 """
 
 from collections.abc import Callable
@@ -11,107 +12,118 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-Make = Callable[[], Tensor]
-SIXTEEN: Final = (torch.float16, torch.bfloat16)
-PASS_THROUGH_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""Nodes that DeepSpeed lays around what a module is given and gives: they change no value."""
+from lorakit.ops._internals import DEEPSPEED_NODES, left_factor, right_factor, saved_tensor_hooks
+
+Recompute = Callable[[], Tensor]
+SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
 
 @final
 class RecomputedInput:
-    """One x for all the layers that read it: made for the first that asks in backward, let go of by the last.
+    """An input x shared by several layers: the first reader in backward computes it, the last one frees it.
 
-    It holds the node of the graph that made x, so that nobody else is found by that node's number.
+    It holds a reference to the autograd node of x, because `_inputs_by_node` is keyed by the node's id, and the id of a
+    freed node could be reused.
     """
 
-    def __init__(self, node: Any, make: Make) -> None:
-        self._node, self._make, self._readers = node, make, 0
-        self._made: Tensor | None = None
+    def __init__(self, node: Any, recompute: Recompute) -> None:
+        self._node, self._recompute, self._readers = node, recompute, 0
+        self._x: Tensor | None = None
 
     def add_reader(self) -> "RecomputedInput":
-        """Note one more reader."""
+        """Count one more layer that will call `get` once."""
         self._readers += 1
         return self
 
     def get(self) -> Tensor:
-        """x, for one of its readers."""
-        x = self._make() if self._made is None else self._made
+        """Return x for one of the readers."""
+        x = self._recompute() if self._x is None else self._x
         self._readers -= 1
-        self._made = x if self._readers > 0 else None
+        self._x = x if self._readers > 0 else None
         return x
 
 
-_waiting: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary()  # by the id of the node that made x
+# weak, so that an entry ends with the graphs of its readers
+_inputs_by_node: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary()
 
 
 def recomputable(x: Tensor) -> RecomputedInput | None:
-    """x once more, from what its own graph keeps for backward; None when it keeps too little.
+    """Return x as an input that backward can recompute; None where autograd saved too little for that.
 
-    Or when somebody else looks after what is kept and gives each tensor back once, as activation checkpointing does.
+    Also None under activation checkpointing, which returns each saved tensor once, and under torch.compile.
     """
-    if torch.compiler.is_compiling() or x.grad_fn is None or _kept_elsewhere():
+    if torch.compiler.is_compiling() or x.grad_fn is None or _is_unpacked_once():
         return None
     node: Any = x.grad_fn
-    while node is not None and node.name() in PASS_THROUGH_NODES:
+    while node is not None and node.name() in DEEPSPEED_NODES:
         ((node, _),) = node.next_functions
-    again = _waiting.get(id(node))
-    if again is None:
-        make = _maker(node, x.dtype)
-        if make is None:
+    shared = _inputs_by_node.get(id(node))
+    if shared is None:
+        recompute = _recompute_of(node, x.dtype)
+        if recompute is None:
             return None
-        again = _waiting[id(node)] = RecomputedInput(node, make)
-    return again.add_reader()
+        shared = _inputs_by_node[id(node)] = RecomputedInput(node, recompute)
+    return shared.add_reader()
 
 
-def _kept_elsewhere() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+def _is_unpacked_once() -> bool:
+    """True if saved tensors go through hooks that may refuse to return a tensor a second time.
+
+    lorakit's own hooks return a tensor as often as backward reads it, and are marked so (parallel/).
+    """
+    hooks = saved_tensor_hooks()
     return hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False)
 
 
-def _maker(node: Any, dtype: torch.dtype) -> Make | None:
-    known = None if node is None else RECOMPUTERS.get(node.name())
-    return known(node, dtype) if known else None
+def _recompute_of(node: Any, dtype: torch.dtype) -> Recompute | None:
+    """Return the function that recomputes a node's output, which has this dtype; None for any other kind of node."""
+    recomputer = None if node is None else RECOMPUTERS.get(node.name())
+    return recomputer(node, dtype) if recomputer else None
 
 
-def _product(node: Any, dtype: torch.dtype) -> Make | None:
-    """a * b. Autograd keeps each factor that the other one's gradient needs; one that it does not need is made too.
+def _product(node: Any, dtype: torch.dtype) -> Recompute | None:
+    """Recompute a * b. Autograd saved each factor that the other one's gradient needs; the other factor is recomputed.
 
-    A fixed factor has to be a vector: an engine may take others away until the backward of their own layer.
+    A factor without gradient must be a vector (a norm's weight): ZeRO-3 frees larger frozen tensors until the backward
+    of their own layer, which is later than that of the layers that read the product.
     """
     (left, _), (right, _) = node.next_functions
-    fixed = node._saved_self if left is None else node._saved_other if right is None else None
-    if fixed is not None and fixed.numel() > max(fixed.shape, default=1):
+    frozen = left_factor(node) if left is None else right_factor(node) if right is None else None
+    if frozen is not None and frozen.numel() > max(frozen.shape, default=1):
         return None
-    first = (lambda: node._saved_self) if right is not None else _maker(left, dtype)
-    second = (lambda: node._saved_other) if left is not None else _maker(right, dtype)
+    first = (lambda: left_factor(node)) if right is not None else _recompute_of(left, dtype)
+    second = (lambda: right_factor(node)) if left is not None else _recompute_of(right, dtype)
     if first is None or second is None:
         return None
     return lambda: _checked(first() * second(), dtype)
 
 
-def _copy(node: Any, dtype: torch.dtype) -> Make | None:
-    """A float32 product, rounded to 16 bits: a factor of a product of 16 bits, or that product itself.
+def _rounded(node: Any, dtype: torch.dtype) -> Recompute | None:
+    """Recompute a float32 product and round it to 16 bits, as norms do that compute in float32.
 
-    Not to float32: a factor of a float32 product might have any dtype.
+    Not for a copy to float32: the dtype of its input cannot be read from the graph.
     """
-    if dtype not in SIXTEEN:
+    if dtype not in SIXTEEN_BIT:
         return None
     ((inner, _),) = node.next_functions
-    exact = _maker(inner, torch.float32)
+    exact = _recompute_of(inner, torch.float32)
     return None if exact is None else lambda: exact().to(dtype)
 
 
-def _ours(node: Any, dtype: torch.dtype) -> Make | None:
-    """What gated.py and normed.py make."""
-    return lambda: _checked(node.again(node), dtype)
+def _fused(node: Any, dtype: torch.dtype) -> Recompute | None:
+    """Recompute the output of a fused operation of this package, which brings a function of its own for that."""
+    return lambda: _checked(node.recompute(node), dtype)
 
 
-def _checked(made: Tensor, dtype: torch.dtype) -> Tensor:
-    assert made.dtype == dtype, f"a product of {made.dtype} was taken for one of {dtype}"
-    return made
+def _checked(product: Tensor, dtype: torch.dtype) -> Tensor:
+    assert product.dtype == dtype, f"a product of {product.dtype} was taken for one of {dtype}"
+    return product
 
 
-RECOMPUTERS: dict[str, Callable[[Any, torch.dtype], Make | None]] = {
-    "MulBackward0": _product, "ToCopyBackward0": _copy, "_GatedBackward": _ours,
-    "_RMSNormBackward": _ours,
-}  # fmt: skip
+# by the names of autograd's nodes. A renamed node costs memory, not correctness; tests/ops/test_recompute.py fails then
+RECOMPUTERS: dict[str, Callable[[Any, torch.dtype], Recompute | None]] = {
+    "MulBackward0": _product,
+    "ToCopyBackward0": _rounded,
+    "_GatedProductBackward": _fused,
+    "_RMSNormBackward": _fused,
+}

@@ -1,4 +1,4 @@
-"""Rotary positions with one and a half tensors instead of four and a half, forward and backward.
+"""Fuse rotary positions, so that a call allocates 1.5 tensors of the size of its input instead of 4.5.
 
 (a, b) -> (a cos - b sin, b cos + a sin) for the two halves a, b of every head (Su et al. 2021, arXiv 2104.09864).
 """
@@ -14,47 +14,56 @@ from torch.autograd.function import once_differentiable
 from lorakit.ops.source_match import normalized_source
 
 NAME: Final = "apply_rotary_pos_emb"
-CODES: Final = {
+SOURCES: Final = {
     NAME: "cos = cos.unsqueeze(unsqueeze_dim); sin = sin.unsqueeze(unsqueeze_dim); q_embed = q * cos + rotate_half(q)"
     " * sin; k_embed = k * cos + rotate_half(k) * sin; return (q_embed, k_embed)",
     "rotate_half": "x1 = x[..., :x.shape[-1] // 2]; x2 = x[..., x.shape[-1] // 2:];"
     " return torch.cat((-x2, x1), dim=-1)",
 }
+"""name of a function in a model's module -> its source; transformers has one copy of both in each model's file"""
 
 
 def fuse_rope(model: nn.Module) -> None:
-    """Let every attention of a model that turns its queries and keys so do it with less; the same bits."""
+    """Replace the forward of every attention that uses rotary positions of known code. Outputs keep their bits."""
     for module in model.modules():
-        if is_rotary(module):
-            module.forward = MethodType(_with_turned(type(module).forward), module)
+        if uses_rope(module):
+            module.forward = MethodType(_with_fused_rope(type(module).forward), module)
 
 
-def is_rotary(module: nn.Module) -> bool:
-    """Whether a module's forward calls that very function by its name."""
+def uses_rope(module: nn.Module) -> bool:
+    """True if a module's forward calls the global function `apply_rotary_pos_emb`, and that has the known code."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or "forward" in vars(module) or NAME not in forward.__code__.co_names:
         return False
     names = forward.__globals__
-    return all(name in names and normalized_source(names[name]) == code for name, code in CODES.items())
+    return all(name in names and normalized_source(names[name]) == source for name, source in SOURCES.items())
 
 
 @cache
-def _with_turned(forward: FunctionType) -> FunctionType:
-    """The same function, with another one under that name."""
+def _with_fused_rope(forward: FunctionType) -> FunctionType:
+    """Return a copy of a forward in which the name `apply_rotary_pos_emb` means `apply_rope`.
+
+    The model's module itself is not patched, because models that are not adapted share its globals.
+    """
     names = forward.__globals__ | {NAME: apply_rope}
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    return fused
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """q, k (batch, heads, tokens, d), cos, sin (batch, tokens, d) -> q and k at their positions."""
+    """Rotate q and k (batch, heads, tokens, d) by the positions in cos and sin (batch, tokens, d).
+
+    Name and order of the parameters are those of transformers' function, whose callers call this one.
+    """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)  # type: ignore[no-untyped-call]
 
 
 @final
 class _Rope(torch.autograd.Function):
+    """A rotation, whose backward is the rotation by the opposite angle. Saves cos and sin, which all layers share."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -74,4 +83,4 @@ class _Rope(torch.autograd.Function):
         dx = dy * cos
         dx[..., :half] += dy[..., half:] * sin[..., half:]
         dx[..., half:] -= dy[..., :half] * sin[..., :half]
-        return dx.to(ctx.dtype), None, None
+        return dx.to(ctx.dtype), None, None  # cos and sin may be float32 beside a 16-bit x

@@ -1,4 +1,8 @@
-"""Code that is recognised word for word, its comments aside: what it computes must stay what it computed."""
+"""Recognise a function by its source code, comments and layout aside.
+
+A fused form may replace a function only if it computes the same bits, and only equal code guarantees that: a class name
+does not say whether a model's author, or a later version, changed the formula.
+"""
 
 import ast
 import inspect
@@ -11,13 +15,13 @@ from torch import nn
 
 
 def forward_source(module: nn.Module) -> str:
-    """The statements of a module's forward on one line; nothing where its forward has been replaced."""
+    """Return the statements of a module's forward on one line; empty if the instance's forward was replaced."""
     return "" if "forward" in vars(module) else normalized_source(type(module).forward)
 
 
 @cache
 def normalized_source(function: Callable[..., Any]) -> str:
-    """The statements of a function on one line, without comments; nothing when its source is not to be had."""
+    """Return a function's statements on one line, without comments and docstring; empty without a source file."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, SyntaxError):

@@ -1,4 +1,4 @@
-"""PEFT is the oracle: the same tensors in give the same outputs and gradients out."""
+"""PEFT is the oracle: from the same tensors, lorakit computes the same outputs and gradients."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.helpers.models import ARCHITECTURES, build, outputs
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to a relative 1e-5, as whole tensors: the sums are taken in another order."""
+    """Compare full tensors to a relative 1e-5, because sums are computed in another order."""
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -47,8 +47,8 @@ def test_outputs_and_gradients_are_those_of_peft(architecture: str, method: str,
     close(got, expected)
     theirs = {name.replace(".default", ""): p for name, p in peft.named_parameters() if p.requires_grad}
     ours = {f"base_model.model.{name}.weight": p for name, p in adapter_tensors(model).items()}
-    left = {name for name in theirs if "lora_A" in name} if method == "lora_fa" else set()  # PEFT's A learns there
-    assert theirs.keys() - left == ours.keys()
+    not_trained = {name for name in theirs if "lora_A" in name} if method == "lora_fa" else set()  # PEFT trains A there
+    assert theirs.keys() - not_trained == ours.keys()
     for name, tensor in ours.items():
         assert (tensor.grad is None) == (theirs[name].grad is None)
         if tensor.grad is not None:
@@ -59,11 +59,11 @@ def test_outputs_and_gradients_are_those_of_peft(architecture: str, method: str,
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_linear_means_what_peft_means(architecture: str) -> None:
     model = build(architecture)
-    found = {target.name for target in find_targets(model, AdapterSpec())}
+    targets_by_lorakit = {target.name for target in find_targets(model, AdapterSpec())}
 
     theirs = peft_targets(model, target_modules="all-linear")
     # of a mixture of experts PEFT also takes routers and fused experts, which are no linear layers
-    assert found == {name for name in theirs if is_linear_like(dict(model.named_modules()).get(name, model))}
+    assert targets_by_lorakit == {name for name in theirs if is_linear_like(dict(model.named_modules()).get(name, model))}
 
 
 def peft_targets(model: Any, **config: Any) -> set[str]:
@@ -89,7 +89,7 @@ REGEXES = [r".*\.q_proj", r".*layers\.1\..*proj", r"model\.layers\.0\.(self_attn
     ranks=st.dictionaries(st.sampled_from([r"layers\.0\..*", "q_proj", "self_attn.o_proj"]), st.integers(1, 9)),
 )
 def test_names_and_patterns_match_as_in_peft(targets: Any, exclude: Any, layers: Any, ranks: dict[str, int]) -> None:
-    """Where lorakit accepts the settings, it adapts what PEFT adapts, with the same rank."""
+    """Where lorakit accepts the settings, it adapts the layers that PEFT adapts, with the same ranks."""
     from lorakit.errors import TargetError
 
     if isinstance(targets, str):
@@ -100,7 +100,7 @@ def test_names_and_patterns_match_as_in_peft(targets: Any, exclude: Any, layers:
         layers=None if layers is None else tuple(layers), rank_pattern=ranks,
     )  # fmt: skip
     try:
-        found = {target.name: target.rank for target in find_targets(LLAMA, spec)}
+        targets_by_lorakit = {target.name: target.rank for target in find_targets(LLAMA, spec)}
     except TargetError:
         return  # a pattern matched nothing: PEFT goes on, lorakit does not
 
@@ -109,7 +109,7 @@ def test_names_and_patterns_match_as_in_peft(targets: Any, exclude: Any, layers:
     theirs = {
         n.removeprefix("base_model.model."): m.r["default"] for n, m in peft.named_modules() if isinstance(m, LoraLayer)
     }
-    assert found == theirs
+    assert targets_by_lorakit == theirs
 
 
 @pytest.mark.parametrize(

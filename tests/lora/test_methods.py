@@ -37,10 +37,10 @@ class Case:
     model: str
     settings: dict[str, Any]
     served: bool = True
-    """whether it can be loaded beside others"""
+    """True if it can be loaded beside other adapters"""
     untie: bool = False
     mirrored: bool = field(default=False)
-    """whether the file holds tensors twice, for head and embedding"""
+    """True if the file has tensors twice, for head and embedding"""
 
 
 QV = {"targets": ["q_proj", "v_proj"], "rank": 3, "alpha": 5.0}
@@ -95,7 +95,7 @@ def build(name: str) -> Any:
     )
     for parameter in model.parameters():
         if parameter.dim() < 2:
-            parameter.data.normal_(1.0, 0.1)  # biases and norms that could be told apart
+            parameter.data.normal_(1.0, 0.1)  # biases and norms that differ from each other
     return model.eval()
 
 
@@ -104,7 +104,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained(case: Case) -> Any:
-    """The case's model with an adapter that has moved from where it started."""
+    """Return the case's model with an adapter that differs from its start."""
     model = inject(build(case.model), **case.settings)
     torch.manual_seed(5)
     for tensor in adapter_tensors(model).values():
@@ -117,7 +117,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) ->
 
 
 def peft_names(model: Any) -> dict[str, torch.Tensor]:
-    """Our trained tensors by the names that PEFT's parameters have, without ``default``."""
+    """Return the trained tensors by the names of PEFT's parameters, without ``default``."""
     named = {}
     for name, tensor in adapter_tensors(model).items():
         module, _, part = name.rpartition(".")
@@ -153,9 +153,9 @@ def test_peft_reads_what_is_saved_and_computes_the_same_gradients(name: str, tmp
     ours = [p.grad for p in adapter_tensors(model).values() if p.grad is not None]
     assert ours
     largest = max(float(gradient.norm()) for gradient in ours)
-    for gradient in ours:  # each of ours is among theirs; a start at W is one rank more of theirs
+    for gradient in ours:  # each of lorakit's is among PEFT's; a start at W has twice the rank in PEFT
         parts = [part for other in theirs for part in _alike(other, gradient)]
-        if case.mirrored:  # what the embedding gets and what the head gets, which PEFT keeps apart
+        if case.mirrored:  # PEFT has one gradient for the embedding and one for the head
             parts += [one + other for one, other in itertools.combinations(parts, 2)]
         assert min(float((part - gradient).norm()) for part in parts) <= 1e-4 * float(gradient.norm()) + 1e-6 * largest
 
@@ -287,7 +287,7 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
         ("llama", QV | {"bias": "all"}, "no layer that it means has a bias"),
         ("llama", QV | {"trainable_tokens": [64]}, r"\[64\] of 64 rows"),
         ("llama", QV | {"trainable_tokens": [1, 1]}, "named twice"),
-        ("llama", {"targets": ["embed_tokens"], "trainable_tokens": [1]}, "adapted or learns as a whole already"),
+        ("llama", {"targets": ["embed_tokens"], "trainable_tokens": [1]}, "adapted or trained in full already"),
         ("llama", QV | {"method": "dora", "init": "pissa"}, "pissa"),
         ("llama", {"targets": []}, "nothing is left to adapt"),
     ],
@@ -313,7 +313,7 @@ def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
     model = trained(Case("llama", QV))
     save_patch(model, tmp_path / "patch")
     peft = PeftModel.from_pretrained(build("llama"), tmp_path / "patch", is_trainable=True)
-    ours = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, ratio=16.0)
+    ours = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=16.0)
     theirs = create_loraplus_optimizer(peft, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, weight_decay=0.0)
 
     for one, optimizer in ((model, ours), (peft, theirs)):

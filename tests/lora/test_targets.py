@@ -7,7 +7,7 @@ from torch import nn
 
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
-from lorakit.lora.coverage import covering
+from lorakit.lora.coverage import coverage_of
 from lorakit.lora.targets import AdapterSpec
 from tests.helpers.models import build
 
@@ -67,9 +67,9 @@ def test_coverage_counts_adapted_layers_by_kind() -> None:
     model = build("llama")
     targets = find_targets(model, AdapterSpec(targets=("q_proj", "mlp.up_proj"), layers=(1,)))
 
-    found = covering(model, {target.name for target in targets})
+    coverage = coverage_of(model, {target.name for target in targets})
 
-    assert {kind.name: (kind.adapted, kind.count) for kind in found.kinds} == {
+    assert {kind.name: (kind.adapted, kind.count) for kind in coverage.kinds} == {
         "q_proj": (1, 2), "k_proj": (0, 2), "v_proj": (0, 2), "o_proj": (0, 2), "gate_proj": (0, 2), "up_proj": (1, 2),
         "down_proj": (0, 2), "lm_head": (0, 1),
     }  # fmt: skip
@@ -80,9 +80,9 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
     spec = AdapterSpec()
     reached = {target.name for target in find_targets(model, spec)}
 
-    note = covering(model, reached).note(spec)
+    note = coverage_of(model, reached).note(spec)
 
     assert note is not None
     assert "all-linear reaches 14% of the parameters in products; the rest is in gate_up_proj (24,576)" in note
     assert "target_parameters: all-experts" in note
-    assert covering(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None
+    assert coverage_of(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None

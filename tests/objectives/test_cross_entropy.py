@@ -1,4 +1,4 @@
-"""The loss in chunks is the plain loss, and its gradients are the plain gradients, whatever the head."""
+"""The chunked loss and its gradients are those of plain cross-entropy, whatever the head."""
 
 import itertools
 from dataclasses import replace
@@ -52,7 +52,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split(",")[0], **HEADS[kind]))
-    for p in model.get_output_embeddings().parameters():  # logits that a cap bends
+    for p in model.get_output_embeddings().parameters():  # logits large enough for the cap to change them
         p.data.normal_()
     inject(model, rank=3)
     for tensor in adapter_tensors(model).values():
@@ -63,83 +63,42 @@ def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
 
     called = LossModel(model)
     assert called.chunked
-    found = loss_sum(called, batch)
+    loss = loss_sum(called, batch)
 
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    for one, other in zip(torch.autograd.grad(found / 7, tensors), gradients, strict=True):
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for one, other in zip(torch.autograd.grad(loss / 7, tensors), gradients, strict=True):
         assert (one - other).norm() <= 3e-5 * other.norm()  # through a whole model, which magnifies rounding
 
 
 def trained(architecture: str) -> LossModel:
-    """With an adapter that has moved."""
+    """Return a loss model with an adapter that differs from its start."""
     model = inject(build(architecture), rank=3)
     for number, tensor in enumerate(adapter_tensors(model).values()):
         tensor.data.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
     return LossModel(model)
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "olmo2", "mistral"])
-def test_the_last_mlp_leaves_out_tokens_without_a_label_and_nothing_else_changes(
-    architecture: str, chunked: bool
-) -> None:
-    called, batch = trained(architecture), a_batch().to(torch.device("cpu"))
-    tensors = list(adapter_tensors(called.model).values())
-    assert called.leaves_out
-    called.chunked = chunked
-    layers = called.model.model.layers  # type: ignore[union-attr]
-    seen: list[int] = []
-    for layer in layers:
-        layer.mlp.up_proj.register_forward_hook(lambda module, inputs, y: seen.append(y.numel() // y.shape[-1]))
-
-    with called.leaving_out():
-        found = loss_sum(called, batch)
-        gradients = torch.autograd.grad(found, tensors)
-    expected = loss_sum(called, batch)
-
-    assert seen == [22, batch.num_label_tokens, 22, 22]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    for one, other in zip(gradients, torch.autograd.grad(expected, tensors), strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
-
-
-def test_logits_that_are_asked_for_leave_nothing_out_nor_does_the_model_afterwards() -> None:
-    called, batch = trained("llama"), a_batch().to(torch.device("cpu"))
-    expected = called(input_ids=batch.input_ids)
-    with called.leaving_out():
-        loss_sum(called, batch)
-        assert torch.equal(called(input_ids=batch.input_ids), expected)
-        loss_sum(called, batch)
-    assert torch.equal(called.model(input_ids=batch.input_ids, use_cache=False).logits, expected)
-
-
 def test_a_micro_batch_of_labels_alone_or_of_none_has_the_same_graph() -> None:
-    """Engines gather in the order of the graph, and ranks have other rows."""
+    """Engines gather in the order of the graph, and each rank has other rows."""
     called, batch = trained("llama"), a_batch()
     graphs, losses = [], []
     for labels in (batch.labels, batch.input_ids, torch.full_like(batch.labels, IGNORE_INDEX)):
-        told = replace(batch, labels=labels).to(torch.device("cpu"))
-        with called.leaving_out():
-            losses.append(loss_sum(called, told))
+        with_positions = replace(batch, labels=labels).to(torch.device("cpu"))
+        losses.append(loss_sum(called, with_positions))
         graphs.append(nodes(losses[-1].grad_fn))
         losses[-1].backward()
-        assert losses[-1] == loss_sum(called, told)
+        assert losses[-1] == loss_sum(called, with_positions)
     assert graphs[0] == graphs[1] == graphs[2]
     assert losses[2] == 0
 
 
 def nodes(node: Any) -> list[Any]:
-    """A graph by the names of its nodes."""
+    """Return the names of a graph's nodes, depth first."""
     return [] if node is None else [node.name(), *(nodes(more) for more, _ in node.next_functions)]
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt2", "gpt_neox"])
-def test_only_a_gated_mlp_right_in_the_last_layer_leaves_tokens_out(architecture: str) -> None:
-    assert not trained(architecture).leaves_out
-
-
-class Asking(TorchDispatchMode):
-    """Counts operations whose output has as many values as their input says: a device is waited for to know."""
+class CountDeviceReads(TorchDispatchMode):
+    """Counts operations whose output's size depends on values: for these, Python waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,62 +112,62 @@ class Asking(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_where_labels_are_is_not_asked_of_the_device(chunked: bool) -> None:
+def test_label_positions_are_not_read_from_the_device(chunked: bool) -> None:
     called, batch = LossModel(inject(build("llama"), rank=2)), a_batch()
     called.chunked = chunked
-    told = batch.to(torch.device("cpu"))
+    with_positions = batch.to(torch.device("cpu"))
     losses = []
-    for each, expected in ((batch, True), (told, False)):
-        with Asking() as asking:
+    for each, expected in ((batch, True), (with_positions, False)):
+        with CountDeviceReads() as reads:
             losses.append(loss_sum(called, each))
             losses[-1].backward()
-        assert (asking.number > 0) is expected
+        assert (reads.number > 0) is expected
     assert losses[0] == losses[1]
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "rule", [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=2.0), LogitTransform(scale=3.0, cap=1.5)]
+    "transform", [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=2.0), LogitTransform(scale=3.0, cap=1.5)]
 )
-def test_in_float32_it_is_the_float64_result_to_a_millionth(rule: LogitTransform) -> None:
+def test_in_float32_it_is_the_float64_result_to_a_millionth(transform: LogitTransform) -> None:
     torch.manual_seed(0)
     linear, labels = nn.Linear(16, 64).requires_grad_(False), torch.randint(0, 64, (50,))
     hidden = torch.randn(50, 16, requires_grad=True)
     exact = hidden.detach().double().requires_grad_()
-    logits = rule.scale * F.linear(exact, linear.weight.double(), linear.bias.double())
-    logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
+    logits = transform.scale * F.linear(exact, linear.weight.double(), linear.bias.double())
+    logits = logits if transform.cap is None else transform.cap * torch.tanh(logits / transform.cap)
     expected = F.cross_entropy(logits, labels, reduction="sum")
     expected.backward()
 
-    found = LossHead(linear, rule)(hidden, labels)
-    found.backward()
+    loss = LossHead(linear, transform)(hidden, labels)
+    loss.backward()
 
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert hidden.grad is not None
     assert exact.grad is not None
     assert (hidden.grad - exact.grad).norm() <= 1e-6 * exact.grad.norm()
 
 
-class Biggest(TorchDispatchMode):
-    """The most values in any tensor that is made."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of values of the largest tensor that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.values = max([self.values, *(t.numel() for t in tree_leaves(made) if isinstance(t, torch.Tensor))])
-        return made
+        results = func(*args, **(kwargs or {}))
+        self.values = max([self.values, *(t.numel() for t in tree_leaves(results) if isinstance(t, torch.Tensor))])
+        return results
 
 
 def test_no_tensor_grows_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * 1000 * 8})
     head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitTransform(cap=3.0))
     hidden = torch.randn(500, 4, requires_grad=True)
-    with Biggest() as seen:
+    with LargestTensor() as largest:
         head(hidden, torch.randint(0, 1000, (500,))).backward()
-    assert seen.values == 8 * 1000
+    assert largest.values == 8 * 1000
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -230,7 +189,7 @@ def test_in_16_bits_gradients_are_as_near_as_the_dtype_allows(dtype: torch.dtype
 @pytest.mark.parametrize(
     "settings", [{"targets": ["lm_head", "q_proj"]}, {"modules_to_save": ["lm_head"]}], ids=["adapted", "learnt"]
 )
-def test_a_head_that_learns_has_its_loss_from_whole_logits(settings: dict[str, Any]) -> None:
+def test_a_trainable_head_has_its_loss_from_full_logits(settings: dict[str, Any]) -> None:
     model = inject(build("llama"), **settings)
     called, batch = LossModel(model), a_batch()
 
@@ -251,22 +210,22 @@ def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def test_what_forward_keeps_does_not_depend_on_the_vocabulary() -> None:
-    kept = []
+def test_the_saved_bytes_do_not_depend_on_the_vocabulary() -> None:
+    saved_values = []
     for vocabulary, chunks in itertools.product((1000, 4000), (True, False)):
         head = LossHead(nn.Linear(8, vocabulary, bias=False).requires_grad_(False), LogitTransform())
         hidden, labels = torch.randn(300, 8, requires_grad=True), torch.randint(0, 1000, (300,))
         sizes: list[int] = []
 
-        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+        def save(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
             sizes.append(tensor.numel())
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             if chunks:
                 head(hidden, labels)
             else:
                 F.cross_entropy(F.linear(hidden, head.get_parameter("weight")), labels, reduction="sum")
-        kept.append(sum(sizes))
-    assert kept[0] == kept[2] < 300 * 10
-    assert kept[3] > kept[1] > 300 * 1000
+        saved_values.append(sum(sizes))
+    assert saved_values[0] == saved_values[2] < 300 * 10
+    assert saved_values[3] > saved_values[1] > 300 * 1000

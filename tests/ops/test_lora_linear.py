@@ -1,4 +1,4 @@
-"""The adapted product in one piece against autograd's own on the formula: values, gradients, and what is kept."""
+"""The fused LoRA product against autograd on the formula: values, gradients and saved tensors."""
 
 import warnings
 from typing import Any
@@ -14,91 +14,91 @@ from lorakit.ops.lora_linear import apply_dropout, lora_linear
 SIZES = {"T": 24, "in": 16, "out": 12, "r": 4}
 
 
-def given(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def operands(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
 
-    def random(*shape: int, learns: bool = False) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(learns)
+    def random(*shape: int, trainable: bool = False) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(trainable)
 
     return {
-        "x": random(2, 12, 16, learns=True), "weight": nn.Parameter(random(12, 16), requires_grad=False),
-        "bias": random(12, learns=True), "A": random(4, 16, learns=True), "B": random(12, 4, learns=True), "s": 0.7,
+        "x": random(2, 12, 16, trainable=True), "weight": nn.Parameter(random(12, 16), requires_grad=False),
+        "bias": random(12, trainable=True), "A": random(4, 16, trainable=True), "B": random(12, 4, trainable=True), "s": 0.7,
     }  # fmt: skip
 
 
 def formula(x: Any, weight: Any, bias: Any, A: Any, B: Any, s: float, seed: int | None, p: float) -> torch.Tensor:
-    thinned = x
+    dropped = x
     if seed is not None:
         flat = x.reshape(-1, x.shape[-1])
-        thinned = x * apply_dropout(torch.ones_like(flat), p, seed).view_as(x)
-    return F.linear(x, weight, bias) + s * F.linear(F.linear(thinned, A), B)
+        dropped = x * apply_dropout(torch.ones_like(flat), p, seed).view_as(x)
+    return F.linear(x, weight, bias) + s * F.linear(F.linear(dropped, A), B)
 
 
 def product(weight: torch.Tensor, **rest: Any) -> torch.Tensor:
     return lora_linear(weight=lambda: weight, **rest)
 
 
-def learning(what: dict[str, Any]) -> list[torch.Tensor]:
-    return [what[name] for name in ("x", "bias", "A", "B") if what[name] is not None]
+def trainable_tensors(tensors: dict[str, Any]) -> list[torch.Tensor]:
+    return [tensors[name] for name in ("x", "bias", "A", "B") if tensors[name] is not None]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_values_and_gradients_are_those_of_the_formula(dropout: float, transposed: bool, with_bias: bool) -> None:
-    one = given()
+    given = operands()
     if not with_bias:
-        one["bias"] = None
+        given["bias"] = None
     torch.manual_seed(5)
     seed = int(torch.randint(1 << 62, ())) if dropout else None
-    expected = formula(**one, seed=seed, p=dropout)
+    expected = formula(**given, seed=seed, p=dropout)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((expected * weights).sum(), learning(one))
+    gradients = torch.autograd.grad((expected * weights).sum(), trainable_tensors(given))
 
     if transposed:
-        one["weight"] = nn.Parameter(one["weight"].T.contiguous(), requires_grad=False)
+        given["weight"] = nn.Parameter(given["weight"].T.contiguous(), requires_grad=False)
     torch.manual_seed(5)
-    found = product(**one, transposed=transposed, dropout=dropout)
+    y = product(**given, transposed=transposed, dropout=dropout)
 
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for a, b in zip(torch.autograd.grad((found * weights).sum(), learning(one)), gradients, strict=True):
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad((y * weights).sum(), trainable_tensors(given)), gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", ["x", "A", "B"])
-def test_what_does_not_learn_gets_no_gradient_and_the_rest_gets_the_same(frozen: str) -> None:
-    one = given()
+def test_a_frozen_tensor_gets_no_gradient_and_the_rest_get_the_same(frozen: str) -> None:
+    given = operands()
     every = dict(zip(("x", "bias", "A", "B"), torch.autograd.grad(
-        product(**one, transposed=False, dropout=0.0).square().sum(), learning(one)), strict=True))  # fmt: skip
-    one[frozen].requires_grad_(False)
-    product(**one, transposed=False, dropout=0.0).square().sum().backward()
-    assert one[frozen].grad is None
+        product(**given, transposed=False, dropout=0.0).square().sum(), trainable_tensors(given)), strict=True))  # fmt: skip
+    given[frozen].requires_grad_(False)
+    product(**given, transposed=False, dropout=0.0).square().sum().backward()
+    assert given[frozen].grad is None
     for name in {"x", "bias", "A", "B"} - {frozen}:
-        assert torch.equal(one[name].grad, every[name])
+        assert torch.equal(given[name].grad, every[name])
 
 
-def test_float32_masters_on_16_bit_weights_learn_in_float32() -> None:
-    one, exact = given(torch.bfloat16), given()
+def test_float32_masters_on_16_bit_weights_get_float32_gradients() -> None:
+    given, exact = operands(torch.bfloat16), operands()
     weights = torch.randn(2, 12, 12)
     for name in ("A", "B"):
-        one[name] = one[name].detach().float().requires_grad_()
-    (product(**one, transposed=False, dropout=0.0).float() * weights).sum().backward()
+        given[name] = given[name].detach().float().requires_grad_()
+    (product(**given, transposed=False, dropout=0.0).float() * weights).sum().backward()
     (product(**exact, transposed=False, dropout=0.0) * weights).sum().backward()
     for name in ("A", "B"):
-        assert one[name].grad.dtype is torch.float32
-        assert (one[name].grad - exact[name].grad).norm() < 0.02 * exact[name].grad.norm()
+        assert given[name].grad.dtype is torch.float32
+        assert (given[name].grad - exact[name].grad).norm() < 0.02 * exact[name].grad.norm()
 
 
-def test_forward_keeps_x_and_the_small_product_and_nothing_of_the_size_of_y() -> None:
-    one = given()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        product(**one, transposed=False, dropout=0.5)
-    assert sorted(t.numel() for t in kept) == sorted([24 * 16, 24 * 4, 4 * 16, 12 * 4])
-    assert any(t.data_ptr() == one["x"].data_ptr() for t in kept)
+def test_forward_saves_x_and_the_small_product_and_nothing_of_the_size_of_y() -> None:
+    given = operands()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        product(**given, transposed=False, dropout=0.5)
+    assert sorted(t.numel() for t in saved) == sorted([24 * 16, 24 * 4, 4 * 16, 12 * 4])
+    assert any(t.data_ptr() == given["x"].data_ptr() for t in saved)
 
 
-def test_layers_that_read_the_same_x_keep_it_once() -> None:
+def test_layers_that_read_the_same_x_save_it_once() -> None:
     class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,10 +108,10 @@ def test_layers_that_read_the_same_x_keep_it_once() -> None:
             return self.q(x) + self.k(x) + self.v(x)
 
     model = inject(Three(), rank=2)
-    x, kept = torch.randn(5, 16), set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.add(t.data_ptr()), t)[1], lambda t: t):
+    x, saved = torch.randn(5, 16), set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.add(t.data_ptr()), t)[1], lambda t: t):
         model(x)
-    assert len(kept) == 1 + 3 * 3  # x, and A, B and the small product of each
+    assert len(saved) == 1 + 3 * 3  # x, and A, B and the small product of each
 
 
 def test_autocast_is_left_to_torch() -> None:
@@ -127,19 +127,19 @@ def test_autocast_is_left_to_torch() -> None:
     ({}, True), ({"method": "rslora"}, True), ({"method": "lora_fa"}, True), ({"dropout": 0.1}, True),
     ({"method": "dora"}, False), ({"init": "pissa"}, False),
 ])  # fmt: skip
-def test_methods_that_are_more_than_a_low_rank_product_keep_their_own(settings: dict[str, Any], fused: bool) -> None:
+def test_methods_that_are_more_than_a_low_rank_product_are_not_fused(settings: dict[str, Any], fused: bool) -> None:
     model = inject(nn.Sequential(nn.Linear(8, 8)), rank=2, **settings)
     layer = model[0]
     assert isinstance(layer, LoraLinear)
     assert layer.fused == fused
 
 
-def test_dropout_thins_as_often_as_asked_and_keeps_the_mean() -> None:
-    kept = apply_dropout(torch.ones(1000, 100), 0.2, seed=3)
-    assert abs(float((kept == 0).float().mean()) - 0.2) < 0.01
-    assert float(kept.max()) == pytest.approx(1.25)
-    assert abs(float(kept.mean()) - 1) < 0.01
-    assert not torch.equal(kept, apply_dropout(torch.ones(1000, 100), 0.2, seed=4))
+def test_dropout_has_the_requested_probability_and_the_same_mean() -> None:
+    dropped = apply_dropout(torch.ones(1000, 100), 0.2, seed=3)
+    assert abs(float((dropped == 0).float().mean()) - 0.2) < 0.01
+    assert float(dropped.max()) == pytest.approx(1.25)
+    assert abs(float(dropped.mean()) - 1) < 0.01
+    assert not torch.equal(dropped, apply_dropout(torch.ones(1000, 100), 0.2, seed=4))
 
 
 def test_torch_compiles_it_without_a_break() -> None:

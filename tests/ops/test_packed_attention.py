@@ -1,4 +1,4 @@
-"""Packed rows attend row by row: what it computes is what each row gives alone, and no mask of the line is formed."""
+"""Packed rows attend row by row: outputs are those of each row alone, and no mask over the line is formed."""
 
 from typing import Any
 
@@ -33,22 +33,22 @@ def packed() -> dict[str, torch.Tensor]:
 
 
 class Squares(TorchDispatchMode):
-    """Counts the tensors that are made whose last two sides are as long as a line."""
+    """Counts the computed tensors whose last two sides are as long as a line."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
         self.side, self.squares = side, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         self.squares += sum(
-            isinstance(t, torch.Tensor) and t.shape[-2:] == (self.side, self.side) for t in tree_leaves(made)
+            isinstance(t, torch.Tensor) and t.shape[-2:] == (self.side, self.side) for t in tree_leaves(results)
         )
-        return made
+        return results
 
 
 @pytest.mark.parametrize("architecture", [*CAUSAL, *MORE])
-def test_rows_of_a_line_give_the_outputs_and_gradients_that_they_give_alone(architecture: str) -> None:
+def test_packed_rows_give_the_outputs_and_gradients_that_they_give_alone(architecture: str) -> None:
     model = a_model(architecture)
     inputs = packed()
     each = zip(*(inputs[key].split(LENGTHS, dim=1) for key in ("input_ids", "position_ids")), strict=True)
@@ -57,18 +57,18 @@ def test_rows_of_a_line_give_the_outputs_and_gradients_that_they_give_alone(arch
 
     assert enable_packed_attention(model)
     rows = RowLengths(LENGTHS)
-    found = model(**inputs, use_cache=False, row_lengths=rows).logits
+    logits = model(**inputs, use_cache=False, row_lengths=rows).logits
     assert rows.was_used
 
-    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
-    again = torch.autograd.grad(found.square().sum(), list(model.parameters()), allow_unused=True)
-    for one, other in zip(again, gradients, strict=True):
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+    packed_gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()), allow_unused=True)
+    for one, other in zip(packed_gradients, gradients, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
-def test_no_mask_over_a_whole_line_is_formed(architecture: str) -> None:
+def test_no_mask_over_a_full_line_is_formed(architecture: str) -> None:
     model = a_model(architecture)
     ids = torch.randint(3, 64, (1, 60))
     positions = torch.arange(20).repeat(3)[None]
@@ -96,7 +96,7 @@ def test_padded_rows_and_a_cache_are_attended_as_before() -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), answer)
 
 
-def test_a_line_whose_rows_nobody_names_is_attended_as_before() -> None:
+def test_a_line_without_row_lengths_is_attended_as_before() -> None:
     model = a_model("mistral")
     before = model(**packed()).logits
 

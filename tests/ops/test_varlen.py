@@ -1,4 +1,4 @@
-"""All rows in one call give what they give one by one; what the kernel does not do, or does wrongly, it is not asked for.
+"""All rows in one kernel call give the results of rows one by one; a kernel that cannot do that is not used.
 
 Without a GPU the kernel is a function written here after the documentation of torch's; with one it is torch's own.
 """
@@ -42,25 +42,25 @@ def varlen_attn(
     assert enable_gqa or query.shape[1] == key.shape[1]
     key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
     left, right = (10**6 if side < 0 else side for side in window_size)
-    made = []
+    outputs = []
     for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end])
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         q, k = torch.arange(end - start)[:, None], torch.arange(end - start)
-        met = (k >= q - left) & (k <= q + right)
-        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~met, float("-inf")).softmax(-1), value[start:end]))
-    return torch.cat(made)
+        mask = (k >= q - left) & (k <= q + right)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value[start:end]))
+    return torch.cat(outputs)
 
 
-def an_older_one(
+def varlen_attn_without_gqa(
     query: Any, key: Any, value: Any, a: Any, b: Any, c: int, d: int, *, scale: Any, window_size: Any
 ) -> Any:
-    """Without grouped queries."""
+    """The same without grouped queries, as in older versions of torch."""
     return varlen_attn(query, key, value, a, b, c, d, scale=scale, window_size=window_size)
 
 
 class Calls:
-    """A kernel's function that notes what it was asked for."""
+    """A kernel's function that records the windows and bounds of its calls."""
 
     def __init__(self) -> None:
         self.windows: list[tuple[int, int]] = []
@@ -76,7 +76,7 @@ class Calls:
 
 
 def qwen2() -> Any:
-    """One layer with a window of 4, one without."""
+    """Build a model of one layer with a window of 4, and one without."""
     torch.manual_seed(0)
     layers = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL, **layers)).eval()
@@ -138,29 +138,29 @@ def test_caps_sinks_and_chunks_are_left_to_rows_one_by_one(architecture: str) ->
     calls = Calls()
     expected = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
 
-    found = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
+    logits = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
 
-    chunked = [CAUSAL] if architecture == "llama4_text" else []  # of its layers, those that see a whole row
+    chunked = [CAUSAL] if architecture == "llama4_text" else []  # its layers without chunks
     assert set(calls.windows) <= set(chunked)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [
         {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)},
         {"is_causal": False}, {"cache": object()},
     ],
 )  # fmt: skip
-def test_what_the_kernel_does_not_do_is_not_asked_of_it(asked: dict[str, Any]) -> None:
+def test_arguments_that_the_kernel_cannot_handle_are_not_supported(arguments: dict[str, Any]) -> None:
     module, kernel = SimpleNamespace(), a_kernel()
 
     assert kernel.supports(module, *heads(), {"dropout": 0.0, "scaling": 0.3, "softcap": None, "sliding_window": 9})  # type: ignore[arg-type]
-    assert not kernel.supports(module, *heads(), asked)  # type: ignore[arg-type]
+    assert not kernel.supports(module, *heads(), arguments)  # type: ignore[arg-type]
     assert not kernel.supports(SimpleNamespace(is_causal=False), *heads(), {})  # type: ignore[arg-type]
 
 
-def test_heads_that_the_kernel_does_not_take_are_not_given_to_it() -> None:
+def test_heads_of_other_sizes_or_dtypes_are_not_supported() -> None:
     module: Any = torch.nn.Linear(1, 1)
     query, key, value = heads()
 
@@ -175,38 +175,38 @@ def test_heads_that_the_kernel_does_not_take_are_not_given_to_it() -> None:
 
 @pytest.mark.parametrize("window", [CAUSAL, (2, 0)])
 @pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize("function", [varlen_attn, an_older_one])
+@pytest.mark.parametrize("function", [varlen_attn, varlen_attn_without_gqa])
 def test_heads_share_keys_in_either_form_of_the_kernel(function: Any, scale: float | None, window: Any) -> None:
     query, key, value = heads()
     alone = []
     for q, k, v in zip(*(part.split(LENGTHS, 2) for part in (query, key, value)), strict=True):
-        places = torch.arange(q.shape[2])
-        met = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        positions = torch.arange(q.shape[2])
+        mask = torch.ones(len(positions), len(positions), dtype=torch.bool).tril()
         if window != CAUSAL:
-            met &= places > places[:, None] - 3
-        alone.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, met, scale=scale, enable_gqa=True))
+            mask &= positions > positions[:, None] - 3
+        alone.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True))
 
-    found = a_kernel(function)(query, key, value, row_bounds(LENGTHS, CPU), max(LENGTHS), window, scale)
+    logits = a_kernel(function)(query, key, value, row_bounds(LENGTHS, CPU), max(LENGTHS), window, scale)
 
-    torch.testing.assert_close(found, torch.cat(alone, 2).transpose(1, 2))
+    torch.testing.assert_close(logits, torch.cat(alone, 2).transpose(1, 2))
 
 
-def test_torchs_own_function_takes_what_it_is_given_and_has_a_gradient() -> None:
+def test_torchs_own_function_takes_the_arguments_and_has_a_gradient() -> None:
     kernel = varlen_kernel(CUDA)
     assert kernel is not None
     query, key, value = (part.to(META, torch.bfloat16).requires_grad_() for part in heads())
 
-    made = kernel(query, key, value, row_bounds(LENGTHS, META), max(LENGTHS), (3, 0), 0.5)
-    made.sum().backward()
+    outputs = kernel(query, key, value, row_bounds(LENGTHS, META), max(LENGTHS), (3, 0), 0.5)
+    outputs.sum().backward()
 
-    assert made.shape == (1, sum(LENGTHS), 4, 8)
+    assert outputs.shape == (1, sum(LENGTHS), 4, 8)
     assert key.grad is not None
     assert key.grad.shape == key.shape
     assert varlen_kernel(CPU) is None
 
 
 class Reads(TorchDispatchMode):
-    """Counts what is read back from a device."""
+    """Counts the numbers read back from a device."""
 
     count = 0
 
@@ -217,7 +217,7 @@ class Reads(TorchDispatchMode):
 
 def test_one_number_is_read_back_for_a_rule_and_pass() -> None:
     rule = {"mask_function": lambda b, h, q, k: (k <= q) & (k > q - 700), "device": CPU, "local_size": 700}
-    masks = Masks(lambda: None, rule, leaves_out_causal=True)
+    masks = Masks(lambda: None, rule, skip_causal=True)
     with Reads() as reads:
         windows = {masks.window((900, 1500, 3)) for _ in range(4)}
 
@@ -233,20 +233,20 @@ def test_one_number_is_read_back_for_a_rule_and_pass() -> None:
         (lambda b, h, q, k: (k <= q) & ((k < 600) | (k != q)), None),
     ],
 )  # fmt: skip
-def test_a_rule_that_is_not_what_it_seems_is_found_out(rule: Any, local_size: int | None) -> None:
-    asked = {"mask_function": rule, "device": CPU, "local_size": local_size}
+def test_a_rule_that_is_not_causal_in_its_window_has_none(rule: Any, local_size: int | None) -> None:
+    arguments = {"mask_function": rule, "device": CPU, "local_size": local_size}
 
-    assert Masks(lambda: None, asked, leaves_out_causal=True).window((5, 620, 1)) is None
-
-
-def test_a_rule_that_cannot_be_asked_in_blocks_is_left_alone() -> None:
-    asked = {"mask_function": lambda b, h, q, k: k <= q, "device": CPU}
-
-    assert Masks(lambda: None, asked, leaves_out_causal=True).window((5, 6)) == CAUSAL
-    assert Masks(lambda: None, asked | {"use_vmap": True}, leaves_out_causal=True).window((5, 6)) is None
+    assert Masks(lambda: None, arguments, skip_causal=True).window((5, 620, 1)) is None
 
 
-def test_a_models_own_attention_is_left_alone() -> None:
+def test_a_rule_that_cannot_be_evaluated_in_blocks_has_no_window() -> None:
+    arguments = {"mask_function": lambda b, h, q, k: k <= q, "device": CPU}
+
+    assert Masks(lambda: None, arguments, skip_causal=True).window((5, 6)) == CAUSAL
+    assert Masks(lambda: None, arguments | {"use_vmap": True}, skip_causal=True).window((5, 6)) is None
+
+
+def test_a_model_with_eager_attention_has_no_kernel() -> None:
     model = a_model("llama")
     model.set_attn_implementation("eager")
     enable_packed_attention(model)
@@ -261,16 +261,16 @@ def test_a_kernel_that_fails_on_some_heads_has_failed() -> None:
     def picky(query: Any, *rest: Any, enable_gqa: bool = False, **more: Any) -> Any:
         return varlen_attn(query, *rest, enable_gqa=enable_gqa, **more) * (1.5 if query.shape[2] == 16 else 1.0)
 
-    trial = KernelProbe(a_kernel(picky))
+    probe = KernelProbe(a_kernel(picky))
     problems = []
     for size in (8, 16, 8):
-        trial(*heads(size=size), row_bounds(LENGTHS, CPU), max(LENGTHS), CAUSAL, None)
-        problems.append(trial.problem)
+        probe(*heads(size=size), row_bounds(LENGTHS, CPU), max(LENGTHS), CAUSAL, None)
+        problems.append(probe.problem)
 
     assert problems == [None, "is off by 50.0% on this device", "is off by 50.0% on this device"]
 
 
-# --- a run asks before it relies on it ------------------------------------------------------------------------------
+# --- a run probes a kernel before it relies on it --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -280,17 +280,17 @@ def batches(rows: Path, tokenizer: Any) -> BatchSampler:
     )
 
 
-def isolated(
+def with_packing(
     base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch, kernel: VarlenKernel | None
 ) -> LossModel:
-    """After a run has asked the model, on a machine whose kernel is this one."""
+    """Return the loss model after a run has enabled packing on a machine with this kernel."""
     monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: kernel)
     called = LossModel(load_base(base, torch.float32, CPU))
     enable_packing(called, batches, CPU)
     return called
 
 
-def told(called: LossModel) -> list[tuple[str, str]]:
+def packing_notes(called: LossModel) -> list[tuple[str, str]]:
     job: Any = SimpleNamespace(
         engine=SimpleNamespace(loss_model=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
     )
@@ -299,8 +299,8 @@ def told(called: LossModel) -> list[tuple[str, str]]:
 
 def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
-    called = isolated(base, batches, monkeypatch, calls.kernel())
-    plain = isolated(base, batches, monkeypatch, None)
+    called = with_packing(base, batches, monkeypatch, calls.kernel())
+    plain = with_packing(base, batches, monkeypatch, None)
     batch = collate(batches.rows, [0, 3, 7], packing=True)
     calls.windows.clear()
 
@@ -308,34 +308,34 @@ def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, mo
 
     assert calls.windows == [CAUSAL] * called.model.config.num_hidden_layers  # type: ignore[union-attr]
     torch.testing.assert_close(loss, loss_sum(plain, batch), rtol=1e-5, atol=1e-5)
-    assert called.by_row
-    assert told(called) == told(plain) == []
+    assert called.packed_attention
+    assert packing_notes(called) == packing_notes(plain) == []
 
 
 def raises(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-def mixes(*args: Any, window_size: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Sees one token too many."""
+def has_a_wider_window(*args: Any, window_size: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Attend to one token too many."""
     left = window_size[0] if window_size[0] < 0 else window_size[0] + 1
     return varlen_attn(*args, window_size=(left, 0), enable_gqa=enable_gqa, **more)
 
 
-def forgets(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Right forward, and wrong backward."""
-    made = varlen_attn(*args, enable_gqa=enable_gqa, **more)
-    return made.detach() + 1.5 * (made - made.detach())
+def has_wrong_gradients(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Compute the right output with wrong gradients."""
+    outputs = varlen_attn(*args, enable_gqa=enable_gqa, **more)
+    return outputs.detach() + 1.5 * (outputs - outputs.detach())
 
 
-def nothing(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+def returns_nan(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
     return varlen_attn(*args, enable_gqa=enable_gqa, **more) * float("nan")
 
 
-def at_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Right on the rows of a trial, and on no others."""
-    made = varlen_attn(*args, enable_gqa=enable_gqa, **more)
-    return made if args[5] == 200 else made.flip(0)
+def is_right_for_the_probe_only(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+    """Compute the right output for rows of a probe, and for no others."""
+    outputs = varlen_attn(*args, enable_gqa=enable_gqa, **more)
+    return outputs if args[5] == 200 else outputs.flip(0)
 
 
 def refuses_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
@@ -349,25 +349,25 @@ def refuses_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> A
     [
         (refuses_some_lengths, r"does not run on this device \(no\)"),
         (raises, r"does not run on this device \(FlashAttention only supports Ampere GPUs or newer.\)"),
-        (mixes, r"is off by \d+.\d% on this device"), (forgets, r"is off by 50.0% on this device"),
-        (nothing, r"is off by nan% on this device"), (at_some_lengths, r"is off by \d+.\d% on this model"),
+        (has_a_wider_window, r"is off by \d+.\d% on this device"), (has_wrong_gradients, r"is off by 50.0% on this device"),
+        (returns_nan, r"is off by nan% on this device"), (is_right_for_the_probe_only, r"is off by \d+.\d% on this model"),
     ],
 )  # fmt: skip
-def test_a_kernel_that_is_wrong_is_not_used_and_a_run_says_so(
+def test_a_kernel_that_is_wrong_is_not_used_and_a_run_notes_it(
     function: Any, why: str, base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = isolated(base, batches, monkeypatch, a_kernel(function))
-    plain = isolated(base, batches, monkeypatch, None)
+    called = with_packing(base, batches, monkeypatch, a_kernel(function))
+    plain = with_packing(base, batches, monkeypatch, None)
     batch = collate(batches.rows, [0, 3, 7], packing=True)
 
     assert torch.equal(loss_sum(called, batch), loss_sum(plain, batch))
-    assert called.by_row
+    assert called.packed_attention
     assert called.kernel is None
-    ((_, text),) = told(called)
+    ((_, text),) = packing_notes(called)
     assert re.fullmatch(f"rows attend one by one: the kernel that takes all at once {why}", text), text
 
 
-def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
+def test_a_model_that_separates_rows_by_a_mask_has_no_kernel(
     base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: a_kernel())
@@ -377,19 +377,19 @@ def test_a_model_that_keeps_rows_apart_by_a_mask_has_no_kernel(
 
     enable_packing(called, batches, CPU)
 
-    assert not called.by_row
+    assert not called.packed_attention
     assert called.kernel is None
     assert called.kernel_problem is None
 
 
-def test_a_run_says_where_a_kernel_is_for_another_dtype(
+def test_a_run_notes_where_a_kernel_is_for_another_dtype(
     base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = isolated(base, batches, monkeypatch, VarlenKernel(varlen_attn))
+    called = with_packing(base, batches, monkeypatch, VarlenKernel(varlen_attn))
 
-    assert called.by_row
+    assert called.packed_attention
     assert called.kernel is None
-    assert told(called)[0][1].endswith("does not take this model's attention, or its dtype")
+    assert packing_notes(called)[0][1].endswith("does not take this model's attention, or its dtype")
 
 
 # --- the kernel itself ----------------------------------------------------------------------------------------------
@@ -402,12 +402,12 @@ def test_a_run_says_where_a_kernel_is_for_another_dtype(
 def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size: int, shared: int) -> None:
     kernel = varlen_kernel(CUDA)
     assert kernel is not None
-    trial = KernelProbe(kernel)
+    probe = KernelProbe(kernel)
     query, key, value = (part.to(dtype) for part in heads(8, 8 // shared, size, device=CUDA))
 
-    trial(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, 0.11)
+    probe(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, 0.11)
 
-    assert trial.problem is None
+    assert probe.problem is None
 
 
 @on_a_gpu
@@ -416,13 +416,13 @@ def test_a_model_on_a_gpu_gives_the_outputs_and_gradients_of_rows_one_by_one(arc
     model = (qwen2() if architecture == "qwen2" else a_model(architecture)).to(CUDA, torch.bfloat16)
     enable_packed_attention(model)
     inputs = {name: tensor.to(CUDA) for name, tensor in packed().items()}
-    made = []
+    outputs = []
     for kernel in (None, varlen_kernel(CUDA)):
         logits = model(**inputs, use_cache=False, row_lengths=RowLengths(LENGTHS, kernel)).logits
         gradients = torch.autograd.grad(logits.float().square().sum(), list(model.parameters()))
-        made.append([logits.detach().float(), torch.cat([part.float().flatten() for part in gradients])])
+        outputs.append([logits.detach().float(), torch.cat([part.float().flatten() for part in gradients])])
 
-    for one, other in zip(*made, strict=True):
+    for one, other in zip(*outputs, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm()  # rounding makes 0.005
 
 

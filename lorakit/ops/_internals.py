@@ -1,0 +1,88 @@
+"""The private names of torch, transformers and DeepSpeed that `ops` and `lora` rely on, each behind a function.
+
+Read in torch 2.13, transformers 5.23 and DeepSpeed 0.19; tests/ops/test_internals.py asserts that each still works.
+`nn.Module._parameters`, `_buffers` and `_modules` are used directly elsewhere: torch, accelerate and DeepSpeed replace
+entries of these dictionaries too, so they are public in all but name.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+Hook = Callable[[Any], Any]
+
+DEEPSPEED_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
+"""Autograd nodes that DeepSpeed's ZeRO-3 puts around every module's inputs and outputs; they change no value.
+
+Defined in deepspeed.runtime.zero.parameter_offload. With other names, `ops.recompute` would recognise no product under
+zero3 and save every layer's input: more memory, the same result.
+"""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that two tensors share exactly when they share one storage; also on the meta device.
+
+    `data_ptr()` is public, but 0 for every tensor on the meta device, where plans are counted.
+    """
+    return int(tensor.untyped_storage()._cdata)  # torch.UntypedStorage._cdata: the address of the C++ storage
+
+
+def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
+    """Return the innermost active (pack, unpack) of `torch.autograd.graph.saved_tensors_hooks`; None outside of any.
+
+    torch has no public way to read them. Without them `ops.recompute` could not detect activation checkpointing, whose
+    unpack hook returns each tensor once and raises the second time.
+    """
+    hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def left_factor(node: Any) -> Tensor:
+    """Return a from the autograd node of a * b, where b needs a gradient; otherwise autograd did not save a.
+
+    `_saved_self` of MulBackward0, generated from torch's derivatives.yaml; it is None where a was not saved. Each read
+    unpacks the tensor. Without it, `ops.recompute` would recompute the inputs of fused norms and gates only.
+    """
+    factor: Tensor = node._saved_self
+    return factor
+
+
+def right_factor(node: Any) -> Tensor:
+    """Return b from the autograd node of a * b, where a needs a gradient; otherwise autograd did not save b."""
+    factor: Tensor = node._saved_other
+    return factor
+
+
+def attention_implementation(model: nn.Module) -> str | None:
+    """Return the name of a transformers model's attention function, such as ``sdpa``; None for any other model.
+
+    `config._attn_implementation` is written by the public `set_attn_implementation`, but has no public reader.
+    """
+    name: str | None = getattr(model.config, "_attn_implementation", None)
+    return name
+
+
+def can_set_attention(model: nn.Module) -> bool:
+    """True if a transformers model calls its attention through the `ALL_ATTENTION_FUNCTIONS` interface.
+
+    Without `_can_set_attn_implementation`, `set_attn_implementation` would have to be tried, which only logs a warning.
+    """
+    can_set: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
+    return can_set is not None and can_set()
+
+
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """True if a module's buffer belongs to its state_dict. torch keeps the others in `_non_persistent_buffers_set`."""
+    return name not in module._non_persistent_buffers_set
+
+
+def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
+    """Remove a module's forward hooks of one class, by default all.
+
+    The public way needs the handle of each hook, which a copied module has not.
+    """
+    for number, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, kind):
+            del module._forward_hooks[number]

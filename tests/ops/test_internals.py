@@ -1,0 +1,97 @@
+"""Every private name of torch, transformers and DeepSpeed behind ops/_internals.py still exists and does its work."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lorakit.ops import _internals
+from tests.helpers.models import build
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_of_one_storage_have_one_id_and_others_have_not(device: str) -> None:
+    one, other = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
+
+    assert _internals.storage_id(one) == _internals.storage_id(one.view(16)[3:])
+    assert _internals.storage_id(one) != _internals.storage_id(other)
+
+
+def test_the_innermost_hooks_for_saved_tensors_are_read() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert _internals.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _internals.saved_tensor_hooks() == (pack, unpack)
+    assert _internals.saved_tensor_hooks() is None
+
+
+def test_activation_checkpointing_is_detected_by_its_hooks() -> None:
+    inside: list[bool] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        inside.append(_internals.saved_tensor_hooks() is not None)
+        return x * 2
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)
+
+    assert inside == [True]
+
+
+def test_the_node_of_a_product_has_each_factor_that_the_other_ones_gradient_needs() -> None:
+    a, b, frozen = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True), torch.rand(3)
+    both, left, right = (a * b).grad_fn, (frozen * b).grad_fn, (a * frozen).grad_fn
+    assert both is not None
+
+    assert both.name() == "MulBackward0"
+    assert torch.equal(_internals.left_factor(both), a)  # type: ignore[arg-type]
+    assert torch.equal(_internals.right_factor(both), b)  # type: ignore[arg-type]
+    assert torch.equal(_internals.left_factor(left), frozen)  # type: ignore[arg-type]
+    assert _internals.right_factor(left) is None
+    assert _internals.left_factor(right) is None
+
+
+def test_a_models_attention_is_read_and_can_be_set() -> None:
+    model = build("llama")
+
+    assert _internals.attention_implementation(model) == "sdpa"
+    model.set_attn_implementation("eager")
+    assert _internals.attention_implementation(model) == "eager"
+    assert _internals.can_set_attention(model)
+    assert not _internals.can_set_attention(nn.Linear(2, 2))
+
+
+def test_a_buffer_that_is_not_saved_is_distinguished_from_one_that_is() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.zeros(1))
+    module.register_buffer("derived", torch.zeros(1), persistent=False)
+
+    assert _internals.is_persistent_buffer(module, "saved")
+    assert not _internals.is_persistent_buffer(module, "derived")
+
+
+def test_forward_hooks_of_every_form_are_removed() -> None:
+    module, calls = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *arguments: calls.append("plain"))
+    module.register_forward_hook(lambda *arguments: calls.append("with keywords"), with_kwargs=True)
+
+    _internals.remove_forward_hooks(module)
+    module(torch.zeros(1, 2))
+
+    assert calls == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeed_still_has_the_nodes_that_change_no_value() -> None:
+    pytest.importorskip("deepspeed")
+    source = inspect.getsource(importlib.import_module("deepspeed.runtime.zero.parameter_offload"))
+
+    for name in _internals.DEEPSPEED_NODES:
+        assert f"class {name.removesuffix('Backward')}(torch.autograd.Function)" in source
