@@ -1,4 +1,8 @@
-"""What the ranks write for each other in the store they met at. Any call may never come back, when the host is gone."""
+"""Exchange heartbeats and failure reasons among the ranks through the TCPStore of their rendezvous.
+
+Invariant: the first failure reason that any rank writes is the one that all ranks read. A call may never return if the
+store's host is unreachable; launch/watchdog.py therefore calls `exchange` in a thread of its own.
+"""
 
 import json
 import socket
@@ -11,29 +15,35 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lorakit.launch.heartbeat import FailureReason, Heartbeat
 
-_REASON, _ENDED, _KNOWING = "lorakit/watch/reason", "lorakit/watch/ended", "lorakit/watch/knowing"
-_NOTHING: Final = "-"
+_PREFIX: Final = "lorakit/watchdog"
+_REASON: Final = f"{_PREFIX}/reason"
+_NUM_CLOSED: Final = f"{_PREFIX}/num_closed"
+_NUM_ACKNOWLEDGED: Final = f"{_PREFIX}/num_acknowledged"
+_UNSET: Final = "-"
 
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """What the board says: the first reason anyone gave, how many ranks ended well or know the reason, last beats."""
+    """Content of the store: the first failure reason, two counts of ranks, and the latest heartbeats by rank."""
 
     reason: FailureReason | None
-    num_ended: int
-    num_knowing: int
-    beats: Mapping[int, Heartbeat]
+    num_closed: int
+    num_acknowledged: int
+    heartbeats: Mapping[int, Heartbeat]
 
 
 @final
 class HeartbeatStore:
-    """A rank's own connections to the store, which is a TCPStore or PrefixStore over one that no other Board used."""
+    """One rank's connection to the store.
+
+    ``store``: a TCPStore, or a PrefixStore over one, that no other HeartbeatStore uses. Only clones of it are used.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store: Any = store  # torch's stubs lack Store.clone
+        self._store: Any = store  # Any: torch's stubs lack Store.clone
         self._connection: Any = None
-        self._made: set[str] = set()
-        self._said_ended = self._said_knowing = False
+        self._created_keys: set[str] = set()
+        self._counted_closed = self._counted_acknowledged = False
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         assert isinstance(store, TCPStore), f"the ranks meet in a TCPStore, not in a {type(store).__name__}"
@@ -41,49 +51,52 @@ class HeartbeatStore:
         self.address = f"{self._host}:{self._port}"
 
     def exchange(
-        self, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool
+        self, beat: Heartbeat, ranks: Sequence[int], proposed: FailureReason | None, acknowledged: bool
     ) -> StoreSnapshot:
-        """Write this rank's beat and what it offers as the reason, read the beats of ``ranks``.
+        """Write this rank's heartbeat and the reason it proposes, and read the heartbeats of ``ranks``.
+
+        ``acknowledged``: this rank has read the reason that holds.
 
         Raises:
-            RuntimeError, OSError: the store is out of reach; the next call tries a new connection.
+            RuntimeError, OSError: the store is unreachable. The next call opens a new connection.
         """
         try:
             if self._connection is None:
                 self._connection = self._connect()
-            return self._exchange(self._connection, beat, ranks, offered, acknowledged)
+            return self._exchange(self._connection, beat, ranks, proposed, acknowledged)
         except (RuntimeError, OSError):
             self._connection = None
             raise
 
     def _connect(self) -> Any:
-        if self._made:  # not for the first time: torch prints pages about a connection that is refused
+        # a clone has its own socket: on the shared one, a blocked call of the main thread would block this one too
+        if self._created_keys:  # a reconnection: probe the port first, because torch logs pages if it is refused
             socket.create_connection((self._host, self._port)).close()
         return self._store.clone()
 
     def _exchange(
-        self, store: Any, beat: Heartbeat, ranks: Sequence[int], offered: FailureReason | None, acknowledged: bool
+        self, store: Any, beat: Heartbeat, ranks: Sequence[int], proposed: FailureReason | None, acknowledged: bool
     ) -> StoreSnapshot:
-        for key in (_REASON, *map(_key, ranks)):  # asking for a key that is not there would wait for it
-            if key not in self._made:
-                store.compare_set(key, "", _NOTHING)
-                self._made.add(key)
-        if beat.ended and not self._said_ended:
-            self._said_ended = store.add(_ENDED, 1) > 0
+        for key in (_REASON, *map(_key, ranks)):  # multi_get below would wait for a key that does not exist
+            if key not in self._created_keys:
+                store.compare_set(key, "", _UNSET)
+                self._created_keys.add(key)
+        if beat.closed and not self._counted_closed:
+            self._counted_closed = store.add(_NUM_CLOSED, 1) > 0
         store.set(_key(beat.rank), json.dumps(asdict(beat)))
-        if offered:
-            store.compare_set(_REASON, _NOTHING, json.dumps(asdict(offered)))  # the first one stays
-        if acknowledged and not self._said_knowing:
-            self._said_knowing = store.add(_KNOWING, 1) > 0
-        num_ended, num_knowing = store.add(_ENDED, 0), store.add(_KNOWING, 0)
+        if proposed:
+            store.compare_set(_REASON, _UNSET, json.dumps(asdict(proposed)))  # sets nothing if another rank was first
+        if acknowledged and not self._counted_acknowledged:
+            self._counted_acknowledged = store.add(_NUM_ACKNOWLEDGED, 1) > 0
+        num_closed, num_acknowledged = store.add(_NUM_CLOSED, 0), store.add(_NUM_ACKNOWLEDGED, 0)
         reason, *texts = (value.decode() for value in store.multi_get([_REASON, *map(_key, ranks)]))
-        said = {
-            rank: Heartbeat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text != _NOTHING
+        heartbeats = {
+            rank: Heartbeat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text != _UNSET
         }
         return StoreSnapshot(
-            None if reason == _NOTHING else FailureReason(**json.loads(reason)), num_ended, num_knowing, said
+            None if reason == _UNSET else FailureReason(**json.loads(reason)), num_closed, num_acknowledged, heartbeats
         )
 
 
 def _key(rank: int) -> str:
-    return f"lorakit/watch/{rank}"
+    return f"{_PREFIX}/{rank}"

@@ -1,6 +1,6 @@
-"""Job files for clusters: a Slurm script, a Kubeflow TrainJob or PyTorchJob, as text. Imports no torch.
+"""Write job files for clusters as text: a Slurm script, a Kubeflow TrainJob or PyTorchJob. Imports no torch.
 
-Each starts the processes the recipe asks for, tells them in time when they have to stop, and goes on afterwards.
+Invariant: each job starts the recipe's processes, signals them in time to save, and then continues from the checkpoint.
 """
 
 import json
@@ -12,8 +12,9 @@ from typing import Any, Final, Literal
 from lorakit.errors import RunError
 
 SAVE_SECONDS: Final = 120
-"""Between the signal and the end: for the step under way and its checkpoint."""
+"""From the stop signal to the kill: enough for the step under way and its checkpoint."""
 MAX_STARTS: Final = 100
+"""Largest number of times that one Slurm job requeues itself."""
 TRAINER: Final = "trainer.kubeflow.org"
 
 
@@ -21,15 +22,15 @@ def slurm_job(
     recipe: str, *, processes: int, nodes: int, gpus_per_process: int = 1, cpus_per_process: int = 8,
     time_limit: str = "24:00:00", name: str = "lorakit", overrides: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """An sbatch script that runs one task per process, saves before the time limit and queues itself again.
+    """Return an sbatch script that runs one task per process, saves before the time limit and requeues itself.
 
-    Every task of a node sees all its GPUs and takes the one of its local rank: with ``--gpus-per-task`` each would see
-    one, which keeps NCCL from using NVLink between them.
+    Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
+    would get one GPU only, and then NCCL cannot use NVLink between them.
 
     Raises:
-        RunError: the processes do not divide over the nodes, or a name Slurm does not take.
+        RunError: the processes do not divide over the nodes, or Slurm does not accept a name.
     """
-    local = _per_node(processes, nodes)
+    local = _processes_per_node(processes, nodes)
     if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
         raise RunError(f"job name {name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00")
     gpus = f"#SBATCH --gpus-per-node={local * gpus_per_process}\n" if gpus_per_process else ""
@@ -64,31 +65,31 @@ def kubernetes_job(
     recipe: str, *, processes: int, nodes: int, image: str, claim: str, folder: str = "/work", name: str = "lorakit",
     kind: Literal["TrainJob", "PyTorchJob"] = "TrainJob", gpus_per_process: int = 1, overrides: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """YAML for Kubeflow: a pod per node, in each torchrun starts ``processes / nodes`` lorakit processes.
+    """Return YAML for Kubeflow: one pod per node, in which torchrun starts ``processes / nodes`` lorakit processes.
 
-    ``claim`` is a PersistentVolumeClaim that every pod can write (ReadWriteMany); it is mounted at ``folder``, where
-    recipe, data, output and caches are. TrainJob is Kubeflow Trainer 2 (with a TrainingRuntime of its own, for the
-    volumes), PyTorchJob the older Training Operator. A PyTorchJob's RANK and WORLD_SIZE count pods, not processes, so
-    they only number the nodes for torchrun.
+    claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
+    folder: where recipe, data, output and caches are.
+    kind: TrainJob is Kubeflow Trainer 2, with a TrainingRuntime for the volumes. PyTorchJob is the older Training
+        Operator; its RANK and WORLD_SIZE count pods, not processes, so torchrun uses them as node numbers.
 
     Raises:
-        RunError: the processes do not divide over the nodes, or a name Kubernetes does not take.
+        RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
     """
-    local = _per_node(processes, nodes)
-    for what in (name, claim):
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", what):
-            raise RunError(f"{what!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
+    local = _processes_per_node(processes, nodes)
+    for label in (name, claim):
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", label):
+            raise RunError(f"{label!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
     train = ["-m", "lorakit.cli", "train", recipe, *overrides]
     if kind == "TrainJob":  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
         pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
-        return "---\n".join(_lines(part) for part in _train_job(name, nodes, local, pod))
-    meet = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
-    command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={local}", *meet, *train]
-    return _lines(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
+        return "---\n".join(_yaml(part) for part in _train_job(name, nodes, local, pod))
+    rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
+    command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={local}", *rendezvous, *train]
+    return _yaml(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
 
 
-def _per_node(processes: int, nodes: int) -> int:
+def _processes_per_node(processes: int, nodes: int) -> int:
     if processes % nodes:
         raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} nodes")
     return processes // nodes
@@ -97,13 +98,13 @@ def _per_node(processes: int, nodes: int) -> int:
 def _pod(
     container: str, image: str, command: Sequence[str], claim: str, folder: str, limits: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What runs on one node."""
+    """Return the pod of one node."""
     environment = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # how long torchrun lets its processes save
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # torchrun's own 30 s are too short for large checkpoints
         "XDG_CACHE_HOME": f"{folder.rstrip('/')}/.cache",
     }
     return {
-        "terminationGracePeriodSeconds": SAVE_SECONDS + 30,
+        "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes
         "containers": [
             {
                 "name": container, "image": image, "command": list(command), "workingDir": folder,
@@ -117,13 +118,13 @@ def _pod(
         ],
         "volumes": [
             {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # NCCL's shared memory; the default is 64 MB
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
         ],
     }  # fmt: skip
 
 
 def _train_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A runtime that knows the pod, and a job that uses it. One pod's end ends all, and they start again together."""
+    """Return a TrainingRuntime with the pod, and a TrainJob that uses it. If one pod fails, all are restarted."""
     version = f"{TRAINER}/v1alpha1"
     node = {
         "name": "node",
@@ -168,16 +169,16 @@ def _pytorch_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> d
     }
 
 
-def _lines(value: Any, indent: str = "") -> str:
-    """Block YAML of mappings, lists and plain values; every text is quoted, so that none can be taken for another."""
+def _yaml(value: Any, indent: str = "") -> str:
+    """Return block YAML of mappings, lists and plain values; strings are quoted, as YAML reads a bare `no` as false."""
     if isinstance(value, dict) and value:
-        return "".join(f"{indent}{key}:{_after(item, indent)}" for key, item in value.items())
+        return "".join(f"{indent}{key}:{_value_text(item, indent)}" for key, item in value.items())
     if isinstance(value, list) and value:
-        parts = (_lines(item, indent + "  ") for item in value)
+        parts = (_yaml(item, indent + "  ") for item in value)
         return "".join(f"{indent}- {part[len(indent) + 2 :]}" for part in parts)
     return f"{indent}{json.dumps(value)}\n"
 
 
-def _after(item: Any, indent: str) -> str:
-    """What follows a key: a plain value on its line, anything with entries below it."""
-    return f"\n{_lines(item, indent + '  ')}" if isinstance(item, dict | list) and item else f" {json.dumps(item)}\n"
+def _value_text(item: Any, indent: str) -> str:
+    """Return the text after ``key:``: a plain value on the same line, entries on the lines below."""
+    return f"\n{_yaml(item, indent + '  ')}" if isinstance(item, dict | list) and item else f" {json.dumps(item)}\n"

@@ -1,264 +1,201 @@
-"""lorakit's own launcher: torch's elastic agent, with workers that are heard, ended and explained our way.
+"""Start the processes of one machine, end them together, and start all of them once more after a failure.
 
-The agent (``SimpleElasticAgent``, which torch documents for extension) meets the other machines, gives out ranks and
-starts the group again. A run dies as one: when a worker fails the others are ended, and the exit code is that of the
-worker that failed first by itself.
+Invariant: no worker outlives the launcher, and the exit code is that of the worker which failed first on its own.
+Several machines are started by torchrun, srun, mpirun or Kubernetes (launch/environment.py). Imports no torch.
 """
 
 import contextlib
-import logging
 import os
+import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, TextIO
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerSpec,
-    WorkerState,
-)
+from typing import Final, TextIO
 
 from lorakit.errors import RunError
+from lorakit.launch.environment import DEFAULT_PORT
 from lorakit.launch.exits import (
     COMMAND,
-    TRY_AGAIN,
-    exit_code,
-    failure_message,
-    for_other_machines,
-    may_start_again,
-    only_consequences,
+    TEMPORARY_FAILURE,
+    GroupFailure,
+    explain_failure,
+    explain_stop,
+    is_consequence,
+    reason_only,
     root_cause,
-    severity,
-    stopped,
 )
-from lorakit.launch.node_monitor import Failure, Machines, Over
-from lorakit.launch.rendezvous import Place, find_place, meeting
-from lorakit.launch.workers import LOOK_SECONDS, Workers, say
+from lorakit.launch.workers import POLL_SECONDS, Workers, write_line
 
-SETTLE_SECONDS: Final = 0.5  # the first to end may have fallen over one that is only just ending
-CAUSE_SECONDS: Final = 6.0  # longer than a rank that failed waits for the others to know (watch.py)
-GRACE_SECONDS: Final = 5.0  # for the others, when one has failed
-YIELD_SECONDS: Final = 20.0  # for the others, when one stopped to be tried again: it may have been asked to, like them
-SAVE_SECONDS: Final = 60.0  # after a signal to the launcher
-NOTHING: Final = 9  # less telling than any end of a worker
+LOOPBACK: Final = "127.0.0.1"
 
 
-def launch(
-    command: Sequence[str], *, processes: int, nodes: int, node_rank: int | None, rendezvous: str | None,
-    max_restarts: int, threads: int | None, wait_seconds: float = 30.0, silent_seconds: float = 20.0,
-) -> int:  # fmt: skip
-    """Run ``command`` as the workers of this machine, ``processes / nodes`` of them; returns the exit code.
+@dataclass(frozen=True)
+class Delays:
+    """Longest waits of the launcher, in seconds."""
 
-    Rank 0 writes to the terminal itself; what other ranks write is passed on to standard error with ``[rank 3] ``
-    before it. SIGINT, SIGTERM and SIGHUP reach the workers once, as SIGTERM, and they have a minute to save; a second
-    signal kills them. After a failure that is no user error the group starts again up to ``max_restarts`` times.
-    ``threads`` per worker: None shares the cores unless OMP_NUM_THREADS is set. ``wait_seconds``: how long the machines
-    wait for each other at the start; ``silent_seconds``: how long one may not be heard of later.
+    settle_seconds: float = 0.5
+    """After a failure: for other workers to fail, because the first to exit may have followed another one's failure."""
+    cause_seconds: float = 6.0
+    """For the cause, while every exit is a consequence. Longer than a failed rank waits for the others to read its
+    reason (5 s, launch/watchdog.py), because that rank exits after them."""
+    grace_seconds: float = 5.0
+    """From SIGTERM to SIGKILL, after a failure."""
+    yield_seconds: float = 20.0
+    """From SIGTERM to SIGKILL, after a worker exited with 75: a scheduler may have stopped all, and they save."""
+    save_seconds: float = 60.0
+    """From SIGTERM to SIGKILL, after a signal to the launcher: the step under way and its checkpoint."""
+
+
+DEFAULT_DELAYS: Final = Delays()
+
+
+def launch(command: Sequence[str], *, processes: int, max_restarts: int = 0, delays: Delays = DEFAULT_DELAYS) -> int:
+    """Run ``command`` in ``processes`` workers on this machine and return the exit code.
+
+    Rank 0 inherits standard output and standard error. The output of the other ranks is passed on to standard error,
+    each line after ``[rank 3] ``. SIGINT, SIGTERM and SIGHUP are sent to each worker once, as SIGTERM, so that it
+    saves; a second SIGINT kills the workers. After a failure that is no user error all workers start again, up to
+    ``max_restarts`` times. OMP_NUM_THREADS is cores / workers, unless the environment sets it.
 
     Raises:
-        RunError: the machines did not find each other; nothing was started.
-        TemporaryFailure: another machine has gone.
+        RunError: called outside the main thread, where Python delivers no signals.
     """
-    if processes % nodes:
-        raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} machines")
-    local_size = processes // nodes
-    with _hearing_signals() as asked, _quiet_torch() as to:
-        try:
-            place = find_place(
-                rendezvous, node_rank=node_rank, nodes=nodes, local_size=local_size, wait_seconds=wait_seconds,
-                silent_seconds=silent_seconds,
-            )  # fmt: skip
-            with meeting(place) as handler:
-                spec = WorkerSpec(
-                    role="lorakit", local_world_size=local_size, rdzv_handler=handler, entrypoint=command[0],
-                    max_restarts=max_restarts, monitor_interval=LOOK_SECONDS,
-                )  # fmt: skip
-                _Agent(spec, command, threads or _threads_per_worker(local_size), place, asked, to).run()
-        except Over as over:
-            say(over.words, to)
-            return over.code
-    return 0
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("several processes are started from the main thread only")
+    sys.stderr.flush()
+    # a file of its own: sys.stderr may be replaced, and the workers inherit descriptor 2
+    with _recorded_signals() as signals, open(2, "w", errors="replace", closefd=False) as stderr:
+        restarts = 0
+        while True:
+            failure = _run_workers(command, processes, signals, delays, stderr)
+            if failure is None:
+                return 0
+            if not failure.may_restart or restarts == max_restarts:
+                write_line(failure.message, stderr)
+                return failure.exit_code
+            restarts += 1
+            write_line(
+                f"{COMMAND} {reason_only(failure.message)}; all start again from the last checkpoint"
+                f" ({restarts} of {max_restarts})",
+                stderr,
+            )
+
+
+def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, arguments: Sequence[str]) -> None:
+    """Refuse a recipe for several machines that no launcher started, naming the torchrun line for ``arguments``.
+
+    Raises:
+        RunError: ``nodes`` is more than 1.
+    """
+    if nodes == 1:
+        return
+    endpoint = rendezvous or f"HOST:{DEFAULT_PORT}"
+    host = "" if rendezvous else ", where HOST is one of them"
+    raise RunError(
+        f"parallel.nodes is {nodes}, and `lorakit train` starts the processes of one machine only."
+        f" Run this on every machine{host} (docs/clusters.md has Slurm, mpirun and Kubernetes):\n"
+        f"  torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} --rdzv-backend c10d"
+        f" --rdzv-endpoint {endpoint} -m lorakit.cli {shlex.join(arguments)}"
+    )
 
 
 class _StopSignals:
-    """Signals that the launcher got. ``waiting``: there are no workers, so a signal ends what is waited for."""
+    """Stop requests that the launcher received: the last signal's name ("" for none) and their number."""
 
     def __init__(self) -> None:
-        self.by, self.times, self.waiting = "", 0, True
+        self.name, self.count = "", 0
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.by or number == signal.SIGINT:  # SIGTERM again is the same request: schedulers repeat it
-            self.by, self.times = signal.Signals(number).name, self.times + 1
-        if self.waiting:
-            raise Over(TRY_AGAIN, f"{COMMAND} stopped by {self.by}; the same command begins again or goes on")
+    def record(self, number: int, frame: FrameType | None) -> None:
+        # schedulers repeat SIGTERM, so SIGTERM after a first signal is the same request; Ctrl-C twice means "now"
+        if not self.name or number == signal.SIGINT:
+            self.name, self.count = signal.Signals(number).name, self.count + 1
+
+    def is_repeated(self) -> bool:
+        return self.count > 1
 
 
 @contextlib.contextmanager
-def _hearing_signals() -> Iterator[_StopSignals]:
-    asked = _StopSignals()
-    if threading.current_thread() is not threading.main_thread():
-        raise RunError("several processes are started from the main thread only")
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] != signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(number, asked.receive)
+def _recorded_signals() -> Iterator[_StopSignals]:
+    """Record SIGINT, SIGTERM and SIGHUP instead of acting on them, unless they are ignored."""
+    received = _StopSignals()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # a run under nohup ignores SIGHUP, and so must the launcher
+            signal.signal(number, received.record)
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[TextIO]:
-    """Standard error, for the workers and for our words alone.
-
-    The agent's log speaks of its inside, and its C++ prints a stack for every connection that another machine drops;
-    both are left out. What matters of it is said in our words.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    sys.stderr.flush()
-    with open(os.dup(2), "w", errors="replace") as to, open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+def _run_workers(
+    command: Sequence[str], processes: int, signals: _StopSignals, delays: Delays, stderr: TextIO
+) -> GroupFailure | None:
+    """Start all workers once and wait for all to end; None if all succeeded."""
+    with _reserved_port() as port:
+        workers = Workers(command, _worker_environments(processes, port), stderr)
         try:
-            yield to
+            while workers.running and not workers.failed:
+                if signals.name:
+                    workers.stop(delays.save_seconds, signals.is_repeated)
+                else:
+                    workers.wait(POLL_SECONDS)
+            if not workers.failed:
+                return None
+            return _end_after_failure(workers, signals, delays)
         finally:
-            os.dup2(to.fileno(), 2)
-            logging.disable(before)
+            workers.kill()
+            workers.output.flush(now=True)
 
 
-def _threads_per_worker(local_size: int) -> int | None:
-    """Cores per worker, or None when OMP_NUM_THREADS is set already."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
+def _end_after_failure(workers: Workers, signals: _StopSignals, delays: Delays) -> GroupFailure:
+    """End the other workers, and return why the group failed."""
+    if not signals.name:
+        workers.wait(delays.settle_seconds)
+        if all(map(is_consequence, workers.failed)):
+            workers.wait(delays.cause_seconds, until=lambda: not all(map(is_consequence, workers.failed)))
+    failed = list(workers.failed)  # the exits after this line follow from the SIGTERM below
+    first = root_cause(failed)
+    workers.output.flush(first.rank)
+    workers.stop(delays.yield_seconds if first.code == TEMPORARY_FAILURE else delays.grace_seconds, signals.is_repeated)
+    return explain_stop(signals.name, workers.failed) if signals.name else explain_failure(failed)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Yield a port of 127.0.0.1 for rank 0's store, reserved until the workers have ended.
+
+    The reservation is bound but does not listen. The system then gives the port to no program that takes any free port.
+    Rank 0 can still listen there, because torch's store and this socket both set SO_REUSEADDR.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((LOOPBACK, 0))
+        yield reservation.getsockname()[1]
+
+
+def _worker_environments(processes: int, port: int) -> list[dict[str, str]]:
+    """Return the environment variables of each rank, as torchrun sets them on one machine.
+
+    torchrun's own TORCHELASTIC_* are left out: with TORCHELASTIC_USE_AGENT_STORE rank 0 would connect to a store of
+    torchrun instead of serving one.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    common = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(_threads_per_worker(processes)),
+        **inherited,
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
+    }  # fmt: skip
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def _threads_per_worker(processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size)
-
-
-class _Agent(SimpleElasticAgent):
-    """Starts, watches and ends the workers of this machine; the rest is torch's."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        command: Sequence[str],
-        threads: int | None,
-        place: Place,
-        asked: _StopSignals,
-        to: TextIO,
-    ) -> None:
-        super().__init__(spec, exit_barrier_timeout=10)
-        self._command, self._threads, self._place, self._asked, self._to = command, threads, place, asked, to
-        self._workers: Workers | None = None
-        self._machines: Machines | None = None
-        self._server: TCPStore | None = None
-        self._restarts, self._max_restarts = 0, spec.max_restarts
-
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        self._machines = Machines(worker_group.store, worker_group.group_rank, self._place)
-        common = self._common_environment(worker_group)
-        self._asked.waiting = False
-        self._workers = Workers(
-            self._command,
-            [
-                {**common, "RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank),
-                 "WORLD_SIZE": str(worker.world_size)}
-                for worker in worker_group.workers
-            ],
-            self._to,
-        )  # fmt: skip
-        return {number: worker.process.pid for number, worker in enumerate(self._workers.all)}
-
-    def _common_environment(self, group: Any) -> dict[str, str]:
-        """As torchrun sets it. The workers' store is new for every start: no key of the last one is left in it."""
-        if group.group_rank == 0:
-            seconds = timedelta(seconds=max(1.0, self._place.wait_seconds))
-            self._server = TCPStore(self._place.host, 0, is_master=True, wait_for_workers=False, timeout=seconds)
-            group.store.set("port", str(self._server.port))
-        added = {
-            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size), "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size), "MASTER_ADDR": self._place.host,
-            "MASTER_PORT": group.store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
-        }  # fmt: skip
-        if self._threads is not None:
-            added["OMP_NUM_THREADS"] = str(self._threads)
-        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {**defaults, **os.environ, **added}
-
-    def _monitor_workers(self, worker_group: Any) -> RunResult:
-        workers, machines = self._workers, self._machines
-        assert workers is not None
-        assert machines is not None
-        workers.poll()
-        if self._asked.by:
-            self._end(SAVE_SECONDS)
-        if workers.failed:
-            return self._failed(workers, machines)
-        try:
-            machines.listen("running" if workers.living else "done")
-        except Over as over:
-            self._end(YIELD_SECONDS if over.code == TRY_AGAIN else GRACE_SECONDS)
-            machines.leave(Failure(NOTHING, over.code, over.words, again=False))
-            raise
-        if workers.living or not machines.all_done():
-            return RunResult(WorkerState.HEALTHY)
-        workers.lines.flush(now=True)
-        return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in workers.all})
-
-    def _failed(self, workers: Workers, machines: Machines) -> RunResult:
-        """End the others; then start all again, or say why not."""
-        workers.wait(0 if self._asked.by else SETTLE_SECONDS)
-        if not self._asked.by and only_consequences(
-            workers.failed
-        ):  # the cause is telling the others, and ends after them
-            workers.wait(CAUSE_SECONDS, until=lambda: not only_consequences(workers.failed))
-        failed = list(workers.failed)
-        first = root_cause(failed)
-        workers.lines.flush(first.rank)
-        self._end(YIELD_SECONDS if first.code == TRY_AGAIN else GRACE_SECONDS)
-        if self._asked.by:
-            failure = Failure(severity(first), TRY_AGAIN, stopped(self._asked.by, workers.failed), again=False)
-        else:
-            why = failure_message(first, failed)
-            failure = machines.compare(Failure(severity(first), exit_code(first), why, may_start_again(first)))
-        if failure.again and self._restarts < self._max_restarts:
-            self._restarts += 1
-            say(
-                f"{COMMAND} {for_other_machines(failure.why)}; all start again from the last checkpoint"
-                f" ({self._restarts} of {self._max_restarts})",
-                self._to,
-            )
-            return RunResult(WorkerState.FAILED)
-        machines.leave(failure)
-        raise Over(failure.code, failure.why)
-
-    def _stop_workers(self, worker_group: Any) -> None:
-        if self._workers is not None and self._workers.living:
-            say(f"{COMMAND} another machine starts again, and so do the processes here", self._to)
-        self._end(GRACE_SECONDS)
-        self._asked.waiting = True
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end(GRACE_SECONDS)
-
-    def _end(self, seconds: float) -> None:
-        """SIGTERM, time to save, SIGKILL; at once after a second signal to the launcher."""
-        if self._workers is not None:
-            self._workers.end(seconds, self._hurried)
-            self._workers.lines.flush(now=True)
-
-    def _hurried(self) -> bool:
-        if self._machines is not None:
-            self._machines.beat()
-        return self._asked.times > 1
+    return max(1, cores // processes)

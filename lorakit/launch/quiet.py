@@ -1,4 +1,4 @@
-"""Without what the engines print while they start: what matters of it is looked up and checked."""
+"""Silence the training libraries while lorakit starts and runs them, because lorakit checks the settings itself."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No notes, progress or warnings of libraries inside the block."""
+    """Suppress log records up to WARNING, standard output and Python warnings inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -22,7 +22,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Engines call torch's functions by their older names; a user can do nothing about it."""
+    """Ignore torch.distributed's deprecation warnings: accelerate and DeepSpeed call the older names, not the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
         yield

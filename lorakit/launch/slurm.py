@@ -1,4 +1,7 @@
-"""What Slurm's variables say: node lists, tasks per node, a port of its own for every step. Imports no torch."""
+"""Read Slurm's environment variables: node lists, tasks per node, and a port derived from job and step numbers.
+
+Invariant: every task of a step computes the same first host and the same port. Imports no torch.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,29 +10,29 @@ from typing import Final
 from lorakit.errors import RunError
 
 FIRST_PORT: Final = 20000
-NUM_PORTS: Final = 9000  # below Linux's ephemeral ports, and below torch's 29400 and 29500
+NUM_PORTS: Final = 9000  # ends below torch's default ports 29400 and 29500, and below Linux's ephemeral ports (32768)
 
 
-def is_step(told: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several.
+def is_step(env: Mapping[str, str]) -> bool:
+    """True if srun started this process as one of several tasks.
 
-    An sbatch script and a salloc shell have SLURM_PROCID and SLURM_NTASKS too, but are no step; the shell of
+    SLURM_PROCID and SLURM_NTASKS are also set in sbatch scripts and salloc shells, which are no step. The shell of
     ``srun --pty bash`` is a step of one task.
     """
-    return "SLURM_STEP_ID" in told and "SLURM_PROCID" in told and told.get("SLURM_STEP_NUM_TASKS") != "1"
+    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
-def tasks_on_this_node(told: Mapping[str, str]) -> int:
-    """The entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as 2(x3),1.
+def tasks_on_this_node(env: Mapping[str, str]) -> int:
+    """Return this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1``.
 
     Raises:
-        RunError: there is no such entry.
+        RunError: the list has no entry for this node.
     """
-    text, node = told.get("SLURM_STEP_TASKS_PER_NODE", ""), told.get("SLURM_NODEID", "0")
+    text, node = env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", "0")
     counts: list[int] = []
     for item in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        counts += [int(found[1])] * int(found[2] or 1) if found else []
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        counts += [int(match[1])] * int(match[2] or 1) if match else []
     if not node.isdecimal() or int(node) >= len(counts):
         raise RunError(
             f"SLURM_NODEID={node} with SLURM_STEP_TASKS_PER_NODE={text!r}: no tasks are named for this node;"
@@ -38,35 +41,38 @@ def tasks_on_this_node(told: Mapping[str, str]) -> int:
     return counts[int(node)]
 
 
-def first_host(told: Mapping[str, str], *, of_step: bool) -> str | None:
-    """The first host of this step, or of the whole job; None outside Slurm.
+def first_host(env: Mapping[str, str], *, of_step: bool) -> str | None:
+    """Return the first host of this step, or of the job; None outside Slurm.
 
     Raises:
-        RunError: the list of nodes is none.
+        RunError: the variable is no node list.
     """
-    nodes = told.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
+    nodes = env.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
     return node_names(nodes)[0] if nodes else None
 
 
-def port_of(told: Mapping[str, str], *, of_step: bool) -> int | None:
-    """A port from 20000 to 28999 that belongs to this job (and step); None outside Slurm."""
-    job, step = told.get("SLURM_JOB_ID", ""), told.get("SLURM_STEP_ID", "") if of_step else "0"
+def job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
+    """Return a port from 20000 to 28999 computed from the numbers of job and step (or job alone); None outside Slurm.
+
+    The tasks cannot exchange a port before they have met, so each computes it. Two jobs on one host seldom share it.
+    """
+    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "") if of_step else "0"
     if not (job.isdecimal() and step.isdecimal()):
         return None
     return FIRST_PORT + (int(job) * 31 + int(step)) % NUM_PORTS
 
 
 def node_names(text: str) -> list[str]:
-    """The hosts of a node list: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
+    """Return the hosts of a node list: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
 
     Raises:
-        RunError: not a node list.
+        RunError: ``text`` is no node list.
     """
     names = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         expanded = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
-            ends = [plain] if plain else [number for item in ranges.split(",") for number in _range(item, text)]
+            ends = [plain] if plain else [number for item in ranges.split(",") for number in _expand_range(item, text)]
             expanded = [start + end for start in expanded for end in ends]
         names += expanded
     if not names or not text.count("[") == text.count("]") == len(re.findall(r"\[[^\[\]]*\]", text)):
@@ -74,9 +80,10 @@ def node_names(text: str) -> list[str]:
     return names
 
 
-def _range(item: str, text: str) -> list[str]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-    if found is None:
+def _expand_range(item: str, text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+    if match is None:
         raise RunError(f"{text!r} is no Slurm node list: {item!r} is no number or range")
-    first, last = found[1], found[2] or found[1]
+    first, last = match[1], match[2] or match[1]
+    # node names keep leading zeros: node[08-10] is node08, node09, node10
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

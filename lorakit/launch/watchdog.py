@@ -1,10 +1,10 @@
-"""The ranks of a run notice each other's failures, whatever launched them: each says about once a second that it lives.
+"""Detect that a rank failed, under any launcher, and make all ranks exit with the same reason and exit code.
 
-Invariant: no other machine's clock is read. A rank is silent when its count has not grown for so many seconds that
-this process was awake itself, so a job that is stopped and continued as a whole raises no alarm.
+Invariant: no other machine's clock is read. A rank counts as lost when its heartbeat count has not grown for a number
+of seconds that this process was itself awake. So a job that is suspended and continued as a whole raises no alarm.
 
-Two threads, because a store whose host is gone may never answer: one talks with the store, the other only looks at the
-time, and ends the process also when the main thread is blocked inside a collective.
+Two threads, because a call to a store whose host is gone may never return. One exchanges heartbeats with the store. The
+other compares times only, and ends the process even if the main thread is blocked inside a collective.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Final, final
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lorakit.errors import TemporaryFailure
@@ -24,21 +25,33 @@ from lorakit.launch import heartbeat
 from lorakit.launch.heartbeat import FailureReason, Heartbeat, Peers
 from lorakit.launch.heartbeat_store import HeartbeatStore
 
-_NEIGHBOURS: Final = 8  # a rank listens to rank 0 and the next 8: whatever group dies, a survivor is before it
-_SETTLE_SECONDS: Final = 5.0  # for the others to read the reason before a process, and maybe the store with it, goes
-_LAST_SECONDS: Final = 10.0  # for the main thread to end by itself once it was told
+_NUM_NEIGHBOURS: Final = 8
+"""A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
+_SETTLE_SECONDS: Final = 5.0
+"""For the others to read a reason before this process ends, because the store may end with it."""
+_EXIT_SECONDS: Final = 10.0
+"""For the main thread to exit by itself after it has received the reason."""
 _STEP: Final = re.compile(r"step (\d+)")
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """True if an error may follow from another rank's failure, which `Watchdog.explain` then finds.
+
+    Source: messages of torch 2.13's gloo when a peer is killed, stopped or gone. NCCL's errors are DistBackendErrors.
+    """
+    is_from_backend = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
+    return isinstance(error, DistError) or (type(error) is RuntimeError and is_from_backend)
 
 
 @final
 class Watchdog:
-    """Every rank says that it lives and where it is; when one fails, is gone or stands still, all end and say why.
+    """Send this rank's heartbeat, watch its peers, and end this rank with the common reason when any rank fails.
 
-    store: a TCPStore, or PrefixStore over one, that no other Watch used; only connections made from it are used.
-    silent_seconds: a rank not heard of for so long is gone. Longer than any C call that keeps the interpreter's lock.
-    stuck_seconds: no rank has come to another phase for so long: a deadlock.
+    store: a TCPStore, or a PrefixStore over one, that no other Watchdog uses. Only clones of it are used.
+    silent_seconds: after so long without a heartbeat a rank is lost. Must exceed any C call that holds the GIL.
+    stuck_seconds: after so long without a new phase on any rank the run is deadlocked.
     start_seconds: how much later than this rank another one may start.
-    grace_seconds: for the main thread to raise, once a reason is known, before the process is ended under it.
+    grace_seconds: from a known reason until the process is ended, unless the main thread reacts before.
     """
 
     def __init__(
@@ -55,26 +68,29 @@ class Watchdog:
         self.rank, self.size = rank, size
         self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
         self._start_seconds, self._grace_seconds = start_seconds, grace_seconds
-        self._every_seconds = min(1.0, silent_seconds / 10)
-        others = {0, *((rank + i) % size for i in range(1, _NEIGHBOURS + 1))} - {rank}
-        self._neighbours = sorted(other for other in others if other < size)
-        self._others = Peers(self._neighbours)
-        self._board = HeartbeatStore(store)
-        self._who = (
-            socket.gethostname(),
-            os.getpid(),
-            heartbeat.machine_id(),
-            heartbeat.process_start_time(os.getpid()),
-        )
-        self._place = self._seen_place = (-1, 0, "starting")  # step, calls of at() since it began, phase
-        self._news = threading.Condition()
-        self._now = self._moved = self._answered = 0.0  # in seconds this process was awake since start()
-        self._tried, self._failed = -1.0, False  # when the last round that is over began, and how it went
-        self._count = self._num_ended = self._num_knowing = 0
-        self._offered: tuple[FailureReason, float] | None = None  # to be said in the store, which keeps the first
+        self._interval_seconds = min(1.0, silent_seconds / 10)
+        neighbours = {0, *((rank + i) % size for i in range(1, _NUM_NEIGHBOURS + 1))} - {rank}
+        self._neighbours = sorted(other for other in neighbours if other < size)
+        self._peers = Peers(self._neighbours)
+        self._store = HeartbeatStore(store)
+        pid = os.getpid()
+        self._identity = (socket.gethostname(), pid, heartbeat.machine_id(), heartbeat.process_start_time(pid))
+        self._position = self._last_position = (-1, 0, "starting")
+        """step, number of set_phase calls since the step began, phase"""
+        self._changed = threading.Condition()
+        """guards the fields below, and is notified when one of them changes"""
+        self._now = self._progress_at = self._store_read_at = 0.0
+        """seconds that this process was awake since start()"""
+        self._round_began_at, self._round_failed = -1.0, False
+        """start and outcome of the last finished exchange with the store"""
+        self._count = self._num_closed = self._num_acknowledged = 0
+        self._proposed: tuple[FailureReason, float] | None = None
+        """reason to be written to the store, which keeps the first one; and since when"""
         self._reason: tuple[FailureReason, float] | None = None
-        self._main_notified: float | None = None  # when the main thread asked: it prints the words itself
-        self._reached = self._ended = self._said_ended = self._said_knowing = self._stopped = False
+        """reason that holds for all ranks, and since when"""
+        self._main_notified_at: float | None = None
+        """when the main thread called fail() or explain(): it prints the reason itself; None before"""
+        self._has_connected = self._closed = self._sent_closed = self._sent_acknowledgement = self._stopped = False
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._exchange_loop, self._watch_loop)
         ]
@@ -84,186 +100,199 @@ class Watchdog:
             thread.start()
 
     def set_phase(self, phase: str) -> None:
-        """Where the main thread is: "step 12: backward", "loading the base". Every call counts as progress."""
-        step, calls, _ = self._place
-        named = _STEP.match(phase)
-        now_at = int(named[1]) if named else step
-        self._place = (now_at, calls + 1 if now_at == step else 0, phase[:200])
+        """Set the main thread's phase, as "step 12: backward" or "loading the base". Every call counts as progress."""
+        last_step, calls, _ = self._position
+        match = _STEP.match(phase)
+        step = int(match[1]) if match else last_step
+        self._position = (step, calls + 1 if step == last_step else 0, phase[:200])
 
     def close(self) -> None:
-        """This rank ends well; rank 0, with whom the store may go, waits until the others do or have read so."""
+        """End the watch without a failure. Rank 0 waits until all have closed, because it may host the store."""
 
-        def is_said() -> bool:
-            return self._said_ended and (self.rank > 0 or self._num_ended >= self.size)
+        def is_sent() -> bool:
+            return self._sent_closed and (self.rank > 0 or self._num_closed >= self.size)
 
-        with self._news:
-            if self._reason or self._ended:
+        with self._changed:
+            if self._reason or self._closed:
                 return
-            self._ended = True
-            self._news.notify_all()
-            self._news.wait_for(lambda: is_said() or self._is_over(), min(3.0, 4 * self._every_seconds))
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: is_sent() or self._rank_0_closed(), min(3.0, 4 * self._interval_seconds))
             self._stopped = True
-            self._news.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
-            thread.join(2 * self._every_seconds)
+            thread.join(2 * self._interval_seconds)
 
     def fail(self, message: str, exit_code: int) -> FailureReason:
-        """The reason all ranks end with, once they know it: this one, or what another rank said before."""
+        """Return the reason that holds for all ranks: this failure, or the one that another rank wrote first."""
         verb = "stopped" if exit_code == TemporaryFailure.exit_code else "failed"
-        me = self._beat()
+        own = self._own_heartbeat()
         return self._agree_on_reason(
-            FailureReason(self.rank, f"{me.name()} {verb} at: {me.phase}\n{message[:8000]}", exit_code)
+            FailureReason(self.rank, f"{own.name()} {verb} at: {own.phase}\n{message[:8000]}", exit_code)
         )
 
     def explain(self, error: BaseException) -> FailureReason:
-        """Why a collective failed here: another rank's failure, waited for; else the error, and where the ranks are."""
-        with self._news:
-            self._main_notified = self._now
-            limit = self._silent_seconds + 3 * self._every_seconds
-            self._news.wait_for(lambda: self._offered or self._reason or self._is_over(), limit)
-            where = heartbeat.places(self._all())
-        words = f"{self._beat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
-        return self._agree_on_reason(FailureReason(None, f"{words}\n{where}\n{heartbeat.RETRY_HINT}"))
+        """Return the reason for a failed collective, waiting until another rank's failure can have been noticed.
+
+        If every rank still runs, the reason is the error itself, with the phase of each rank.
+        """
+        with self._changed:
+            self._main_notified_at = self._now
+            limit = self._silent_seconds + 3 * self._interval_seconds
+            self._changed.wait_for(lambda: self._proposed or self._reason or self._rank_0_closed(), limit)
+            lines = heartbeat.status_lines(self._all_heartbeats())
+        message = f"{self._own_heartbeat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
+        return self._agree_on_reason(FailureReason(None, f"{message}\n{lines}\n{heartbeat.RETRY_HINT}"))
 
     def _agree_on_reason(self, own: FailureReason) -> FailureReason:
-        """Offers a reason and waits until the others know which one holds."""
-        with self._news:
-            self._main_notified = self._now
-            offered, since = self._offered = self._offered or (own, self._now)
-            self._news.notify_all()
-            self._news.wait_for(lambda: self._is_known() or self._is_alone(since), _SETTLE_SECONDS)
+        """Propose a reason, and wait until every rank has acknowledged the one that holds."""
+        with self._changed:
+            self._main_notified_at = self._now
+            proposed, since = self._proposed = self._proposed or (own, self._now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._all_acknowledged() or self._cannot_share(since), _SETTLE_SECONDS)
             if self.rank == 0:
-                self._news.wait_for(lambda: False, self._every_seconds / 2)  # for the others to see that all know
-            return self._adopt(offered)
+                # the others read the number of acknowledgements once more, and the store may end with rank 0
+                self._changed.wait_for(lambda: False, self._interval_seconds / 2)
+            return self._set_reason(proposed)
 
-    def _adopt(self, reason: FailureReason) -> FailureReason:
+    def _set_reason(self, reason: FailureReason) -> FailureReason:
         if self._reason is None:
             self._reason = (reason, self._now)
-            self._news.notify_all()
-            if reason.stacks:  # from a thread: nobody may be reading what is printed
+            self._changed.notify_all()
+            if reason.dump_stacks:  # in a thread, because the write blocks if standard error is a full pipe
                 threading.Thread(target=faulthandler.dump_traceback, args=(2,), daemon=True).start()
         return self._reason[0]
 
     def _exchange_loop(self) -> None:
         while not self._stopped:
-            began, failed = self._now, True
-            with contextlib.suppress(RuntimeError, OSError):  # the store's; how long it lasts is for the other thread
-                if self._has_to_talk():
+            began_at, failed = self._now, True
+            # an unreachable store raises; the other thread measures for how long
+            with contextlib.suppress(RuntimeError, OSError):
+                if self._needs_exchange():
                     self._exchange()
                 failed = False
-            with self._news:
-                self._tried, self._failed = began, failed
-                self._news.notify_all()
+            with self._changed:
+                self._round_began_at, self._round_failed = began_at, failed
+                self._changed.notify_all()
                 if not self._stopped:
-                    self._news.wait(self._every_seconds / (4 if self._offered or self._reason else 1))
+                    self._changed.wait(self._interval_seconds / (4 if self._proposed or self._reason else 1))
 
     def _exchange(self) -> None:
         self._count += 1
-        mine, all_others = self._beat(), [rank for rank in range(self.size) if rank != self.rank]
-        ranks = all_others if mine.still_seconds >= self._stuck_seconds else self._neighbours
-        offered = self._offered[0] if self._offered and not self._reason else None
-        knowing = self._reason is not None
-        news = self._board.exchange(mine, ranks, offered, knowing)
-        with self._news:
-            self._said_ended, self._said_knowing = mine.ended, knowing
-            self._reached, self._answered = True, self._now
-            self._num_ended, self._num_knowing = news.num_ended, news.num_knowing
-            self._others.hear(news.beats, self._now)
-            if news.reason:
-                self._adopt(news.reason)
+        own, all_others = self._own_heartbeat(), [rank for rank in range(self.size) if rank != self.rank]
+        # all ranks only in a possible deadlock: their heartbeats show whether nobody moves, at a cost of size^2 reads
+        ranks = all_others if own.idle_seconds >= self._stuck_seconds else self._neighbours
+        proposed = self._proposed[0] if self._proposed and not self._reason else None
+        acknowledged = self._reason is not None
+        snapshot = self._store.exchange(own, ranks, proposed, acknowledged)
+        with self._changed:
+            self._sent_closed, self._sent_acknowledgement = own.closed, acknowledged
+            self._has_connected, self._store_read_at = True, self._now
+            self._num_closed, self._num_acknowledged = snapshot.num_closed, snapshot.num_acknowledged
+            self._peers.receive(snapshot.heartbeats, self._now)
+            if snapshot.reason:
+                self._set_reason(snapshot.reason)
 
     def _watch_loop(self) -> None:
         before = time.monotonic()
         while not self._stopped:
-            time.sleep(self._every_seconds / 4)
+            time.sleep(self._interval_seconds / 4)
             before, passed = time.monotonic(), time.monotonic() - before
-            with self._news:
-                self._now += min(passed, 1.0)  # more is time in which this process was stopped
-                if self._seen_place is not self._place:
-                    self._seen_place, self._moved = self._place, self._now
-                verdict = None if self._reason or self._offered or self._ended else self._verdict()
-                if verdict:
-                    self._offered = (verdict, self._now)
-                    self._news.notify_all()
-                if self._offered and self._is_alone(self._offered[1]):
-                    self._adopt(self._offered[0])
+            with self._changed:
+                self._now += min(passed, 1.0)  # in the rest of a longer time this process was suspended
+                if self._last_position is not self._position:
+                    self._last_position, self._progress_at = self._position, self._now
+                reason = None if self._reason or self._proposed or self._closed else self._diagnose()
+                if reason:
+                    self._proposed = (reason, self._now)
+                    self._changed.notify_all()
+                if self._proposed and self._cannot_share(self._proposed[1]):
+                    self._set_reason(self._proposed[0])
             if self._reason:
-                self._end_when_due(*self._reason)
+                self._exit_when_due(*self._reason)
 
-    def _end_when_due(self, reason: FailureReason, known: float) -> None:
-        if self._main_notified is None and self._now > known + self._grace_seconds:
-            _end(f"\nlorakit: {reason}\n", reason.exit_code)
-        if self._main_notified is not None and self._now > max(known, self._main_notified) + _LAST_SECONDS:
-            _end("", reason.exit_code)
+    def _exit_when_due(self, reason: FailureReason, since: float) -> None:
+        """End the process under a main thread that did not react to the reason in time."""
+        if self._main_notified_at is None and self._now > since + self._grace_seconds:
+            _exit_process(f"\nlorakit: {reason}\n", reason.exit_code)
+        if self._main_notified_at is not None and self._now > max(since, self._main_notified_at) + _EXIT_SECONDS:
+            _exit_process("", reason.exit_code)
 
-    def _verdict(self) -> FailureReason | None:
-        if self._is_over():
-            return self._stuck()
-        if gone := self._others.process_died(self._who[2], self._now, self._has_looked):
-            return heartbeat.gone(gone)
-        if self._cut_off():
-            first = self._others.beats.get(0)
-            return heartbeat.store_unreachable(self._board.address, self._silent_seconds, first, self.size)
-        almost = self._silent_seconds - 2 * self._every_seconds
-        if silent := self._others.heartbeat_lost(self._answered, self._silent_seconds, almost):
-            return heartbeat.silent(silent, self._silent_seconds)
-        if self._answered > self._start_seconds and (absent := self._others.never_started()):
-            return heartbeat.absent(absent, self._board.address, self._start_seconds)
-        return self._stuck()
+    def _diagnose(self) -> FailureReason | None:
+        """Return the reason to end, if a peer, the store or all progress is lost."""
+        if self._rank_0_closed():
+            return self._diagnose_deadlock()
+        if died := self._peers.process_died(self._identity[2], self._now, self._has_exchanged_since):
+            return heartbeat.process_died(died)
+        if self._store_is_unreachable():
+            first = self._peers.heartbeats.get(0)
+            return heartbeat.store_unreachable(self._store.address, self._silent_seconds, first, self.size)
+        almost = self._silent_seconds - 2 * self._interval_seconds
+        # compared with the last successful read: while the store does not answer, no peer can be called silent
+        if lost := self._peers.heartbeat_lost(self._store_read_at, self._silent_seconds, almost):
+            return heartbeat.heartbeat_lost(lost, self._silent_seconds)
+        if self._store_read_at > self._start_seconds and (missing := self._peers.never_started()):
+            return heartbeat.never_started(missing, self._store.address, self._start_seconds)
+        return self._diagnose_deadlock()
 
-    def _stuck(self) -> FailureReason | None:
-        everyone = [self._beat()] if self._is_over() else self._all()
-        still = min(beat.still_seconds for beat in everyone if not beat.ended)
-        nobody = still >= self._stuck_seconds and (self._is_over() or len(everyone) == self.size)
-        return heartbeat.deadlocked(everyone, still) if nobody else None
+    def _diagnose_deadlock(self) -> FailureReason | None:
+        beats = [self._own_heartbeat()] if self._rank_0_closed() else self._all_heartbeats()
+        idle_seconds = min(beat.idle_seconds for beat in beats if not beat.closed)
+        is_complete = self._rank_0_closed() or len(beats) == self.size
+        if not is_complete or idle_seconds < self._stuck_seconds:
+            return None
+        return heartbeat.deadlocked(beats, idle_seconds)
 
-    def _is_over(self) -> bool:
-        """Whether rank 0 ended well: nothing can be told any more, and the store may go with it."""
-        return 0 in self._others.beats and self._others.beats[0].ended
+    def _rank_0_closed(self) -> bool:
+        """True if rank 0 ended without a failure; the store, which it may host, is then not used any more."""
+        return 0 in self._peers.heartbeats and self._peers.heartbeats[0].closed
 
-    def _has_to_talk(self) -> bool:
-        """Whether anything is left to say or to learn; torch prints pages when it finds the store gone."""
-        waiting = self._main_notified is not None and not self._is_known()
-        return not self._is_over() and (self._reason is None or not self._said_knowing or waiting)
+    def _needs_exchange(self) -> bool:
+        """True if this rank still has to write or read: torch logs pages when a call fails, so none is made in vain."""
+        waits = self._main_notified_at is not None and not self._all_acknowledged()
+        return not self._rank_0_closed() and (self._reason is None or not self._sent_acknowledgement or waits)
 
-    def _cut_off(self) -> bool:
-        """Whether the store is out of reach."""
-        limit = self._silent_seconds if self._reached else self._start_seconds  # connecting: as slow as DNS
-        return self._now > self._answered + limit
+    def _store_is_unreachable(self) -> bool:
+        # the first connection gets more time, because torch resolves host names and DNS may be slow
+        limit = self._silent_seconds if self._has_connected else self._start_seconds
+        return self._now > self._store_read_at + limit
 
-    def _has_looked(self, since: float) -> bool:
-        """Whether what others wrote before then would be known here, or nothing can be learned any more."""
-        return self._tried > since or self._now > since + _SETTLE_SECONDS or self._cut_off()
+    def _has_exchanged_since(self, since: float) -> bool:
+        """True if everything that was written to the store before ``since`` has been read, or never will be."""
+        return self._round_began_at > since or self._now > since + _SETTLE_SECONDS or self._store_is_unreachable()
 
-    def _is_alone(self, since: float) -> bool:
-        """Whether what was offered then cannot be told."""
-        refused = self._failed and self._tried > since
-        return refused or self._now > since + _SETTLE_SECONDS or self._cut_off() or self._is_over()
+    def _cannot_share(self, since: float) -> bool:
+        """True if a reason proposed at ``since`` cannot reach the other ranks."""
+        failed = self._round_failed and self._round_began_at > since
+        return failed or self._now > since + _SETTLE_SECONDS or self._store_is_unreachable() or self._rank_0_closed()
 
-    def _is_known(self) -> bool:
-        """Whether every rank that can read knows the reason."""
-        lost = self._reason[0].num_lost if self._reason else -self.size
-        return self._num_knowing + self._num_ended + lost >= self.size
+    def _all_acknowledged(self) -> bool:
+        """True if every rank that can still read the store has read the reason."""
+        num_lost = self._reason[0].num_lost if self._reason else -self.size
+        return self._num_acknowledged + self._num_closed + num_lost >= self.size
 
-    def _beat(self) -> Heartbeat:
-        return Heartbeat(self.rank, self._count, *self._who, *self._place, self._now - self._moved, self._ended)
+    def _own_heartbeat(self) -> Heartbeat:
+        idle_seconds = self._now - self._progress_at
+        return Heartbeat(self.rank, self._count, *self._identity, *self._position, idle_seconds, self._closed)
 
-    def _all(self) -> list[Heartbeat]:
-        return [beat for _, beat in sorted({**self._others.beats, self.rank: self._beat()}.items())]
+    def _all_heartbeats(self) -> list[Heartbeat]:
+        return [beat for _, beat in sorted({**self._peers.heartbeats, self.rank: self._own_heartbeat()}.items())]
 
 
-def _end(words: str, exit_code: int) -> None:
-    """Ends this process at once; what it says must not keep it, should nobody read it."""
+def _exit_process(message: str, exit_code: int) -> None:
+    """Print the message and end this process, also if nobody reads standard error."""
 
-    def say() -> None:
-        os.write(2, words.encode(errors="replace"))
+    def write() -> None:
+        os.write(2, message.encode(errors="replace"))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
 
     try:
-        speaker = threading.Thread(target=say, daemon=True)
-        speaker.start()
-        speaker.join(2.0)
+        # in a thread, because a write to a full pipe would block for ever
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(2.0)
     finally:
         os._exit(exit_code)

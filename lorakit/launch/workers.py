@@ -1,7 +1,7 @@
-"""The worker processes of one machine: started together, heard line by line, ended together. Imports no torch.
+"""Worker processes of one machine: start them, merge their output, end them. Imports no torch.
 
-Whatever happens to one of them or to the launcher, none is left running. What a worker says last comes through a pipe
-of its own, so that it can be said once, at the end, and not among the lines of the others.
+Invariant: whatever happens to a worker or to the launcher, no worker keeps running. A worker sends the message that
+explains its failure through a pipe of its own, so that the launcher prints one message, last.
 """
 
 import contextlib
@@ -17,140 +17,139 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TextIO, final
 
-from lorakit.launch.environment import LAUNCHED_BY
+from lorakit.errors import TemporaryFailure
+from lorakit.launch.environment import LAUNCHER_VARIABLE
 
-HOLD_SECONDS: Final = 0.3  # lines wait so long for equal ones from other ranks
-LOOK_SECONDS: Final = 0.05
-LAST_WORDS_BYTES: Final = 60_000  # fits a pipe, so that saying them never waits for the launcher
-PR_SET_PDEATHSIG: Final = 1
+MERGE_SECONDS: Final = 0.3
+"""How long a line waits for equal lines of other ranks."""
+POLL_SECONDS: Final = 0.05
+MAX_MESSAGE_BYTES: Final = 60_000  # less than a pipe's 64 KiB, because a worker must not wait for the launcher to read
+PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
 @dataclass
 class Worker:
-    """One process: where its output and its last words are read, and how it ended."""
+    """One process, its pipes, and how it ended."""
 
     rank: int
     process: subprocess.Popen[bytes]
-    words_pipe: int
+    message_pipe: int
     output_pipe: int | None
-    """None for a worker that writes to the terminal itself."""
+    """None for rank 0, which inherits the launcher's output."""
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
-    words: str = ""
+    message: str = ""
+    """Its explanation of a failure; empty if it sent none."""
 
 
 @final
 class Workers:
-    """The workers of this machine, one for each environment; ``ended`` has them in the order they were seen to end."""
+    """The workers of this machine, one for each environment. ``ended`` lists them in the order of their exits."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], to: TextIO) -> None:
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stderr: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.lines = OutputMerger(to)
+        self.output = OutputMerger(stderr)
         try:
             for environment in environments:
-                self.all.append(_start(command, environment, to))
+                self.all.append(_start(command, environment, stderr))
         except BaseException:
             self.kill()
             raise
 
-    def poll(self) -> None:
-        """Read what there is to read, see who has ended, and pass on lines."""
-        for worker in self.living:
-            worker.code = worker.process.poll()
-            self._hear(worker)
-            if worker.code is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.process.pid, signal.SIGKILL)  # what it may have started itself
-                worker.words = _read(worker.words_pipe).decode(errors="replace").strip()
-                for pipe in (worker.words_pipe, worker.output_pipe):
-                    if pipe is not None:
-                        os.close(pipe)
-                self.ended.append(worker)
-        self.lines.flush()
-
     @property
-    def living(self) -> list[Worker]:
+    def running(self) -> list[Worker]:
         return [worker for worker in self.all if worker.code is None]
 
     @property
     def failed(self) -> list[Worker]:
         return [worker for worker in self.ended if worker.code != 0]
 
-    def kill(self) -> None:
-        """SIGKILL to the living and whatever they started, and wait for it."""
-        for worker in self.living:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-        for worker in self.living:
-            worker.process.wait()
-        self.poll()
+    def poll(self) -> None:
+        """Read all pipes, record the workers that ended, and print the lines that are due."""
+        for worker in self.running:
+            # before reading: a worker that has exited writes no more, so the read below gets all of its output
+            worker.code = worker.process.poll()
+            if worker.output_pipe is not None:
+                self.output.add(worker.rank, _read(worker.output_pipe), is_last=worker.code is not None)
+            if worker.code is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)  # processes that the worker started
+                worker.message = _read(worker.message_pipe).decode(errors="replace").strip()
+                for pipe in (worker.message_pipe, worker.output_pipe):
+                    if pipe is not None:
+                        os.close(pipe)
+                self.ended.append(worker)
+        self.output.flush()
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Look on for a moment, or until something is so, without ending anybody."""
+        """Poll for ``seconds``, or until a condition is true or all workers have ended."""
         end = time.monotonic() + seconds
-        while self.living and time.monotonic() < end and not until():
-            time.sleep(LOOK_SECONDS)
+        while self.running and time.monotonic() < end and not until():
+            time.sleep(POLL_SECONDS)
             self.poll()
 
-    def end(self, seconds: float, hurried: Callable[[], bool]) -> None:
-        """SIGTERM to the living; who still lives after ``seconds``, or once ``hurried()`` says so, is killed."""
-        for worker in self.living:
+    def stop(self, seconds: float, is_urgent: Callable[[], bool]) -> None:
+        """Send SIGTERM to all; after ``seconds``, or as soon as ``is_urgent()``, kill the workers that still run."""
+        for worker in self.running:
             worker.process.terminate()
-        until = time.monotonic() + seconds
-        while self.living and time.monotonic() < until and not hurried():
-            time.sleep(LOOK_SECONDS)
-            self.poll()
+        self.wait(seconds, until=is_urgent)
         self.kill()
 
-    def _hear(self, worker: Worker) -> None:
-        if worker.output_pipe is not None:
-            self.lines.read(worker.rank, _read(worker.output_pipe), over=worker.code is not None)
+    def kill(self) -> None:
+        """Send SIGKILL to the running workers and the processes they started, and wait for the workers' exits."""
+        for worker in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        for worker in self.running:
+            worker.process.wait()
+        self.poll()
 
 
 @final
 @dataclass
 class OutputMerger:
-    """Output of many ranks as one, line by line; what several say alike within a moment is said once."""
+    """Merge the ranks' output line by line; equal lines that several ranks write within MERGE_SECONDS become one."""
 
-    _to: TextIO
+    _stderr: TextIO
     _unfinished: dict[int, bytes] = field(default_factory=dict)
-    _held: dict[int, list[str]] = field(default_factory=dict)
+    _waiting: dict[int, list[str]] = field(default_factory=dict)
     _since: float = 0.0
 
-    def read(self, rank: int, data: bytes, *, over: bool = False) -> None:
-        """Take more output of a rank; ``over``: there will be no more, so an unfinished line is a line."""
+    def add(self, rank: int, data: bytes, *, is_last: bool = False) -> None:
+        """Add output of a rank. ``is_last``: no more follows, so the unfinished line is complete."""
         *lines, rest = (self._unfinished.pop(rank, b"") + data).split(b"\n")
-        if rest and (over or len(rest) > 2**16):
+        if rest and (is_last or len(rest) > 2**16):
             lines, rest = [*lines, rest], b""
         self._unfinished[rank] = rest
         if lines:
-            self._since = self._since if self._held else time.monotonic()
+            self._since = self._since if self._waiting else time.monotonic()
+            # a progress bar rewrites its line after \r: only the last state is printed
             shown = (line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in lines)
-            self._held.setdefault(rank, []).extend(shown)
+            self._waiting.setdefault(rank, []).extend(shown)
 
     def flush(self, *first: int, now: bool = False) -> None:
-        """Print what has waited long enough, or ``now`` everything; ranks in ``first`` speak first."""
-        if not self._held or not (now or first or time.monotonic() - self._since >= HOLD_SECONDS):
+        """Print the lines that have waited long enough, or all of them (``now``); ranks in ``first`` come first."""
+        if not self._waiting or not (now or first or time.monotonic() - self._since >= MERGE_SECONDS):
             return
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for rank in sorted(self._held, key=lambda rank: (rank not in first, rank)):
-            groups.setdefault(tuple(self._held[rank]), []).append(rank)
-        self._held.clear()
-        for lines, ranks in groups.items():
+        ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted(self._waiting, key=lambda rank: (rank not in first, rank)):
+            ranks_by_lines.setdefault(tuple(self._waiting[rank]), []).append(rank)
+        self._waiting.clear()
+        for lines, ranks in ranks_by_lines.items():
             for line in lines:
-                say(f"[{named(ranks)}] {line}", self._to)
+                write_line(f"[{format_ranks(ranks)}] {line}", self._stderr)
 
 
-def say(text: str, to: TextIO) -> None:
-    """A line above the progress bar that rank 0 may be drawing there."""
-    with contextlib.suppress(OSError, ValueError):  # a terminal that was closed must not keep the workers alive
-        to.write(("\r\x1b[2K" if to.isatty() else "") + text + "\n")
-        to.flush()
+def write_line(text: str, stderr: TextIO) -> None:
+    """Write a line; in a terminal, above the progress bar that rank 0 may be drawing there."""
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be closed, and the workers must still be ended
+        stderr.write(("\r\x1b[2K" if stderr.isatty() else "") + text + "\n")
+        stderr.flush()
 
 
-def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 1-3`` or ``ranks 1, 4``."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 1``, ``ranks 1-3`` or ``ranks 1, 4``."""
     first, last = min(ranks), max(ranks)
     if first == last:
         return f"rank {first}"
@@ -158,64 +157,68 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
-    """In a worker of lorakit's launcher: arrange to be killed when the launcher is gone, also by SIGKILL.
+    """Arrange for this worker to be killed when its launcher ends, even by SIGKILL.
 
-    Does nothing in any other process. If the launcher has gone already, this process ends here.
+    Does nothing in a process that lorakit's launcher did not start. Exits with 75 if the launcher has ended already.
     """
-    if LAUNCHED_BY not in environment:
+    if LAUNCHER_VARIABLE not in environment:
         return
-    parent = int(environment[LAUNCHED_BY].split()[0])
+    parent = int(environment[LAUNCHER_VARIABLE].split()[0])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    # after the request above, because a launcher that ended before it sends no signal
     if os.getppid() != parent:
-        os._exit(75)
+        os._exit(TemporaryFailure.exit_code)
 
 
-def final_message(text: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Leave it to lorakit's launcher to say why this worker ends; False in any other process: say it yourself."""
-    told = environment.get(LAUNCHED_BY, "").split()
-    if len(told) != 2:
+def send_failure_message(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Send lorakit's launcher the message that explains this worker's failure; False in any other process."""
+    fields = environment.get(LAUNCHER_VARIABLE, "").split()
+    if len(fields) != 2:
         return False
+    pipe = int(fields[1])
     try:
-        if not stat.S_ISFIFO(os.fstat(int(told[1])).st_mode):
+        # a process that a worker started inherits the variable, and the descriptor may be another file there
+        if not stat.S_ISFIFO(os.fstat(pipe).st_mode):
             return False
-        os.write(int(told[1]), text.encode()[:LAST_WORDS_BYTES])
+        os.write(pipe, text.encode()[:MAX_MESSAGE_BYTES])
     except OSError:
         return False
     return True
 
 
-def _watch(parent: int) -> None:
+def _exit_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    os._exit(75)
+    os._exit(TemporaryFailure.exit_code)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], to: TextIO) -> Worker:
-    """One worker, in a session of its own: Ctrl-C reaches it through the launcher only. Rank 0 inherits the output."""
+def _start(command: Sequence[str], environment: Mapping[str, str], stderr: TextIO) -> Worker:
+    """Start one worker in its own session, so that Ctrl-C reaches it once, through the launcher."""
     rank = int(environment["RANK"])
-    words, words_end = os.pipe()
-    output, output_end = (None, None) if rank == 0 else os.pipe()
+    message_pipe, message_end = os.pipe()
+    # rank 0 writes to the terminal itself, because a progress bar behaves otherwise in a pipe
+    output_pipe, output_end = (None, None) if rank == 0 else os.pipe()
     try:
         process = subprocess.Popen(
-            command, env={**environment, LAUNCHED_BY: f"{os.getpid()} {words_end}"}, stdin=subprocess.DEVNULL,
-            stdout=output_end, stderr=to if output_end is None else output_end, pass_fds=[words_end],
-            start_new_session=True,
+            command, env={**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {message_end}"},
+            stdin=subprocess.DEVNULL, stdout=output_end, stderr=stderr if output_end is None else output_end,
+            pass_fds=[message_end], start_new_session=True,
         )  # fmt: skip
     finally:
-        for pipe in (words_end, output_end):
+        for pipe in (message_end, output_end):
             if pipe is not None:
                 os.close(pipe)
-    for pipe in (words, output):
+    for pipe in (message_pipe, output_pipe):
         if pipe is not None:
             os.set_blocking(pipe, False)
-    return Worker(rank, process, words, output)
+    return Worker(rank, process, message_pipe, output_pipe)
 
 
 def _read(pipe: int) -> bytes:
-    """What is in a pipe now, a megabyte at most: a worker that never stops talking must not stop the launcher."""
+    """Return the bytes in a pipe, 1 MiB at most: a worker that never stops writing must not block the launcher."""
     data = b""
     with contextlib.suppress(BlockingIOError):
         while len(data) < 2**20 and (more := os.read(pipe, 2**16)):

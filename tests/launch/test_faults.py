@@ -1,6 +1,7 @@
-"""What goes wrong with the processes of one host: each fault ends all of them, in words, with a code a script can use.
+"""Faults of the processes on one machine: each ends all of them with a message and an exit code for scripts.
 
-2: the user can fix it. 75: try again, what was saved is kept. Nobody is left running, nobody prints a traceback.
+2: the user can fix it. 75: the same command goes on from the last checkpoint. No process is left running, none prints a
+traceback.
 """
 
 import contextlib
@@ -18,7 +19,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
 
+from lorakit.cli import main
+from lorakit.errors import TemporaryFailure
+from lorakit.launch.environment import World
+from lorakit.launch.launcher import launch
+from lorakit.parallel.setup import rendezvous_errors_explained
 from lorakit.run.metrics import read_metrics
 from lorakit.training.checkpoint import Checkpoints
 from tests.conftest import chat, make_base, write_rows
@@ -30,16 +37,22 @@ PATIENCE_SECONDS = 180  # a hang guard, no expectation
 TRAIN = [sys.executable, "-m", "lorakit.cli", "train"]
 DDP = ("parallel.backend=ddp", "parallel.processes=2", "parallel.silent_seconds=5")
 MARK = "LORAKIT_TEST_FAULTS"
+# shells start background jobs with SIGINT ignored, which every child would inherit
+DEFAULT_SIGNALS = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """A command whose processes, and theirs, all carry a mark; at the end of the test none of them may be left."""
+    """Start a command whose descendants all carry a mark; none of them may run at the end of the test."""
     mark, commands = f"{MARK}={tmp_path}", []
 
     def begin(command: list[str], cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(tmp_path)} | variables, cwd=cwd,
+            [sys.executable, "-c", DEFAULT_SIGNALS, *command], env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(tmp_path)} | variables, cwd=cwd,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         commands.append(process)
@@ -55,30 +68,30 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for process in commands:
-        process.communicate()
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert not left, "processes were left running"
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes with this in their environment."""
-    found = []
+    """Return the running processes with this mark in their environment."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
             if not dead and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said = process.communicate(timeout=PATIENCE_SECONDS)[0]
-    return process.returncode, said
+    output = process.communicate(timeout=PATIENCE_SECONDS)[0]
+    return process.returncode, output
 
 
-def assert_in_words(said: str) -> None:
-    assert "lorakit train:" in said or "lorakit: stopped, because" in said, said
-    assert "Traceback" not in said, said
-    assert len(said.splitlines()) < 60, said
+def assert_in_words(output: str) -> None:
+    assert "lorakit train:" in output or "lorakit: stopped, because" in output, output
+    assert "Traceback" not in output, output
+    assert len(output.splitlines()) < 60, output
 
 
 def torchrun(recipe: Path, *overrides: str) -> list[str]:
@@ -93,7 +106,7 @@ def free_port() -> int:
 
 
 def as_rank(rank: int, port: int) -> dict[str, str]:
-    """The variables of a launcher that does nothing else: no one ends a rank but itself."""
+    """Return the variables that a launcher sets. No launcher runs, so a rank ends by itself."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -101,20 +114,20 @@ def as_rank(rank: int, port: int) -> dict[str, str]:
 
 
 def at_start(folder: Path, code: str) -> dict[str, str]:
-    """Variables with which Python runs ``code`` before anything else."""
+    """Return variables with which Python runs ``code`` at its start."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """rank -> process of lorakit's own launcher."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    """Return rank -> process id of the workers of lorakit's launcher."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     ranks = {}
-    for pid in map(int, found):
+    for pid in map(int, children):
         with contextlib.suppress(OSError):
-            told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ranks.update({int(item[5:]): pid for item in told if item.startswith(b"RANK=")})
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks.update({int(item[5:]): pid for item in variables if item.startswith(b"RANK=")})
     return ranks
 
 
@@ -131,14 +144,14 @@ def steps_of(out: Path) -> int:
 
 
 def saved_step(out: Path) -> int:
-    """The step of the newest checkpoint that verifies."""
+    """Return the step of the newest checkpoint that verifies."""
     newest = Checkpoints(out / "checkpoints", 3).newest()
     return newest[0].step if newest else 0
 
 
 @pytest.fixture
 def endless(recipe: Recipe) -> Path:
-    """A run that is not over before something happens to it."""
+    """A run that is long enough for a fault."""
     return recipe(
         train={"steps": 5000, "save_every_steps": 3, "batch_size": 6, "micro_batch_size": 2, "eval_every_steps": 5000},
         adapter={"dropout": 0.0},
@@ -149,11 +162,11 @@ def endless(recipe: Recipe) -> Path:
 
 
 def test_another_number_of_processes_than_torchruns_is_refused(recipe: Recipe, start: Any) -> None:
-    code, said = ended(start(torchrun(recipe(), "parallel.backend=ddp", "parallel.processes=4")))
+    code, output = ended(start(torchrun(recipe(), "parallel.backend=ddp", "parallel.processes=4")))
 
     assert code == 1  # torchrun's
-    assert "torchrun started 2 processes, parallel.processes is 4" in said
-    assert "lorakit/parallel/" not in said  # no traceback but torchrun's own
+    assert "torchrun started 2 processes, parallel.processes is 4" in output
+    assert "lorakit/parallel/" not in output  # no traceback but torchrun's own
 
 
 def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
@@ -161,25 +174,25 @@ def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
 ) -> None:
     hidden = at_start(tmp_path / "hidden", "import sys; sys.modules['deepspeed'] = None")
 
-    code, said = ended(start([*TRAIN, str(recipe()), "parallel.backend=zero2", "parallel.processes=2"], **hidden))
+    code, output = ended(start([*TRAIN, str(recipe()), "parallel.backend=zero2", "parallel.processes=2"], **hidden))
 
     assert code == 2
-    assert said.count("needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or fsdp2") == 1
-    assert_in_words(said)
+    assert output.count("needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or fsdp2") == 1
+    assert_in_words(output)
 
 
-def test_a_lock_that_a_cut_off_compile_left_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
+def test_a_lock_of_an_interrupted_compile_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
     lock = tmp_path / "extensions" / "async_io" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     nvme = ["parallel.backend=zero3", "parallel.offload=nvme", f"parallel.nvme_path={tmp_path / 'disk'}"]
     command = [*TRAIN, str(recipe()), *nvme, "parallel.processes=2"]
 
-    code, said = ended(start(command, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))
+    code, output = ended(start(command, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))
 
     assert code == 2
-    assert said.count(f"remove it: rm {lock}") == 1
-    assert_in_words(said)
+    assert output.count(f"remove it: rm {lock}") == 1
+    assert_in_words(output)
 
 
 def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start: Any) -> None:
@@ -190,45 +203,96 @@ def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start:
         path = recipe()
         first = start([*TRAIN, str(path), *DDP, "parallel.stuck_seconds=10"], **as_rank(0, port))
 
-        code, said = ended(first)
+        code, output = ended(first)
 
-    assert code == 2, said
-    assert f"127.0.0.1:{port}" in said
-    assert "in use by another program" in said
-    assert_in_words(said)
+    assert code == 2, output
+    assert f"127.0.0.1:{port}" in output
+    assert "in use by another program" in output
+    assert_in_words(output)
+
+
+def test_a_port_that_was_taken_after_lorakits_launcher_chose_it_is_temporary() -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        world = World(0, 2, 0, 2, "lorakit", "127.0.0.1", port)
+        with pytest.raises(TemporaryFailure, match=f"port 127.0.0.1:{port} was taken"):  # noqa: SIM117
+            with rendezvous_errors_explained(world):
+                TCPStore("127.0.0.1", port, 2, is_master=True)
+
+
+def test_a_recipe_for_several_machines_is_refused_with_the_torchrun_line(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["parallel.backend=ddp", "parallel.processes=4", "parallel.nodes=2"]
+
+    assert main(["train", str(recipe()), *overrides]) == 2
+
+    torchrun = (
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lorakit.cli train"
+    )
+    assert f"{torchrun} {tmp_path}/recipe.yaml {' '.join(overrides)}\n" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_torch_forms_its_group_and_forms_another_after_a_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "worker.py").write_text("""
+import os, signal
+from pathlib import Path
+import torch, torch.distributed as dist
+rank, first = int(os.environ["RANK"]), Path(__file__).with_name("first")
+dist.init_process_group("gloo")
+total = torch.tensor(float(rank + 1)); dist.all_reduce(total)
+if rank == 0 and not first.exists():  # rank 0 serves the store
+    first.touch(); os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+if rank == 0: print("sum", int(total))
+dist.destroy_process_group()
+""")
+
+    code = launch([sys.executable, str(tmp_path / "worker.py")], processes=2, max_restarts=1)
+
+    out, err = capfd.readouterr()
+    assert (code, out) == (0, "sum 3\n"), err
+    assert "rank 0 was killed by SIGKILL (out of memory?); all start again" in err
 
 
 @pytest.mark.attack
-def test_a_rank_that_never_comes_is_missed_in_words(recipe: Recipe, start: Any) -> None:
+def test_a_rank_that_never_starts_is_reported(recipe: Recipe, start: Any) -> None:
     port = free_port()
 
-    code, said = ended(start([*TRAIN, str(recipe()), *DDP, "parallel.stuck_seconds=5"], **as_rank(0, port)))
+    code, output = ended(start([*TRAIN, str(recipe()), *DDP, "parallel.stuck_seconds=5"], **as_rank(0, port)))
 
-    assert code == 75, said
-    assert f"127.0.0.1:{port}" in said
-    assert_in_words(said)
+    assert code == 75, output
+    assert f"127.0.0.1:{port}" in output
+    assert_in_words(output)
 
 
 # --------------------------------------------------------------------------------------- ranks that are not alike
 
 
-def test_ranks_with_other_recipes_and_versions_are_told_which(recipe: Recipe, start: Any, tmp_path: Path) -> None:
+def test_ranks_with_other_recipes_and_versions_are_refused_with_the_differences(
+    recipe: Recipe, start: Any, tmp_path: Path
+) -> None:
     port = free_port()
     other = at_start(
         tmp_path / "patched",
-        "import importlib.metadata as m\nasked = m.version\n"
-        "m.version = lambda name: '1.2.3' if name == 'transformers' else asked(name)\n",
+        "import importlib.metadata as m\noriginal = m.version\n"
+        "m.version = lambda name: '1.2.3' if name == 'transformers' else original(name)\n",
     )
     both = (
         start([*TRAIN, str(recipe()), *DDP], **as_rank(0, port)),
         start([*TRAIN, str(recipe()), *DDP, "train.learning_rate=0.5"], **as_rank(1, port), **other),
     )
 
-    for code, said in map(ended, both):
-        assert code == 2, said
-        assert "train.learning_rate: rank 0 0.01, rank 1 0.5" in said
-        assert "rank 1 '1.2.3'" in said
-        assert_in_words(said)
+    for code, output in map(ended, both):
+        assert code == 2, output
+        assert "train.learning_rate: rank 0 0.01, rank 1 0.5" in output
+        assert "rank 1 '1.2.3'" in output
+        assert_in_words(output)
     assert not (tmp_path / "out").exists()
 
 
@@ -245,11 +309,11 @@ def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, s
         ]
         both.append(start([*code, "train", str(path), *DDP], cwd=folder, **as_rank(rank, port)))
 
-    for code, said in map(ended, both):
-        assert code == 2, said
-        assert "the processes disagree on base and rows" in said
-        assert "rows: rank 0 " in said
-        assert_in_words(said)
+    for code, output in map(ended, both):
+        assert code == 2, output
+        assert "the processes disagree on base and rows" in output
+        assert "rows: rank 0 " in output
+        assert_in_words(output)
 
 
 # ------------------------------------------------------------------------------------------------- while training
@@ -268,19 +332,19 @@ def killed(rank: int, number: int) -> Callable[[subprocess.Popen[str]], None]:
         pytest.param(killed(0, signal.SIGSTOP), "not answer|not been heard of", id="rank 0 stopped"),
     ],
 )
-def test_a_rank_that_is_gone_ends_the_run_and_is_named(
+def test_a_killed_or_stopped_rank_ends_the_run_and_is_named(
     endless: Path, start: Any, tmp_path: Path, fault: Any, words: str
 ) -> None:
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
 
     fault(process)
-    code, said = ended(process)
+    code, output = ended(process)
 
-    assert code == 75, said
-    assert any(word in said for word in words.split("|")), said
-    assert "goes on" in said
-    assert_in_words(said)
+    assert code == 75, output
+    assert any(word in output for word in words.split("|")), output
+    assert "goes on" in output
+    assert_in_words(output)
     assert saved_step(tmp_path / "out") >= 3
 
 
@@ -293,16 +357,16 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_other_without_any_launcher(
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, one)
 
     os.kill(other.pid, signal.SIGSTOP)
-    code, said = ended(one)
+    code, output = ended(one)
 
-    assert code == 75, said
-    assert "rank 1 (" in said
-    assert "has not been heard of for 5 s" in said
-    assert_in_words(said)
+    assert code == 75, output
+    assert "rank 1 (" in output
+    assert "has not been heard of for 5 s" in output
+    assert_in_words(output)
     os.kill(other.pid, signal.SIGCONT)
-    code, said = ended(other)
-    assert code == 75, said
-    assert_in_words(said)
+    code, output = ended(other)
+    assert code == 75, output
+    assert_in_words(output)
 
 
 @pytest.mark.attack
@@ -311,29 +375,27 @@ def test_a_rank_that_dies_while_loading_is_named(endless: Path, start: Any, tmp_
     wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)  # rank 0 begins to load
 
     os.kill(ranks_of(process)[1], signal.SIGKILL)
-    code, said = ended(process)
+    code, output = ended(process)
 
-    assert code == 75, said
-    assert "rank 1 was killed by SIGKILL" in said
-    assert_in_words(said)
+    assert code == 75, output
+    assert "rank 1 was killed by SIGKILL" in output
+    assert_in_words(output)
 
 
-def test_a_rank_without_memory_says_so_and_ends_all(endless: Path, start: Any, tmp_path: Path) -> None:
+def test_a_rank_without_memory_is_named_and_ends_all(endless: Path, start: Any, tmp_path: Path) -> None:
     process = start([*TRAIN, str(endless), *DDP], MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="0")
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
 
     resource.prlimit(ranks_of(process)[1], resource.RLIMIT_DATA, (2**20, 2**20))
-    code, said = ended(process)
+    code, output = ended(process)
 
-    assert code in (2, 75), said
-    assert "memory" in said, said
-    assert "rank 1" in said, said
-    assert_in_words(said)
+    assert code in (2, 75), output
+    assert "memory" in output, output
+    assert "rank 1" in output, output
+    assert_in_words(output)
 
 
-def test_a_loss_that_is_no_number_on_one_rank_names_its_row(
-    recipe: Recipe, start: Any, tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_nan_loss_on_one_rank_names_its_row(recipe: Recipe, start: Any, tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer)
     weights = load_file(base / "model.safetensors")
     strange = tokenizer("Q", add_special_tokens=False)["input_ids"][-1]
@@ -345,12 +407,12 @@ def test_a_loss_that_is_no_number_on_one_rank_names_its_row(
         train={"batch_size": 6, "micro_batch_size": 1},
     )  # fmt: skip
 
-    code, said = ended(start([*TRAIN, str(path), *DDP]))
+    code, output = ended(start([*TRAIN, str(path), *DDP]))
 
-    assert code == 2, said
-    assert said.count(f"Rows in it: {rows}:13.") == 1
-    assert said.count("nothing was updated") == 1
-    assert_in_words(said)
+    assert code == 2, output
+    assert output.count(f"Rows in it: {rows}:13.") == 1
+    assert output.count("nothing was updated") == 1
+    assert_in_words(output)
 
 
 # ------------------------------------------------------------------------------------------------------ the output
@@ -376,19 +438,19 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_with_more_space(
                 with contextlib.suppress(OSError):
                     while filler.write(b"x" * size):
                         pass
-        code, said = ended(process)
+        code, output = ended(process)
 
-        assert code == 75, said
-        assert "the disk is full" in said, said
-        assert "run the same command again" in said
-        assert_in_words(said)
+        assert code == 75, output
+        assert "the disk is full" in output, output
+        assert "run the same command again" in output
+        assert_in_words(output)
         before = saved_step(out)
         assert before >= 2
 
         (disk / "filler").unlink()
-        code, said = ended(start([*TRAIN, str(path), *DDP, f"output={out}"]))
-        assert code == 0, said
-        assert f"after step {before}" in said
+        code, output = ended(start([*TRAIN, str(path), *DDP, f"output={out}"]))
+        assert code == 0, output
+        assert f"after step {before}" in output
         steps = [line["step"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
         assert steps == list(range(1, 151))
     finally:
@@ -396,46 +458,46 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_with_more_space(
 
 
 @pytest.mark.attack
-def test_a_second_run_is_refused_and_signals_that_come_again_are_one_request(
+def test_a_second_run_is_refused_and_a_repeated_sigterm_is_one_request(
     endless: Path, start: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: steps_of(out) >= 4, process)
 
-    code, said = ended(start([*TRAIN, str(endless), *DDP]))
+    code, output = ended(start([*TRAIN, str(endless), *DDP]))
 
-    assert code == 2, said
-    assert said.count(f"output: {out} is in use by process {ranks_of(process)[0]} on {socket.gethostname()}") == 1
-    assert_in_words(said)
+    assert code == 2, output
+    assert output.count(f"output: {out} is in use by process {ranks_of(process)[0]} on {socket.gethostname()}") == 1
+    assert_in_words(output)
 
     process.send_signal(signal.SIGTERM)
     time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    code, said = ended(process)
+    code, output = ended(process)
 
-    assert code == 75, said
-    assert "SIGTERM: saved after step" in said
-    assert f"saved after step {saved_step(out)};" in said
-    assert_in_words(said)
+    assert code == 75, output
+    assert "SIGTERM: saved after step" in output
+    assert f"saved after step {saved_step(out)};" in output
+    assert_in_words(output)
 
 
 @pytest.mark.attack
-def test_torchruns_whole_process_group_may_be_asked_to_stop(endless: Path, start: Any, tmp_path: Path) -> None:
-    """As Kubernetes, Slurm and Ctrl-C do: each worker gets the signal twice, from outside and from torchrun."""
+def test_a_signal_to_torchruns_full_process_group_saves_once(endless: Path, start: Any, tmp_path: Path) -> None:
+    """As from Kubernetes, Slurm and Ctrl-C: each worker gets the signal twice, from outside and from torchrun."""
     process = start(torchrun(endless, *DDP))
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
 
     for pid in marked(f"{MARK}={tmp_path}"):
         os.kill(pid, signal.SIGTERM)
-    _, said = ended(process)
+    _, output = ended(process)
 
-    assert f"SIGTERM: saved after step {saved_step(tmp_path / 'out')};" in said
-    assert "stopped at once" not in said
+    assert f"SIGTERM: saved after step {saved_step(tmp_path / 'out')};" in output
+    assert "stopped at once" not in output
 
 
 @pytest.mark.attack
-def test_a_killed_launcher_leaves_nobody(endless: Path, start: Any, tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_worker(endless: Path, start: Any, tmp_path: Path) -> None:
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
     assert len(marked(f"{MARK}={tmp_path}")) == 3

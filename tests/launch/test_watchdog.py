@@ -1,7 +1,7 @@
-"""When a rank of a run fails, is gone, or stands still, every rank ends, and says in words which one it was.
+"""When a rank fails, is killed or makes no progress, every rank ends and names that rank.
 
-Real processes with real gloo. A stage imports torch once; for each scene it forks the ranks, which act like the train
-command: they ask the watch about a collective that failed, and tell it about an error of their own.
+Real processes with real gloo. One "stage" process imports torch once and forks the ranks of each scene. The ranks act
+like the train command: they call `explain` after a failed collective, and `fail` after an error of their own.
 """
 
 import contextlib
@@ -27,12 +27,11 @@ from torch.distributed import PrefixStore, TCPStore
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)] if __name__ == "__main__" else []
 
-from lorakit.launch.heartbeat import is_collective_error  # noqa: E402
-from lorakit.launch.watchdog import Watchdog  # noqa: E402
+from lorakit.launch.watchdog import Watchdog, is_collective_error  # noqa: E402
 
 pytestmark = pytest.mark.spread
 
-SILENT = 4.0  # seconds; a rank speaks ten times as often
+SILENT = 2.0  # seconds; a rank sends ten heartbeats in that time
 HANG_SECONDS = 60.0
 ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1",
@@ -42,21 +41,21 @@ APART = -1  # the process that holds the store when no rank does
 
 
 class UserError(Exception):
-    """What a rank finds wrong by itself."""
+    """An error of one rank alone."""
 
 
-# -- the scenes: what each rank does, and what becomes of the ranks from outside -------------------------------------
+# -- the scenes: actions of each rank, and signals from outside -------------------------------------
 
 
-def reduce_for_ever(watch: Watchdog) -> None:
+def reduce_for_ever(watchdog: Watchdog) -> None:
     for step in range(10**9):
-        watch.set_phase(f"step {step}: all-reduce")
+        watchdog.set_phase(f"step {step}: all-reduce")
         dist.all_reduce(torch.ones(1000))
         time.sleep(0.01)
 
 
-def wait_elsewhere(watch: Watchdog, phase: str = "step 3: reading rows") -> None:
-    watch.set_phase(phase)
+def wait_elsewhere(watchdog: Watchdog, phase: str = "step 3: reading rows") -> None:
+    watchdog.set_phase(phase)
     time.sleep(HANG_SECONDS)
 
 
@@ -64,84 +63,84 @@ def later(seconds: float, number: signal.Signals) -> None:
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
 
-def one_is_killed(watch: Watchdog) -> None:
-    if watch.rank == 1:
+def one_is_killed(watchdog: Watchdog) -> None:
+    if watchdog.rank == 1:
         later(3, signal.SIGKILL)
-    reduce_for_ever(watch)
+    reduce_for_ever(watchdog)
 
 
-def one_is_killed_while_nobody_talks_to_it(watch: Watchdog) -> None:
-    if watch.rank == 1:
+def one_is_killed_while_the_others_are_blocked(watchdog: Watchdog) -> None:
+    if watchdog.rank == 1:
         later(3, signal.SIGKILL)
-    if watch.rank == 0:
-        watch.set_phase("step 3: receiving")
-        dist.recv(torch.ones(1), src=2)  # blocked inside torch, waiting for a rank that is well
-    wait_elsewhere(watch)
+    if watchdog.rank == 0:
+        watchdog.set_phase("step 3: receiving")
+        dist.recv(torch.ones(1), src=2)  # blocked inside torch, waiting for a rank that runs
+    wait_elsewhere(watchdog)
 
 
-def the_store_is_killed(watch: Watchdog) -> None:
-    if watch.rank == 0:
+def the_store_is_killed(watchdog: Watchdog) -> None:
+    if watchdog.rank == 0:
         later(3, signal.SIGKILL)
-    wait_elsewhere(watch)
+    wait_elsewhere(watchdog)
 
 
-def the_store_is_killed_but_its_port_stays_open(watch: Watchdog) -> None:
-    """As when a process that loads rows outlives the rank that forked it."""
-    if watch.rank == 0 and os.fork() == 0:
+def the_store_is_killed_but_its_port_stays_open(watchdog: Watchdog) -> None:
+    """As when a data-loading process outlives the rank that forked it."""
+    if watchdog.rank == 0 and os.fork() == 0:
         time.sleep(4 * SILENT)
         os._exit(0)
-    the_store_is_killed(watch)
+    the_store_is_killed(watchdog)
 
 
-def one_is_stopped(watch: Watchdog) -> None:
-    if watch.rank == 1:
+def one_is_stopped(watchdog: Watchdog) -> None:
+    if watchdog.rank == 1:
         later(3, signal.SIGSTOP)
-    reduce_for_ever(watch)
+    reduce_for_ever(watchdog)
 
 
-def two_are_stopped(watch: Watchdog) -> None:
-    if watch.rank > 0:
-        later(2.7 + 0.3 * watch.rank, signal.SIGSTOP)
-    reduce_for_ever(watch)
+def two_are_stopped(watchdog: Watchdog) -> None:
+    if watchdog.rank > 0:
+        later(2.7 + 0.3 * watchdog.rank, signal.SIGSTOP)
+    reduce_for_ever(watchdog)
 
 
-def the_store_is_stopped(watch: Watchdog) -> None:
-    if watch.rank == 0:
+def the_store_is_stopped(watchdog: Watchdog) -> None:
+    if watchdog.rank == 0:
         later(3, signal.SIGSTOP)
-    reduce_for_ever(watch)
+    reduce_for_ever(watchdog)
 
 
-def one_finds_an_error(watch: Watchdog) -> None:
-    if watch.rank == 1:
+def one_finds_an_error(watchdog: Watchdog) -> None:
+    if watchdog.rank == 1:
         for step in range(3):
-            watch.set_phase(f"step {step}: all-reduce")
+            watchdog.set_phase(f"step {step}: all-reduce")
             dist.all_reduce(torch.ones(1000))
-        watch.set_phase("step 3: reading rows")
+        watchdog.set_phase("step 3: reading rows")
         raise UserError("rows.jsonl:7: no text\nGive it one.")
-    reduce_for_ever(watch)
+    reduce_for_ever(watchdog)
 
 
-def the_host_of_the_store_finds_an_error(watch: Watchdog) -> None:
-    if watch.rank == 0:
-        watch.set_phase("step 3: reading rows")
+def the_host_of_the_store_finds_an_error(watchdog: Watchdog) -> None:
+    if watchdog.rank == 0:
+        watchdog.set_phase("step 3: reading rows")
         raise UserError("rows.jsonl:7: no text")
-    wait_elsewhere(watch)
+    wait_elsewhere(watchdog)
 
 
-def each_finds_an_error_at_once(watch: Watchdog) -> None:
-    watch.set_phase("reading the recipe")
-    time.sleep(2 - time.time() % 1 + watch.rank / 30)  # before it is heard of the others
-    raise UserError(f"error {watch.rank} of the user")
+def each_finds_an_error_at_once(watchdog: Watchdog) -> None:
+    watchdog.set_phase("reading the recipe")
+    time.sleep(2 - time.time() % 1 + watchdog.rank / 30)  # all before the first exchange of heartbeats
+    raise UserError(f"error {watchdog.rank} of the user")
 
 
-def they_wait_for_each_other(watch: Watchdog) -> None:
+def they_wait_for_each_other(watchdog: Watchdog) -> None:
     for step in range(3):
-        watch.set_phase(f"step {step}: all-reduce")
+        watchdog.set_phase(f"step {step}: all-reduce")
         dist.all_reduce(torch.ones(1000))
-    watch.set_phase("step 3: reading rows")
-    if watch.rank == 1:
+    watchdog.set_phase("step 3: reading rows")
+    if watchdog.rank == 1:
         wait_for_a_row()
-    watch.set_phase("step 3: all-reduce")
+    watchdog.set_phase("step 3: all-reduce")
     dist.all_reduce(torch.ones(1000))
 
 
@@ -149,27 +148,27 @@ def wait_for_a_row() -> None:
     threading.Event().wait(HANG_SECONDS)
 
 
-def a_collective_breaks_although_all_live(watch: Watchdog) -> None:
-    if watch.rank == 1:
-        wait_elsewhere(watch)
-    reduce_for_ever(watch)
+def a_collective_breaks_although_all_live(watchdog: Watchdog) -> None:
+    if watchdog.rank == 1:
+        wait_elsewhere(watchdog)
+    reduce_for_ever(watchdog)
 
 
-def the_first_ends_well_long_before(watch: Watchdog) -> None:
-    if watch.rank > 0:
+def the_first_ends_well_long_before(watchdog: Watchdog) -> None:
+    if watchdog.rank > 0:
         time.sleep(2 * SILENT)
 
 
-def another_ends_well_long_before(watch: Watchdog) -> None:
-    if watch.rank != 1:
+def another_ends_well_long_before(watchdog: Watchdog) -> None:
+    if watchdog.rank != 1:
         time.sleep(2 * SILENT)
 
 
-def all_work_hard(watch: Watchdog) -> None:
-    """More busy ranks than cores; each now and then keeps the interpreter's lock in a C call."""
+def all_work_hard(watchdog: Watchdog) -> None:
+    """More busy ranks than cores; each holds the GIL in a C call from time to time."""
     until = time.monotonic() + 2 * SILENT
     while time.monotonic() < until:
-        watch.set_phase("step 1: forward")
+        watchdog.set_phase("step 1: forward")
         sum(number * number for number in range(200_000))
         ctypes.PyDLL(None).usleep(int(SILENT / 4 * 1e6))
 
@@ -191,13 +190,13 @@ class Scene(NamedTuple):
     store: int = 0
     """the rank that holds the store"""
     ending_seconds: float = 2
-    """how long a rank that was told why takes to end: longer than the grace"""
+    """time that a rank takes to end after it received the reason: longer than the grace"""
     first: Callable[[int], None] = lambda rank: None
-    """what a rank does between joining the store and watching"""
+    """called between joining the store and starting the watchdog"""
     together: bool = True
-    """whether nothing happens before every rank was heard of, however busy the machine is"""
+    """the action starts after all ranks have exchanged heartbeats, however busy the machine is"""
     meanwhile: Callable[[dict[int, int]], None] = lambda pids: None
-    """done from outside to the ranks' processes"""
+    """called with the process ids of the ranks, in another process"""
 
 
 def continue_the_stopped(pids: dict[int, int]) -> None:
@@ -228,9 +227,9 @@ def pause_all(pids: dict[int, int]) -> None:
 SCENES = {
     "killed": Scene(one_is_killed),
     "killed, others do not end": Scene(one_is_killed, ending_seconds=HANG_SECONDS),
-    "killed, others blocked": Scene(one_is_killed_while_nobody_talks_to_it),
+    "killed, others blocked": Scene(one_is_killed_while_the_others_are_blocked),
     "killed among many": Scene(
-        lambda watch: (later(3, signal.SIGKILL) if watch.rank == 11 else None, wait_elsewhere(watch))[1],
+        lambda watchdog: (later(3, signal.SIGKILL) if watchdog.rank == 11 else None, wait_elsewhere(watchdog))[1],
         size=12, group=False,
     ),
     "store killed": Scene(the_store_is_killed, group=False),
@@ -244,47 +243,47 @@ SCENES = {
     "errors at once": Scene(each_finds_an_error_at_once, size=4, group=False),
     "deadlock": Scene(they_wait_for_each_other, settings={"stuck_seconds": 3}),
     "deadlock of many": Scene(
-        lambda watch: wait_elsewhere(watch, f"step {3 - (watch.rank == 11)}: reading rows"),
+        lambda watchdog: wait_elsewhere(watchdog, f"step {3 - (watchdog.rank == 11)}: reading rows"),
         size=12, group=False, settings={"stuck_seconds": 2},
     ),
     "broken": Scene(a_collective_breaks_although_all_live, group_seconds=4),
     "first ends": Scene(the_first_ends_well_long_before),
     "another ends": Scene(another_ends_well_long_before),
     "starts late": Scene(
-        lambda watch: time.sleep(SILENT * (3 - watch.rank)), group=False, together=False, delays={2: 2 * SILENT},
+        lambda watchdog: time.sleep(SILENT * (3 - watchdog.rank)), group=False, together=False, delays={2: 2 * SILENT},
     ),
     "store answers late": Scene(
-        lambda watch: time.sleep(3 * SILENT), group=False, together=False, first=host_stops, meanwhile=continue_the_host,
+        lambda watchdog: time.sleep(3 * SILENT), group=False, together=False, first=host_stops, meanwhile=continue_the_host,
     ),
     "never starts": Scene(
         wait_elsewhere, group=False, together=False, settings={"start_seconds": 3}, delays={2: HANG_SECONDS},
     ),
     "hard work": Scene(all_work_hard, size=4, group=False),
-    "paused": Scene(lambda watch: time.sleep(3 * SILENT), group=False, meanwhile=pause_all),
+    "paused": Scene(lambda watchdog: time.sleep(3 * SILENT), group=False, meanwhile=pause_all),
 }  # fmt: skip
 
 
 # -- the stage --------------------------------------------------------------------------------------------------------
 
 
-def act(scene: Scene, watch: Watchdog, join: Callable[[], None]) -> int:
-    """A rank as the train command would run it; its exit code."""
-    watch.start()
+def act(scene: Scene, watchdog: Watchdog, join: Callable[[], None]) -> int:
+    """Run a rank as the train command does, and return its exit code."""
+    watchdog.start()
     try:
         join()
-        scene.act(watch)
+        scene.act(watchdog)
     except UserError as problem:
-        reason = watch.fail(str(problem), 2)
-        print(f"lorakit: {problem if reason.rank == watch.rank else reason}", file=sys.stderr)
+        reason = watchdog.fail(str(problem), 2)
+        print(f"lorakit: {problem if reason.rank == watchdog.rank else reason}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not is_collective_error(error):
             raise
-        reason = watch.explain(error)
+        reason = watchdog.explain(error)
         print(f"lorakit: {reason}", file=sys.stderr, flush=True)
         time.sleep(scene.ending_seconds)
         return reason.exit_code
-    watch.close()
+    watchdog.close()
     return 0
 
 
@@ -308,7 +307,7 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
             dist.init_process_group("gloo", store=inner, rank=rank, world_size=scene.size, timeout=seconds)
         if scene.together:
             come_together(store, scene.size)
-            if here:  # nobody asks it any more when it goes with this rank
+            if here:  # the store ends with this rank
                 wait_until_together(store, scene.size)
 
     scene.first(rank)
@@ -317,10 +316,10 @@ def perform(scene: Scene, rank: int, port: int, listening: int) -> int:
 
 
 def come_together(store: TCPStore, size: int) -> None:
-    """Until every rank is in its third round, so that the answer to an earlier one has come to it."""
+    """Wait until every rank is in its third exchange, so that it has received the answer to an earlier one."""
     watched = PrefixStore("watch", store)
-    for key in [f"lorakit/watch/{rank}" for rank in range(size)]:
-        while (said := watched.get(key).decode()) == "-" or json.loads(said)["count"] < 3:
+    for key in [f"lorakit/watchdog/{rank}" for rank in range(size)]:
+        while (beat := watched.get(key).decode()) == "-" or json.loads(beat)["count"] < 3:
             time.sleep(0.1)
     store.add("together", 1)
 
@@ -341,14 +340,14 @@ def listening_socket() -> Iterator[tuple[int, int]]:
 
 
 def fork(folder: Path, name: str, work: Callable[[], int]) -> int:
-    """A process that does this, what it prints going to a file; its number."""
+    """Run ``work`` in a forked process that prints to a file; return its process id."""
     if (pid := os.fork()) > 0:
         return pid
     code = 1
     try:
-        told = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(told, 1)
-        os.dup2(told, 2)
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
         code = work()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -357,7 +356,7 @@ def fork(folder: Path, name: str, work: Callable[[], int]) -> int:
 
 
 def play(name: str, folder: Path) -> int:
-    """Forks the ranks of a scene, and writes down the exit codes once all have ended; None: had to be killed."""
+    """Fork the ranks of a scene and write their exit codes to a file; None for a rank that had to be killed."""
     scene, until = SCENES[name], time.monotonic() + HANG_SECONDS
     codes: dict[int, int | None] = {}
     with listening_socket() as (port, listening):
@@ -386,30 +385,30 @@ def stage(lines: IO[str]) -> None:
 
 
 def launched(name: str, folder: Path) -> int:
-    """A rank that torchrun started: the group from the environment, its store, and torchrun's SIGTERM looked at later."""
+    """Run a rank that torchrun started, which ignores torchrun's SIGTERM; return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     dist.init_process_group("gloo")
-    told = os.open(folder / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(told, 2)
+    descriptor = os.open(folder / str(dist.get_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
     store = dist.distributed_c10d._get_default_store()
-    watch = Watchdog(store, dist.get_rank(), dist.get_world_size(), silent_seconds=SILENT)
-    return act(SCENES[name], watch, lambda: None)
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), silent_seconds=SILENT)
+    return act(SCENES[name], watchdog, lambda: None)
 
 
-def said_by(file: Path) -> str:
-    """What a rank printed, but for torch's complaint that DNS is slow."""
+def printed_by(file: Path) -> str:
+    """Return the output of a rank without torch's warning that DNS is slow."""
     lines = file.read_text().splitlines(keepends=True)
     return "".join(line for line in lines if "hostname of the client socket cannot be retrieved" not in line)
 
 
 class Played(NamedTuple):
     codes: list[int | None]
-    said: list[str]
+    output: list[str]
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Played]]:
-    """Plays a scene: the exit code of each rank and what it printed."""
+    """Return the exit code and the output of each rank of a scene."""
     folders = {name: tmp_path_factory.mktemp("scene") for name in SCENES}
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True
@@ -427,25 +426,25 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             assert time.monotonic() < until, "the stage hangs"
             time.sleep(0.05)
         codes = json.loads(done.read_text())
-        return Played(codes, [said_by(folders[name] / str(rank)) for rank in range(len(codes))])
+        return Played(codes, [printed_by(folders[name] / str(rank)) for rank in range(len(codes))])
 
     yield played
-    os.killpg(process.pid, signal.SIGKILL)  # it waits for more scenes, so the group is still its own
+    os.killpg(process.pid, signal.SIGKILL)  # the stage still waits for scenes, so its process group exists
     process.stdin.close()
-    process.wait()
+    process.wait(HANG_SECONDS)
 
 
 # -- the claims -------------------------------------------------------------------------------------------------------
 
 
-def names_once(said: str, *words: str) -> bool:
-    """One block of ours, with these words, and no word of gloo's."""
-    return said.count("lorakit: stopped") == 1 and all(word in said for word in words) and "gloo" not in said
+def names_once(output: str, *words: str) -> bool:
+    """True if the output has one message of lorakit with these words, and none of gloo."""
+    return output.count("lorakit: stopped") == 1 and all(word in output for word in words) and "gloo" not in output
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("played")  # first: the scenes are played meanwhile
-def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("played")  # the first test, because the scenes run meanwhile
+def test_under_torchrun_the_reasons_are_the_same(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     runs = {}
     for scene in ("killed", "error"):
@@ -453,139 +452,141 @@ def test_under_torchrun_all_the_same(tmp_path: Path) -> None:
         folder.mkdir()
         runs[scene] = subprocess.Popen([*torchrun, scene, folder], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     reports = {scene: run.communicate(timeout=2 * HANG_SECONDS)[1] for scene, run in runs.items()}
-    said = {scene: said_by(tmp_path / scene / "0") for scene in runs}
+    output = {scene: printed_by(tmp_path / scene / "0") for scene in runs}
 
     assert [run.returncode for run in runs.values()] == [1, 1]  # torchrun's own
-    assert names_once(said["killed"], "rank 1 (", "ended without a word"), said
-    assert names_once(said["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), said
+    assert names_once(output["killed"], "rank 1 (", "ended without a word"), output
+    assert names_once(output["error"], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text"), output
     assert re.search(r"rank +: 0 .*\n +exitcode +: 75 ", reports["killed"]), reports["killed"]
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", reports["error"]), reports["error"]
 
 
 @pytest.mark.parametrize("scene", ["killed", "killed, others do not end"])
 def test_a_killed_rank_is_named_by_all_others(played: Callable[[str], Played], scene: str) -> None:
-    codes, said = played(scene)
+    codes, output = played(scene)
 
-    assert codes == [75, -9, 75], said
+    assert codes == [75, -9, 75], output
     for rank in (0, 2):
-        assert names_once(said[rank], "rank 1 (", "ended without a word", "all-reduce"), said[rank]
+        assert names_once(output[rank], "rank 1 (", "ended without a word", "all-reduce"), output[rank]
 
 
 def test_a_killed_rank_is_noticed_by_ranks_that_are_blocked_elsewhere(played: Callable[[str], Played]) -> None:
-    codes, said = played("killed, others blocked")
+    codes, output = played("killed, others blocked")
 
-    assert codes == [75, -9, 75], said
+    assert codes == [75, -9, 75], output
     for rank in (0, 2):
-        assert names_once(said[rank], "rank 1 (", "ended without a word", "step 3: reading rows"), said[rank]
+        assert names_once(output[rank], "rank 1 (", "ended without a word", "step 3: reading rows"), output[rank]
 
 
-def test_every_rank_of_many_learns_of_one_it_does_not_listen_to(played: Callable[[str], Played]) -> None:
-    codes, said = played("killed among many")
+def test_every_rank_of_many_names_one_it_does_not_watch(played: Callable[[str], Played]) -> None:
+    codes, output = played("killed among many")
 
-    assert codes == [75] * 11 + [-9], said
-    assert all(names_once(words, "rank 11 (", "ended without a word") for words in said[:11]), said
+    assert codes == [75] * 11 + [-9], output
+    assert all(names_once(words, "rank 11 (", "ended without a word") for words in output[:11]), output
 
 
 @pytest.mark.parametrize("scene", ["store killed", "store killed, port open"])
 def test_a_killed_rank_that_took_the_store_along_is_named(played: Callable[[str], Played], scene: str) -> None:
-    codes, said = played(scene)
+    codes, output = played(scene)
 
-    assert codes == [-9, 75, 75], said
-    assert all(names_once(words, "rank 0 (", "ended without a word", "step 3") for words in said[1:]), said
+    assert codes == [-9, 75, 75], output
+    assert all(names_once(words, "rank 0 (", "ended without a word", "step 3") for words in output[1:]), output
 
 
-def test_a_store_that_is_gone_with_a_process_apart_ends_the_ranks(played: Callable[[str], Played]) -> None:
-    codes, said = played("store apart killed")
+def test_a_store_that_ends_with_another_process_ends_the_ranks(played: Callable[[str], Played]) -> None:
+    codes, output = played("store apart killed")
 
-    assert codes == [75, 75], said
-    assert all(names_once(words, "127.0.0.1:", "where the ranks meet, did not answer for 4 s") for words in said), said
+    assert codes == [75, 75], output
+    assert all(names_once(words, "127.0.0.1:", "where the ranks meet, did not answer for 2 s") for words in output), (
+        output
+    )
 
 
 def test_a_stopped_rank_is_named_and_ends_too_when_it_wakes_up(played: Callable[[str], Played]) -> None:
-    codes, said = played("stopped")
+    codes, output = played("stopped")
 
-    assert codes == [75, 75, 75], said
+    assert codes == [75, 75, 75], output
     for rank in (0, 2):
-        assert names_once(said[rank], "rank 1 (", "not been heard of for 4 s", "all-reduce"), said[rank]
+        assert names_once(output[rank], "rank 1 (", "not been heard of for 2 s", "all-reduce"), output[rank]
 
 
-def test_ranks_that_fell_silent_together_are_named_together(played: Callable[[str], Played]) -> None:
-    codes, said = played("two stopped")
+def test_ranks_that_stopped_together_are_named_together(played: Callable[[str], Played]) -> None:
+    codes, output = played("two stopped")
 
-    assert codes == [75, 75, 75], said
-    assert names_once(said[0], "rank 1 (", "rank 2 (", "have not been heard of for 4 s"), said[0]
+    assert codes == [75, 75, 75], output
+    assert names_once(output[0], "rank 1 (", "rank 2 (", "have not been heard of for 2 s"), output[0]
 
 
 def test_a_stopped_host_of_the_store_is_named_by_its_address_and_rank(played: Callable[[str], Played]) -> None:
-    codes, said = played("store stopped")
+    codes, output = played("store stopped")
 
-    assert codes == [75, 75, 75], said
-    assert all(names_once(words, "did not answer for 4 s", "rank 0 (", "all-reduce") for words in said[1:]), said
+    assert codes == [75, 75, 75], output
+    assert all(names_once(words, "did not answer for 2 s", "rank 0 (", "all-reduce") for words in output[1:]), output
 
 
-def test_an_error_of_one_rank_is_told_by_all_and_decides_their_exit_code(played: Callable[[str], Played]) -> None:
-    codes, said = played("error")
+def test_an_error_of_one_rank_is_printed_by_all_and_decides_their_exit_code(played: Callable[[str], Played]) -> None:
+    codes, output = played("error")
 
-    assert codes == [2, 2, 2], said
-    assert "lorakit: rows.jsonl:7: no text\nGive it one." in said[1], said[1]
+    assert codes == [2, 2, 2], output
+    assert "lorakit: rows.jsonl:7: no text\nGive it one." in output[1], output[1]
     for rank in (0, 2):
-        assert names_once(said[rank], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text\n  Give")
+        assert names_once(output[rank], "rank 1 (", "failed at: step 3: reading rows\n  rows.jsonl:7: no text\n  Give")
 
 
-def test_an_error_of_the_host_of_the_store_is_told_before_the_store_goes(played: Callable[[str], Played]) -> None:
-    codes, said = played("host's error")
+def test_an_error_of_the_stores_host_is_sent_before_the_store_ends(played: Callable[[str], Played]) -> None:
+    codes, output = played("host's error")
 
-    assert codes == [2, 2, 2], said
-    assert all(names_once(words, "rank 0 (", "rows.jsonl:7: no text") for words in said[1:]), said
-
-
-def test_of_errors_at_once_the_same_one_is_told_by_all(played: Callable[[str], Played]) -> None:
-    codes, said = played("errors at once")
-
-    assert codes == [2] * 4, said
-    first = [rank for rank, words in enumerate(said) if words == f"lorakit: error {rank} of the user\n"]
-    assert len(first) == 1, said
-    others = [words for rank, words in enumerate(said) if rank != first[0]]
-    assert all(names_once(words, f"rank {first[0]} (", f"error {first[0]} of the user") for words in others), said
+    assert codes == [2, 2, 2], output
+    assert all(names_once(words, "rank 0 (", "rows.jsonl:7: no text") for words in output[1:]), output
 
 
-def test_ranks_that_wait_for_each_other_say_who_is_where(played: Callable[[str], Played]) -> None:
-    codes, said = played("deadlock")
+def test_of_simultaneous_errors_all_ranks_print_the_same_one(played: Callable[[str], Played]) -> None:
+    codes, output = played("errors at once")
 
-    assert codes == [75, 75, 75], said
-    for words in said:
+    assert codes == [2] * 4, output
+    first = [rank for rank, words in enumerate(output) if words == f"lorakit: error {rank} of the user\n"]
+    assert len(first) == 1, output
+    others = [words for rank, words in enumerate(output) if rank != first[0]]
+    assert all(names_once(words, f"rank {first[0]} (", f"error {first[0]} of the user") for words in others), output
+
+
+def test_a_deadlock_is_reported_with_the_phase_of_each_rank(played: Callable[[str], Played]) -> None:
+    codes, output = played("deadlock")
+
+    assert codes == [75, 75, 75], output
+    for words in output:
         assert words.count("lorakit: stopped") == 1, words
         assert "no rank moved for" in words, words
         assert "): step 3: reading rows, for " in words, words
         assert words.count("): step 3: all-reduce, for ") == 2, words
         assert "Behind the others: rank 1 (" in words, words
-    assert "in wait_for_a_row" in said[1], said[1]
-    assert "in they_wait_for_each_other" in said[0], said[0]
+    assert "in wait_for_a_row" in output[1], output[1]
+    assert "in they_wait_for_each_other" in output[0], output[0]
 
 
-def test_who_is_behind_is_found_among_many(played: Callable[[str], Played]) -> None:
-    codes, said = played("deadlock of many")
+def test_the_rank_behind_is_named_among_many(played: Callable[[str], Played]) -> None:
+    codes, output = played("deadlock of many")
 
-    assert codes == [75] * 12, said
-    assert all("Behind the others: rank 11 (" in words for words in said), said
+    assert codes == [75] * 12, output
+    assert all("Behind the others: rank 11 (" in words for words in output), output
 
 
-def test_a_broken_collective_of_living_ranks_is_told_with_their_places(played: Callable[[str], Played]) -> None:
-    codes, said = played("broken")
+def test_a_broken_collective_of_running_ranks_is_reported_with_their_phases(played: Callable[[str], Played]) -> None:
+    codes, output = played("broken")
 
-    assert codes == [75, 75, 75], said
-    for words in said:
+    assert codes == [75, 75, 75], output
+    for words in output:
         assert words.count("lorakit: stopped") == 1, words
         assert "although every rank is heard of" in words, words
         assert "): step 3: reading rows, for " in words, words
 
 
 @pytest.mark.parametrize("scene", ["first ends", "another ends"])
-def test_a_rank_that_ends_well_is_not_missed(played: Callable[[str], Played], scene: str) -> None:
-    codes, said = played(scene)
+def test_a_rank_that_closed_is_not_reported(played: Callable[[str], Played], scene: str) -> None:
+    codes, output = played(scene)
 
-    assert codes == [0, 0, 0], said
-    assert "".join(said) == ""
+    assert codes == [0, 0, 0], output
+    assert "".join(output) == ""
 
 
 def test_a_rank_that_starts_late_is_waited_for(played: Callable[[str], Played]) -> None:
@@ -597,17 +598,17 @@ def test_a_store_that_is_slow_at_the_start_is_waited_for(played: Callable[[str],
 
 
 def test_a_rank_that_never_starts_is_named(played: Callable[[str], Played]) -> None:
-    codes, said = played("never starts")
+    codes, output = played("never starts")
 
-    assert codes == [75, 75, -9], said
-    assert all(names_once(words, "rank 2 gave no sign of life for 3 s", "127.0.0.1:") for words in said[:2]), said
+    assert codes == [75, 75, -9], output
+    assert all(names_once(words, "rank 2 gave no sign of life for 3 s", "127.0.0.1:") for words in output[:2]), output
 
 
-def test_hard_work_is_no_silence(played: Callable[[str], Played]) -> None:
+def test_busy_ranks_are_not_reported(played: Callable[[str], Played]) -> None:
     assert played("hard work") == ([0] * 4, [""] * 4)
 
 
-def test_a_run_that_is_stopped_and_continued_as_a_whole_goes_on(played: Callable[[str], Played]) -> None:
+def test_a_run_that_is_suspended_and_continued_goes_on(played: Callable[[str], Played]) -> None:
     assert played("paused") == ([0] * 3, [""] * 3)
 
 
