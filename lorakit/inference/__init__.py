@@ -1,1 +1,1 @@
-"""Many adapters on one base in Python."""
+"""Inference in Python: many adapters on one base."""

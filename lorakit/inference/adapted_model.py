@@ -1,4 +1,7 @@
-"""Many adapters on one base in Python: load, unload, replace, use, and choose per row."""
+"""Many adapters on one base in Python: load, unload, replace, and choose one per row.
+
+Invariant: the base is never written, and a row's output does not depend on the adapters of other rows.
+"""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,27 +15,20 @@ from torch import nn
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.load import find_base, generation_settings, load_tokenizer
-from lorakit.base.quantized import load_any_base
+from lorakit.base.loading import load_any_base
 from lorakit.errors import LorakitError, PatchError, did_you_mean
-from lorakit.inference.bind import PatchSource, bind, check_called, merged_copy, quantization_note
+from lorakit.files.base_files import open_base_files
+from lorakit.files.dtypes import dtype_name
+from lorakit.inference.bind import PatchSource, build_slots, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.prompts import Prompt, PromptCodec
 from lorakit.lora.routing import Adapter, Route, SlotHook
-from lorakit.patch import (
-    BaseIdentity,
-    BaseShapes,
-    Caps,
-    Patch,
-    check_base,
-    check_fits,
-    open_base_files,
-    read_patch,
-    unverified_note,
-)  # fmt: skip
+from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.patch import DEFAULT_CAPS
 
 Adapters = str | None | Sequence[str | None]
+"""The name of one adapter for all rows, or one name per row. None means the plain base."""
 MAX_CACHED_ROUTES: Final = 2
-"""routes of several adapters whose tensors stay laid side by side between calls"""
+"""Mixed-batch routes whose concatenated A and B are cached between calls."""
 
 
 def load(
@@ -44,9 +40,9 @@ def load(
     revision: str | None = None,
     allow_base_mismatch: bool = False,
 ) -> "AdaptedModel":
-    """A base (folder, hub id or ``builtin:tiny``) with the named patches loaded, on the GPU when there is one.
+    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches, on the GPU if there is one.
 
-    ``quantize``: pack its linear layers while they are read (nf4, fp4, int8), as the recipe's key of that name does.
+    ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
 
     Raises:
         BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
@@ -59,7 +55,7 @@ def load(
         )
     folder = find_base(str(base), revision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_any_base(folder, choose_dtype(str(dtype).removeprefix("torch."), device).dtype, device, quantize)
+    model = load_any_base(folder, choose_dtype(dtype_name(dtype), device).dtype, device, quantize)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
@@ -69,8 +65,8 @@ def load(
 class AdaptedModel:
     """A frozen base and its loaded adapters.
 
-    Calls in different threads may use different adapters; a thread started inside a ``using`` block does not inherit
-    it. Loading, unloading and replacing an adapter never change a call that is under way.
+    Calls in different threads may use different adapters. A thread started inside a ``using`` block does not inherit
+    the block's route. Loading, unloading and replacing an adapter never change a call under way.
     """
 
     def __init__(
@@ -78,14 +74,14 @@ class AdaptedModel:
     ) -> None:
         self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
         self._prompts = prompts or PromptCodec(model, tokenizer)
-        # transformers fills what generate is not told from here, such as penalties or several answers per prompt
+        # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
-        self._hooked: set[str] = set()
-        self._mixed: tuple[Route, ...] = ()
+        self._hooked_layers: set[str] = set()
+        self._mixed_routes: tuple[Route, ...] = ()
         self._loading, self._sampling = threading.Lock(), threading.Lock()
 
     @property
@@ -95,17 +91,22 @@ class AdaptedModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for every adapter whose base could only be compared by its shapes, or was packed otherwise."""
+        """One sentence per adapter whose base was compared by shapes alone, or was quantised in another way."""
         return tuple(source.note for source in self._sources.values() if source.note)
 
     def load_adapter(
-        self, name: str, path: str | Path, *, replace: bool = False, allow_base_mismatch: bool = False,
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        replace: bool = False,
+        allow_base_mismatch: bool = False,
         caps: Caps = DEFAULT_CAPS,
-    ) -> None:  # fmt: skip
-        """Load a patch under a name; with ``replace`` it takes the place of the one that has the name.
+    ) -> None:
+        """Load a patch under a name; with ``replace`` it replaces the adapter of that name.
 
-        It is validated in full and then visible at once. On an error nothing has changed. Calls under way keep what
-        they began with. ``caps``: how much the patch may ask for, looked at before anything is allocated.
+        The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
+        with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
 
         Raises:
             PatchError: damaged, not fitting, too large, of another base, or the name is taken.
@@ -117,43 +118,41 @@ class AdaptedModel:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             self._check(patch, allow_base_mismatch)
-            slots = bind(patch, self.model)
-            check_called(patch, self.model, slots)
-            for layer in slots.keys() - self._hooked:
+            slots = build_slots(patch, self.model)
+            check_replacements_called(patch, self.model, slots)
+            # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
+            for layer in slots.keys() - self._hooked_layers:
                 kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                 hook = SlotHook(layer, kind, self._route)
                 self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
-                self._hooked.add(layer)
-            self._mixed = ()
-            self._adapters[name], self._sources[name] = (
-                Adapter(name, slots),
-                PatchSource(
-                    Path(path), patch.digest, unverified_note(patch, "the base") or quantization_note(patch, self.model)
-                ),
-            )
+                self._hooked_layers.add(layer)
+            note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
+            self._mixed_routes = ()  # they refer to the adapter that is replaced
+            self._sources[name] = PatchSource(Path(path), patch.digest, note)
+            self._adapters[name] = Adapter(name, slots)  # last: from here on calls can use it
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; the base, the others and calls that use it now are untouched."""
+        """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            self._mixed = ()
+            self._mixed_routes = ()  # they would keep its tensors in memory
             del self._adapters[name], self._sources[name]
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
-        """Every call in the block uses this adapter, or these, one per row of the batch; None is the plain base."""
+        """Use one adapter, or one per row of the batch, for every call in the block; None is the plain base."""
         with self._routed(self._resolve(adapters)):
             yield self
 
     @contextmanager
     def merged(self, name: str) -> Iterator["AdaptedModel"]:
-        """The base with an adapter merged in, as a model of its own for the block: each weight is the exact sum,
-        rounded once, of the base's and what the patch's folder holds.
+        """Yield a model with the adapter merged in: each weight is the exact sum W + s B A, rounded once.
 
-        The base itself is shared and not touched, so calls in other threads go on as they were.
+        Tensors without an update are shared with the base, which is never written, so calls in other threads are
+        unaffected. The patch is read again from its folder.
 
         Raises:
-            LorakitError: no such adapter. PatchError: its folder no longer holds what was loaded.
+            LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
         """
         self._resolve(name)
         source = self._sources[name]
@@ -163,7 +162,7 @@ class AdaptedModel:
         yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
 
     def __call__(self, *args: Any, adapters: Adapters = None, **inputs: Any) -> Any:
-        """The model's own forward; ``adapters`` as in ``using``, or what the surrounding block says."""
+        """Run the model's own forward; ``adapters`` as in ``using``, default: the surrounding block's."""
         named = (inputs.get("input_ids"), inputs.get("inputs_embeds"))
         first = args[0] if args else next((value for value in named if value is not None), None)
         with self._routed(self._route_for(adapters, None if first is None else first.shape[0], "a batch of {} rows")):
@@ -181,11 +180,11 @@ class AdaptedModel:
         seed: int = 0,
         raw: bool = False,
     ) -> list[str]:
-        """One answer per prompt: greedy at temperature 0, else sampled.
+        """Return one answer per prompt: greedy at temperature 0, else sampled.
 
-        A prompt is a user's text or a list of messages, rendered by the chat template when there is one; with ``raw``
-        a text is given to the model as it is, as rows of prompt + completion are trained. ``adapters``: one for all, or
-        one per prompt; without it, what the surrounding ``using`` block says.
+        A prompt is a user's text or a list of messages, rendered by the chat template if there is one. With ``raw`` a
+        text goes to the model unchanged, as rows of prompt + completion are trained. ``adapters``: one for all prompts,
+        or one per prompt; default: the surrounding ``using`` block's.
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
@@ -216,17 +215,23 @@ class AdaptedModel:
 
     @contextmanager
     def _seeded_sampling(self, seed: int) -> Iterator[None]:
-        with self._sampling, torch.random.fork_rng():  # sampling draws from the one global generator
+        # transformers samples from torch's global generator, so only one seeded call may run at a time
+        with self._sampling, torch.random.fork_rng():
             torch.manual_seed(seed)
             yield
 
     def _resolve(self, adapters: Adapters) -> Route:
+        """Return the route to these adapters, with the tensors they have now.
+
+        Raises:
+            LorakitError: a name is not loaded, or `adapters` is not of the type Adapters.
+        """
         if not (adapters is None or isinstance(adapters, str | list | tuple)):
             raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
         names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
         if not names:
             raise LorakitError("adapters: an empty list; give one name (or None) per row")
-        known = dict(self._adapters)
+        known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
             if name is not None and not isinstance(name, str):
                 raise LorakitError(f"adapters: a name or None per row, got {name!r}")
@@ -236,13 +241,20 @@ class AdaptedModel:
         route = Route(tuple(None if name is None else known[name] for name in names))
         if route.is_uniform:
             return route
-        # the same rows again use what was laid side by side for them
-        route = next((kept for kept in self._mixed if kept.rows == route.rows), route)
-        self._mixed = (route, *(kept for kept in self._mixed if kept is not route))[:MAX_CACHED_ROUTES]
+        # a batch with the same rows reuses the A and B concatenated for it
+        route = next((cached for cached in self._mixed_routes if cached.rows == route.rows), route)
+        others = [cached for cached in self._mixed_routes if cached is not route]
+        self._mixed_routes = (route, *others)[:MAX_CACHED_ROUTES]
         return route
 
     def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:
-        """The route of one call: what it asks for, else what the surrounding block says."""
+        """Return the route of one call: the requested one, else the surrounding block's.
+
+        count, what: the number of rows and their name in errors; None if the number is unknown.
+
+        Raises:
+            LorakitError: the route has another number of rows.
+        """
         route = self._route.get() if adapters is None else self._resolve(adapters)
         per_row = not (adapters is None or isinstance(adapters, str)) or (route is not None and len(route.rows) > 1)
         if route is not None and per_row and count is not None and len(route.rows) != count:

@@ -1,4 +1,7 @@
-"""A patch meets a model in memory: its slots for hot swapping, or a copy of the model with the patch merged in."""
+"""Bind a patch to a model in memory: slots for hot swapping, or a copy of the model with the patch merged in.
+
+Invariant: every tensor of the patch is bound to a layer of the model, or the patch is refused.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -15,24 +18,28 @@ from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.routing import Slot, SlotHook, copy_with
 from lorakit.lora.targets import tied_head
+from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
 
 
 @dataclass(frozen=True)
 class PatchSource:
-    """Where a loaded adapter came from, and which bytes it was."""
+    """Folder and digest of a loaded adapter."""
 
     folder: Path
     digest: str | None
     note: str | None
-    """said when it does not know its base, so that only shapes were compared"""
+    """Sentence for users if only shapes could be compared, or the base is quantised in another way; else None."""
 
 
-def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
-    """Layer name -> slot, for a patch that fits; tensors on the layer's device, in its dtype.
+def build_slots(patch: Patch, model: nn.Module) -> dict[str, Slot]:
+    """Return layer name -> slot for a patch that fits; tensors are on the layer's device, in its dtype.
 
-    Whole tensors that equal the base's, as PEFT saves beside an adapted embedding, take no room.
+    Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
+
+    Raises:
+        PatchError: the patch adapts experts, or its values overflow the base's dtype.
     """
     experts = [name for name, layer in patch.layers.items() if layer.num_experts]
     if experts:
@@ -45,19 +52,19 @@ def bind(patch: Patch, model: nn.Module) -> dict[str, Slot]:
         layer = model.get_submodule(name)
         replacement = copy_with(layer, own[name]) if name in own else None
         slots[name] = _slot(patch.layers.get(name), layer, replacement)
-    for name, held in patch.token_rows.items():
+    for name, token_rows in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
-        tokens = torch.tensor(held.tokens, device=weight.device)
-        slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(held.tensor, weight, name)))
+        tokens = torch.tensor(token_rows.tokens, device=weight.device)
+        slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(token_rows.tensor, weight, name)))
     return slots
 
 
 @torch.no_grad()
-def check_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
-    """Passes when the model calls every layer that brings tensors of its own, and does not read past the call.
+def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
+    """Return if the model calls every layer that a slot replaces.
 
     Raises:
-        PatchError: it does not: what the patch brings would have no effect.
+        PatchError: the model reads a layer's weight without calling the layer, so its replacement would have no effect.
     """
     layers = [name for name, slot in slots.items() if slot.replacement is not None]
     if not layers:
@@ -79,13 +86,11 @@ def check_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> N
 
 
 def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
-    """A model with the patch merged in. It shares every tensor the patch does not change; ``model`` is not touched."""
+    """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    merged = copy.deepcopy(model, shared)
+    merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
     for module in merged.modules():
-        for number, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, SlotHook):
-                del module._forward_hooks[number]
+        remove_forward_hooks(module, SlotHook)  # else the copy would follow the routes of the base
     changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
     for name, layer in patch.layers.items():
         if layer.num_experts:
@@ -93,14 +98,14 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
             continue
         if isinstance(model.get_submodule(name), QuantizedLinear):
             raise PatchError(
-                f"{patch.folder}: {name} is packed, so nothing can be merged into it; merge files (lorakit merge)"
+                f"{patch.folder}: {name} is quantised, so nothing can be merged into it; merge files (lorakit merge)"
             )
         old = model.get_parameter(f"{name}.weight")
         W = patch.full_tensors[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.full_tensors else old
-        changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [update_of(layer)], old.dtype)
-    for name, held in patch.token_rows.items():
+        changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [layer_update(layer)], old.dtype)
+    for name, token_rows in patch.token_rows.items():
         old = model.get_parameter(f"{name}.weight")
-        merged_rows = merged_weight(old, EMBEDDING, [rows_update(held.tensor, held.tokens)], old.dtype)
+        merged_rows = merged_weight(old, EMBEDDING, [rows_update(token_rows.tensor, token_rows.tokens)], old.dtype)
         changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
     for name, tensor in changed.items():
         module_name, _, key = name.rpartition(".")
@@ -109,7 +114,7 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
 
 
 def _sharing(embedding: str, model: nn.Module) -> list[str]:
-    """The embedding, and the head that is tied to it."""
+    """Return the embedding and the head that is tied to it."""
     tied = tied_head(model)
     return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
 
@@ -122,27 +127,27 @@ def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
 
 
 def quantization_note(patch: Patch, model: nn.Module) -> str | None:
-    """What to tell of a patch that was trained on the base packed, or in floats, and meets it in another form."""
+    """Return a sentence if the patch was trained with another quantisation of the base than the model's; else None."""
     if patch.metadata.get("base") is None:
         return None
-    told = patch.metadata["base"].get("packed")
-    trained = None if told is None else str(told.get("name"))
+    quantization = patch.metadata["base"].get("packed")
+    trained = None if quantization is None else str(quantization.get("name"))
     here = next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
     if trained == here:
         return None
-    forms = [f"packed as {name}" if name else "in floats" for name in (trained, here)]
+    forms = [f"quantised as {name}" if name else "in floats" for name in (trained, here)]
     return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
 
 
-def update_of(layer: PatchLayer) -> Update:
-    """A layer's update."""
+def layer_update(layer: PatchLayer) -> Update:
+    """Return the merge update of a layer."""
     return Update(layer.method, layer.scale, layer.tensors)
 
 
 def _slot(layer: PatchLayer | None, module: nn.Module, replacement: nn.Module | None) -> Slot:
     if layer is None:
         return Slot(replacement=replacement)
-    like = _computes_in(module)
+    like = _like_layer(module)
     A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
     gain = None
     if not METHODS[layer.method].additive:
@@ -152,8 +157,8 @@ def _slot(layer: PatchLayer | None, module: nn.Module, replacement: nn.Module | 
     return Slot(layer.scale, _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), replacement, gain)
 
 
-def _computes_in(module: nn.Module) -> Tensor:
-    """A tensor on the layer's device, of the dtype it computes in."""
+def _like_layer(module: nn.Module) -> Tensor:
+    """Return a tensor on the layer's device, in the dtype of its computation."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if isinstance(module, QuantizedLinear):
@@ -162,7 +167,7 @@ def _computes_in(module: nn.Module) -> Tensor:
 
 
 def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
-    """m / |W + s B A| (out,) in float32."""
+    """Return DoRA's gain m / |W + s B A|, (out,) float32."""
     kind = kind_of(module) or EMBEDDING
     stored = kind.dequantized(module).detach().double()
     W = stored.T if kind.transposed else stored
@@ -172,7 +177,7 @@ def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor on another's device, in its dtype.
+    """Return the tensor on the device and in the dtype of another.
 
     Raises:
         PatchError: its values do not fit.
@@ -184,7 +189,7 @@ def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
 
 
 def _own_tensors(patch: Patch, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """module -> parameter -> tensor, of the whole tensors that differ from the base's."""
+    """Return module -> parameter -> full tensor, for the full tensors that differ from the base's."""
     own: dict[str, dict[str, Tensor]] = {}
     for name, tensor in patch.full_tensors.items():
         module, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Prompts into tokens and tokens into answers, for one base and its tokenizer."""
+"""Encode prompts into tokens and decode tokens into answers, for one base and its tokenizer."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Prompt = str | list[dict[str, Any]]
 
 
 class PromptCodec:
-    """What a base needs to be asked and understood: chat template, padding, limits and end tokens."""
+    """Chat template, padding, position limit and end tokens of a base."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class PromptCodec:
         self._pad = int(pad if pad is not None else end or 0)
 
     def encode(self, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int) -> tuple[Tensor, Tensor]:
-        """Prompts, padded on the left: ids and mask, both (rows, longest).
+        """Encode prompts, padded on the left: ids and mask, both (rows, longest).
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or is too long.
@@ -49,7 +49,7 @@ class PromptCodec:
         return torch.tensor(ids), torch.tensor(mask)
 
     def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Any:
-        """What generate is asked for: greedy at temperature 0, else sampled.
+        """Return transformers' generation settings: greedy at temperature 0, else sampled.
 
         Raises:
             LorakitError: numbers out of range.
@@ -70,7 +70,7 @@ class PromptCodec:
         )
 
     def decode(self, ids: list[int]) -> str:
-        """The text of an answer, up to its first end token."""
+        """Decode an answer up to its first end token."""
         end = next((index for index, token in enumerate(ids) if token in self._ends), len(ids))
         return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
 
@@ -86,9 +86,9 @@ class PromptCodec:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
-    def _end_ids(self, told: int | list[int] | None) -> list[int]:
-        """Every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
-        ends = {self._tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])}
+    def _end_ids(self, end_ids: int | list[int] | None) -> list[int]:
+        """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
+        ends = {self._tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else [end_ids])}
         if self._tokenizer.chat_template and (marker := end_marker(self._tokenizer)):
             ends.add(self._tokenizer.convert_tokens_to_ids(marker))
         return sorted(end for end in ends if end is not None)

@@ -1,4 +1,4 @@
-"""Exact match on held-out rows: the base alone against an adapter."""
+"""Score exact match on held-out rows: the base alone against an adapter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ BATCH_ROWS = 50
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the one answer that counts."""
+    """A prompt and its expected answer."""
 
     prompt: list[dict[str, object]]
     answer: str
@@ -42,7 +42,7 @@ def score(
 
 
 def read_questions(path: str) -> list[Question]:
-    """The rows of a file whose last message is the assistant's."""
+    """Read the rows of a file whose last message is the assistant's."""
     questions = []
     for source in find_sources(path, "test"):
         for line, row in read_rows(source):
@@ -65,7 +65,7 @@ def read_questions(path: str) -> list[Question]:
 
 
 def exact_match(model: AdaptedModel, questions: list[Question], adapter: str | None, max_new_tokens: int) -> float:
-    """Share of questions whose greedy answer is the expected text, to the letter."""
+    """Return the share of questions whose greedy answer equals the expected text exactly."""
     right = 0
     for start in range(0, len(questions), BATCH_ROWS):
         batch = questions[start : start + BATCH_ROWS]

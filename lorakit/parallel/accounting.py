@@ -1,94 +1,94 @@
-"""What is really there: the bytes one process holds and the messages one step sends, counted rather than assumed."""
+"""Measure what a rank really stores and sends: bytes of tensors, and collectives of one step. Nothing is assumed."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-KINDS = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "broadcast": "broadcast",
-    "reduce": "reduce", "alltoall": "all_to_all",
+from lorakit.parallel._internals import DispatchMode, tensors_in
+
+KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_scatter comes before reduce
+    "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "reduce": "reduce",
 }  # fmt: skip
+COUNTED_PASSES: Final = 2
 
 
 @final
 class Collectives:
-    """Counts the collectives of a step: calls and bytes of the largest side, by kind and dtype size.
+    """The collectives of one step on this rank: calls and bytes by kind, of the larger of input and output.
 
-    The first two steps are counted, and the second is kept: the first may still be learning what comes when. One rank
-    sends nothing.
+    A pass is one forward, backward and update. The first two are counted and the second one's counts are final,
+    because DeepSpeed records the order of fetches in the first step and prefetches only from the second on. One rank
+    alone sends nothing, so nothing is counted.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._steps, self._told = (0, False) if num_ranks > 1 else (2, True)
+        self._passes = 0 if num_ranks > 1 else COUNTED_PASSES
+        self._reported = num_ranks == 1
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
     @contextmanager
-    def of_one_step(self) -> Iterator[None]:
-        if self._steps >= 2:
+    def counting(self) -> Iterator[None]:
+        """Count the collectives of the pass inside the block, if it is one of the first two."""
+        if self._passes >= COUNTED_PASSES:  # later passes go without: intercepting every operation costs time
             yield
             return
-        self._steps += 1
+        self._passes += 1
         self._calls.clear()
         self._bytes.clear()
-        with _Count(self._calls, self._bytes):
+        with _CollectiveCounter(self._calls, self._bytes):
             yield
 
-    def just_counted(self) -> bool:
-        """Once, after the step whose counts are kept."""
-        counted, self._told = self._steps == 2 and not self._told, self._told or self._steps == 2
-        return counted
+    def counts_are_new(self) -> bool:
+        """True once: at the first call after the counts became final."""
+        new = self._passes == COUNTED_PASSES and not self._reported
+        self._reported = self._reported or new
+        return new
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """kind -> calls and bytes; empty before the first step."""
+        """Return kind -> calls and bytes. Empty before the first step."""
         return {kind: {"calls": self._calls[kind], "bytes": self._bytes[kind]} for kind in sorted(self._calls)}
 
 
-class _Count(TorchDispatchMode):
-    """Sees every operation that is dispatched, those of c10d among them, also inside backward."""
+class _CollectiveCounter(DispatchMode):
+    """Intercept every dispatched operation, those of backward included, and count those of torch.distributed (c10d).
 
-    def __init__(self, calls: Counter[str], sizes: Counter[str]) -> None:
+    Counting calls of `torch.distributed`'s functions instead would miss those that DDP's C++ reducer makes.
+    """
+
+    def __init__(self, calls: Counter[str], num_bytes: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls, self._sizes = calls, sizes
+        self._calls, self._bytes = calls, num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            kind = _kind(func._opname)
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if kind is not None and tensors:
+            kind = _kind_of(func.name().partition("::")[2])
+            if kind is not None and tensors_in((args, kwargs)):
                 self._calls[kind] += 1
-                self._sizes[kind] += max(_bytes(args[0]), _bytes(args[1:2]))
+                self._bytes[kind] += max(_nbytes(args[0]), _nbytes(args[1:2]))  # c10d: outputs first, then inputs
         return func(*args, **(kwargs or {}))
 
 
-def _kind(name: str) -> str | None:
-    plain = name.strip("_").replace("_base", "").removesuffix("_into_tensor_coalesced").removesuffix("_coalesced")
-    for start in ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce"):
-        if plain.startswith(start):
-            return KINDS[start]
-    return None
+def _kind_of(operation: str) -> str | None:
+    """Return the kind of a c10d operation such as `_allgather_base_`; None for others, such as a barrier."""
+    name = operation.strip("_")
+    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
 
 
-def _bytes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+def _nbytes(values: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(values))
 
 
-def bytes_held(tensors: Iterable[Any]) -> int:
-    """Bytes of these tensors in this process, each memory once; a shard counts its own part only."""
-    found: dict[int, int] = {}
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes that these tensors take in this process. Shared memory counts once, a DTensor by its shard."""
+    sizes: dict[int, int] = {}
     for tensor in tensors:
+        # DTensors are recognised by a method, because importing their class takes 0.7 s that other backends save
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if isinstance(local, Tensor) and local.device.type != "meta":
-            found[local.data_ptr()] = max(local.nbytes, found.get(local.data_ptr(), 0)) if local.numel() else 0
-    return sum(found.values())
-
-
-def process_group_name(group: torch.distributed.ProcessGroup | None = None) -> str:
-    """nccl, gloo, mpi: how the processes really talk."""
-    return str(torch.distributed.get_backend(group))
+            sizes[local.data_ptr()] = max(local.nbytes, sizes.get(local.data_ptr(), 0)) if local.numel() else 0
+    return sum(sizes.values())

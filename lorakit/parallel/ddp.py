@@ -1,4 +1,4 @@
-"""A whole base in every process; the adapter's gradients are added up while backward goes on."""
+"""The DDP backend: every rank has the full base, and the adapter's gradients are all-reduced during backward."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,29 +17,31 @@ from lorakit.recipe import ParallelSection
 
 
 class DdpEngine(SingleEngine):
-    """torch's DistributedDataParallel through accelerate."""
+    """torch's DistributedDataParallel, prepared by accelerate. Clip and update run on every rank alike."""
 
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         from accelerate.utils import DistributedDataParallelKwargs
 
-        # a tensor that no row of a step reaches, such as an expert's, must not stop the step
+        # a step may give some tensors no gradient, such as an expert's; without this setting DDP raises an error then
         settings = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb)
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(loss_model.model))
         prepared: nn.Module = self._accelerator.prepare(loss_model)
         return prepared
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(self._forward, DistributedDataParallel):
+        if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
-        return self._forward.no_sync()
+        return self._wrapped.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        (loss * self.world_size).backward()  # it averages over ranks
+        # times world_size, because DDP averages gradients over ranks and the loss is divided by all ranks' labels
+        (loss * self.world_size).backward()
 
     def describe(self) -> dict[str, Any]:
-        wrapped = isinstance(self._forward, DistributedDataParallel)
-        return {"engine": type(self._forward).__name__, "backend": "ddp" if wrapped else "single"}
+        # read from the object, because accelerate alone decides whether it wraps the model
+        wrapped = isinstance(self._wrapped, DistributedDataParallel)
+        return {"engine": type(self._wrapped).__name__, "backend": "ddp" if wrapped else "single"}

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration, made from the recipe; the recipe's own extra keys are merged in, conflicts refused."""
+"""Make DeepSpeed's configuration from a recipe, and merge the recipe's own `parallel.deepspeed` keys into it.
+
+Every value that changes the result is set here, because DeepSpeed's and accelerate's defaults would change it.
+"""
 
 from typing import Any, Final
 
@@ -11,37 +14,56 @@ BYTES_PER_VALUE: Final = 4  # gradients are float32
 
 
 def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
-    """The whole configuration. Nothing is left for DeepSpeed or accelerate to choose that would change the result.
+    """Return the full configuration.
 
     Raises:
-        RecipeError: `parallel.deepspeed` says something else than the recipe.
+        RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
     """
     stage, offloads = STAGES[parallel.backend], parallel.offloads
     bucket = max(1, round(parallel.bucket_mb * MEGABYTE / BYTES_PER_VALUE))
     zero: dict[str, Any] = {
-        "stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": True,
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": True,
         "contiguous_gradients": True,
-    }  # fmt: skip
+    }
     if offloads.optimizer != "none":
         zero["offload_optimizer"] = _offload(offloads.optimizer, parallel)
     if stage == 3:
-        prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)
+        prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)  # in elements of two bytes
         zero |= {
-            "stage3_prefetch_bucket_size": prefetch, "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": max(1, prefetch), "stage3_max_reuse_distance": 0,
-        }  # fmt: skip
+            "stage3_prefetch_bucket_size": prefetch,
+            # the default, 1e5 elements, would leave norms and small weights of the base gathered on every rank
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": max(1, prefetch),
+            # free a layer right after use, though the next one to need it may be close: memory over messages
+            "stage3_max_reuse_distance": 0,
+        }
         if offloads.parameters != "none":
             zero["offload_param"] = _offload(offloads.parameters, parallel)
-    made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size,
-        "gradient_clipping": 0.0, "steps_per_print": None, "wall_clock_breakdown": False,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero,
-    }  # fmt: skip
-    return merged(made, dict(parallel.deepspeed), "parallel.deepspeed")
+    config: dict[str, Any] = {
+        # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (stepping.py)
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": world_size,
+        # set, because accelerate's plugin makes it 1.0 otherwise; `ZeroEngine.wrap` writes the recipe's value
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # True refuses torch's AdamW under offload
+        "zero_optimization": zero,
+    }
+    return merge_config(config, dict(parallel.deepspeed), "parallel.deepspeed")
 
 
-def merged(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str, Any]:
-    """Both, where they do not contradict each other."""
+def merge_config(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return both configurations as one, section by section. `path`: the recipe key of `theirs`, for errors.
+
+    Raises:
+        RecipeError: the same key has two values, or a key of `theirs` is in REFUSED.
+    """
     result = dict(ours)
     for key, value in theirs.items():
         where = f"{path}.{key}"
@@ -50,7 +72,7 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str,
                 raise RecipeError(f"{where}: {REFUSED[key]}")
             result[key] = value
         elif isinstance(ours[key], dict) and isinstance(value, dict):
-            result[key] = merged(ours[key], value, where)
+            result[key] = merge_config(ours[key], value, where)
         elif ours[key] != value:
             raise RecipeError(f"{where}: {value!r} contradicts the recipe, which makes it {ours[key]!r}; remove it")
     return result
@@ -74,8 +96,8 @@ REFUSED: Final = {
 }
 
 
-def _offload(place: str, parallel: ParallelSection) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": place, "pin_memory": False}
-    if place == "nvme":
-        found["nvme_path"] = parallel.nvme_path
-    return found
+def _offload(device: str, parallel: ParallelSection) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": False}
+    if device == "nvme":
+        section["nvme_path"] = parallel.nvme_path
+    return section

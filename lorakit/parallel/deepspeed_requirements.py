@@ -1,4 +1,7 @@
-"""What DeepSpeed needs before it starts: itself, its compiled parts, and a disk to offload to."""
+"""Check what DeepSpeed needs on this machine before it starts: the package, its compiled parts, a disk to offload to.
+
+Invariant: a missing requirement is an error here, with its remedy, and never a hang or a traceback later.
+"""
 
 import importlib.util
 import os
@@ -10,28 +13,34 @@ from pathlib import Path
 import torch
 
 from lorakit.errors import RunError
+from lorakit.parallel._internals import forbid_operation
 from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
 from lorakit.recipe import ParallelSection
 
 
 def check_prerequisites(parallel: ParallelSection) -> None:
-    """Passes when this machine can run the backend. Errors as ``check_deepspeed``, and RecipeError for its keys."""
+    """Return if this machine can run the recipe's backend.
+
+    Raises:
+        RunError: as `check_deepspeed`. RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
+    """
     if parallel.backend in STAGES:
         deepspeed_config(parallel, parallel.processes)
         check_deepspeed(parallel)
 
 
 def check_deepspeed(parallel: ParallelSection) -> None:
-    """Passes when DeepSpeed can run this recipe here.
+    """Return if DeepSpeed can run this recipe here.
 
     Raises:
-        RunError: it is not installed, a compile of its parts was cut off, or nvme offload has no disk or library.
+        RunError: not installed; an interrupted compile left its lock; or nvme offload lacks its folder or libaio.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise RunError(
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
         )
+    # only nvme offload compiles anything, and only a compile waits for such a lock: for ever, in torch's FileBaton
     for lock in stale_locks(extensions_folder()) if parallel.nvme_path is not None else ():
         raise RunError(
             f"{lock}: a compile was cut off and left this lock, for which every later run would wait for ever;"
@@ -42,7 +51,7 @@ def check_deepspeed(parallel: ParallelSection) -> None:
 
 
 def extensions_folder() -> Path:
-    """Where torch keeps what it compiles for DeepSpeed; the folder need not exist."""
+    """Return the folder of torch's compiled extensions, DeepSpeed's among them. The folder need not exist."""
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
     from torch.utils.cpp_extension import get_default_build_root
@@ -53,34 +62,35 @@ def extensions_folder() -> Path:
 
 
 def stale_locks(folder: Path, patience_seconds: float = 3.0) -> list[Path]:
-    """Locks of compiles that nobody is working on: still there after a moment, and no process works in their folder."""
+    """Return the locks of compiles that no process works on.
+
+    Such a lock still exists after `patience_seconds`, and no process of this machine has its folder as working folder.
+    """
     locks = [lock for lock in folder.glob("*/lock") if lock.parent not in set(_working_folders())]
     if not locks:
         return []
-    time.sleep(patience_seconds)  # another process may only just have made it
+    time.sleep(patience_seconds)  # a compile that has just begun may not have changed to its folder yet
     busy = set(_working_folders())
     return [lock for lock in locks if lock.exists() and lock.parent not in busy]
 
 
 def disable_shm_comm() -> None:
-    """Keep DeepSpeed from compiling its messages through shared memory, which only its inference sends."""
-    from deepspeed import ops
-
-    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Stop DeepSpeed from compiling its collectives through shared memory, which only its inference calls."""
+    forbid_operation("deepspeed_shm_comm")
 
 
 def announce_compile(parallel: ParallelSection) -> None:
-    """A line on standard error when a first use is about to compile, which takes a while."""
+    """Print a line to standard error if this run is about to compile, because nothing else would show for minutes."""
     if parallel.nvme_path is not None and not (extensions_folder() / "async_io" / "async_io.so").exists():
         print("compiling DeepSpeed's async_io, once; this takes a few minutes", file=sys.stderr)
 
 
 def _working_folders() -> Iterator[Path]:
-    """The working folders of this machine's processes; a compile works in its own."""
+    """Yield the working folders of this machine's processes. ninja compiles an extension from inside its folder."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             yield (process / "cwd").readlink()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
 
 

@@ -1,7 +1,7 @@
-"""What the training loop knows of where training runs: one narrow interface.
+"""The interface between the training loop and the place where training runs.
 
-``step`` is one verb because some engines fuse backward, clipping and update; with smaller verbs their names would
-leak into the loop.
+The loop uses these names and no others, so it never contains a backend's name. `step` is one verb because DeepSpeed
+fuses backward, clipping and update.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,10 @@ from lorakit.parallel.group import Group
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step: mean loss per label token, gradient norm before clipping, learning rate, token counts."""
+    """The numbers of one optimizer step, over all ranks.
+
+    loss: mean per label token. grad_norm: 2-norm of the adapter's gradient before clipping.
+    """
 
     loss: float
     grad_norm: float
@@ -29,23 +32,25 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What one optimizer step needs to know, besides the rows."""
+    """The settings of an optimizer step, the same for the whole run.
+
+    max_grad_norm: None means no clipping. learning_rate: maps a step, counted from 0, to its rate. scales_loss: True
+    for float16, whose small gradients would underflow unless the loss is scaled.
+    """
 
     seed: int
     max_grad_norm: float | None
     learning_rate: Callable[[int], float]
-    """step, counted from 0 -> learning rate"""
     scales_loss: bool = False
-    """float16: gradients are computed larger than they are, so that small ones are not lost"""
 
 
 FillParameter = Callable[[str, int, Tensor], None]
-"""(parameter name, start, tensor): fills the tensor with the frozen parameter's elements from start on, from files."""
+"""(name, start, out): fills `out` from the base's files with a flattened parameter's elements from `start` on."""
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class NonFiniteStep(Exception):
-    """Loss or gradient is not finite; nothing was updated. ``rows`` are the rows that were in the step."""
+    """The loss or the gradient of a step is not finite, and nothing was updated. `rows`: the rows to suspect."""
 
     def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
         super().__init__(f"loss {loss}, gradient norm {grad_norm}")
@@ -53,49 +58,50 @@ class NonFiniteStep(Exception):
 
 
 class Engine(Protocol):
-    """Where the arithmetic happens. The loop uses these names and no others."""
+    """One process's part of a run: model, optimizer and the messages between ranks.
+
+    set_phase: called with the current activity, which the watchdog puts into error messages. shards_base: True if the
+    base must be built on meta, because `prepare` reads only this rank's part of each tensor. loss_model: the model and
+    its loss, there after `prepare`.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     group: Group
-    phase: Callable[[str], None]
-    """Told where the run is, for the words of an error."""
+    set_phase: Callable[[str], None]
     shards_base: bool
-    """The base is built without weights, and ``prepare`` reads this rank's part of each."""
-
     loss_model: LossModel
-    """The model as it is called, once ``prepare`` has taken it."""
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, read: FillParameter | None = None
+        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, fill: FillParameter | None = None
     ) -> None:
-        """Take ownership, once, after the adapter is attached. ``read`` fills parameters that are still on meta."""
+        """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective."""
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        """Optimizer step ``index`` (counted from 0).
+        """Run optimizer step `index`, counted from 0, on this rank's micro-batches. Collective.
 
         Law: the update equals that of one process given the micro-batches of every rank, with loss = sum of token
         losses / number of label tokens, both over all ranks and micro-batches.
 
         Raises:
-            NonFiniteStep: on every rank; nothing was updated.
+            NonFiniteStep: on every rank. Nothing was updated.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
-        """Mean loss per label token over all ranks' micro-batches, or None when asked to stop."""
+        """Return the mean loss per label token over all ranks, or None once `stop` is True on any rank. Collective."""
 
     def tensors_without_gradient(self) -> list[str]:
-        """Adapter tensors that no step so far has given a gradient."""
+        """Return the names of the adapter tensors that have had no gradient in any step. Collective."""
 
     def gather(self) -> dict[str, Tensor]:
-        """Whole adapter tensors in float32 on the CPU. Collective; never the base."""
+        """Return the full adapter tensors, by name, in float32 on the CPU. Never includes the base. Collective."""
 
     def gather_optimizer(self) -> dict[str, Tensor]:
-        """Optimizer state by tensor name, whole, on the CPU. Collective."""
+        """Return the full optimizer state on the CPU, as `<tensor name>.<part>`. Collective."""
 
     def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Put back what ``gather`` and ``gather_optimizer`` gave, on any layout."""
+        """Load the results of `gather` and `gather_optimizer`, of any backend and number of processes."""
 
-    def observed(self) -> dict[str, Any]:
-        """What is really there: engine, device, and the bytes this rank holds by category."""
+    def layout(self) -> dict[str, Any]:
+        """Return the facts of this rank as they were measured: engine, device, and resident bytes by category."""

@@ -1,6 +1,10 @@
-"""torch's FSDP2 (fully_shard): every tensor's rows in parts, gathered layer by layer.
+"""The FSDP2 backend: torch's `fully_shard`. Each rank stores a part of the rows of every tensor, the adapter included.
 
-accelerate's FSDP plugin is ignored on CPUs without a word; torch's own function works on both, so it is called here.
+1. The base is built on meta. `wrap` shards it layer by layer and reads only this rank's rows from the base's files.
+2. Forward and backward gather one layer from all ranks, compute with it, and free it again.
+3. Backward reduce-scatters the adapter's gradients. Each rank updates its own rows of the adapter.
+
+torch's function is called directly, because accelerate's FSDP plugin is ignored on CPUs without an error.
 """
 
 import math
@@ -19,15 +23,16 @@ from lorakit.base.loading import return_freed_memory
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.single import SingleEngine
-from lorakit.parallel.stepping import buffers_to, to_cpu
+from lorakit.parallel.stepping import move_buffers, to_cpu
 from lorakit.recipe import ParallelSection
 
 
 class Fsdp2Engine(SingleEngine):
-    """A model of which each rank holds a part of every tensor, adapter and optimizer state included."""
+    """A model whose parameters are DTensors, sharded by rows. The optimizer's state follows the adapter's shards."""
 
     shards_base = True
 
@@ -36,39 +41,40 @@ class Fsdp2Engine(SingleEngine):
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
-        return_freed_memory(self.device)
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+        return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
-        for part in gather_groups(model):
+        for module in gather_groups(model):
             fully_shard(
-                part, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
+                module, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
             )
-        fully_shard(loss_model, mesh=mesh, offload_policy=policy)
-        self._rests_on = torch.device("cpu") if offload else self.device
-        materialize_shards(loss_model, self._rests_on, self.rank, read)
-        buffers_to(model, self.device)
-        self._optimizer = build(adapter_tensors(model))
+        fully_shard(loss_model, mesh=mesh, offload_policy=policy)  # last, for parameters outside the layers
+        self._shard_device = torch.device("cpu") if offload else self.device
+        materialize_shards(loss_model, self._shard_device, self.rank, fill)
+        move_buffers(model, self.device)  # with offload, materialize_shards has moved them to the CPU
+        self._optimizer = build(adapter_tensors(model))  # after sharding, because parameters are replaced by DTensors
         return loss_model
 
     def shard_numel(self, shape: Sequence[int]) -> int:
         return math.ceil(shape[0] / self.world_size) * math.prod(shape[1:])
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        self._forward.set_requires_gradient_sync(last)  # type: ignore[operator]
+        self._wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        (loss * self.world_size).backward()  # it averages over ranks
+        # times world_size, because FSDP averages gradients over ranks and the loss is divided by all ranks' labels
+        (loss * self.world_size).backward()
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
-        parts = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
-        squares = sum((part.float().square().sum() for part in parts), torch.zeros((), device=self._rests_on))
-        norm = math.sqrt(self.group.all_reduce_sum(float(squares))[0])
-        for part in parts if norm > limit else ():
-            part.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        shards = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        squares = sum((shard.float().square().sum() for shard in shards), torch.zeros((), device=self._shard_device))
+        norm = math.sqrt(self.group.all_reduce_sum(float(squares))[0])  # one message, not one per tensor
+        for shard in shards if norm > limit else ():
+            shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
     def gather(self) -> dict[str, Tensor]:
@@ -76,75 +82,81 @@ class Fsdp2Engine(SingleEngine):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": _full_tensor(value, self.device)
+            f"{name}.{part}": _full_tensor(value, self.device)
             for name, tensor in adapter_tensors(self._model).items()
-            for key, value in self._optimizer.state[tensor].items()
+            for part, value in self._optimizer.state[tensor].items()
         }
 
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            _local(tensor.detach()).copy_(rows_of(adapter[name], self.world_size, self.rank))
+            _local(tensor.detach()).copy_(shard_rows(adapter[name], self.world_size, self.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
-                    part: self._in_parts(value, tensor) for part, value in state[name].items()
+                    part: self._shard_like(value, tensor) for part, value in state[name].items()
                 }
 
-    def _in_parts(self, value: Tensor, like: DTensor) -> Tensor:
+    def _shard_like(self, value: Tensor, like: DTensor) -> Tensor:
+        """Return a full value of the optimizer's state as a DTensor sharded like `like`; a step count as it is."""
         if value.shape != like.shape:
             return value.clone()
-        local = rows_of(value, self.world_size, self.rank).to(self._rests_on)
+        local = shard_rows(value, self.world_size, self.rank).to(self._shard_device)
+        # shape and stride are given, because from_local would assume that all ranks have equally many rows
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def held_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         for module in self.loss_model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()
-        return super().held_bytes()
+                module.reshard()  # the outermost group stays gathered after forward
+        return super().resident_bytes()
 
     def describe(self) -> dict[str, Any]:
-        parts = sum(isinstance(module, FSDPModule) for module in self.loss_model.modules())
-        every = all(isinstance(p, DTensor) for p in self._model.parameters())
+        num_groups = sum(isinstance(module, FSDPModule) for module in self.loss_model.modules())
+        all_sharded = all(isinstance(p, DTensor) for p in self._model.parameters())
         return {
-            "engine": f"FSDPModule ({parts} groups)" if parts else type(self._model).__name__,
-            "backend": "fsdp2" if parts and every else "single",
+            "engine": f"FSDPModule ({num_groups} groups)" if num_groups else type(self._model).__name__,
+            "backend": "fsdp2" if num_groups and all_sharded else "single",
         }
 
 
-def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, read: FillParameter | None) -> None:
-    """Memory for the shards that are on meta, and this rank's rows of the base in them."""
-    waiting = [name for name, parameter in loss_model.model.named_parameters() if parameter.is_meta]
-    loss_model._apply(  # type: ignore[no-untyped-call]
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, fill: FillParameter | None) -> None:
+    """Allocate the shards that are on meta, and read this rank's rows of the base into them.
+
+    No rank ever has a full tensor of the base in memory.
+    """
+    names_on_meta = [name for name, parameter in loss_model.model.named_parameters() if parameter.is_meta]
+    map_tensors(
+        loss_model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
     )
     parameters = dict(loss_model.model.named_parameters())
-    for name in waiting:
+    for name in names_on_meta:
         parameter = parameters[name]
         assert isinstance(parameter, DTensor)
-        assert read is not None
-        local = parameter.to_local()
-        if local.numel():
-            per_row = parameter.numel() // parameter.shape[0]
-            start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * per_row
-            read(name, start, local.detach())
+        assert fill is not None
+        shard = parameter.to_local()
+        if shard.numel():  # the last ranks have no rows of a tensor that has fewer rows than there are ranks
+            row_numel = parameter.numel() // parameter.shape[0]
+            start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * row_numel
+            fill(name, start, shard.detach())
 
 
-def rows_of(whole: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """This rank's rows of a tensor, as fully_shard cuts it; the last ranks may have none."""
-    parts = torch.chunk(whole, num_ranks)
-    return parts[rank] if rank < len(parts) else whole[:0]
+def shard_rows(full: Tensor, num_ranks: int, rank: int) -> Tensor:
+    """Return a rank's rows of a full tensor, split as `fully_shard` splits it. The last ranks may have none."""
+    shards = torch.chunk(full, num_ranks)
+    return shards[rank] if rank < len(shards) else full[:0]
 
 
 def _local(value: Tensor) -> Tensor:
-    """This rank's rows; what is written into them is written into the whole."""
+    """Return this rank's rows of a DTensor, as a view: writing to them changes the DTensor."""
     assert isinstance(value, DTensor)
     return value.to_local()
 
 
 def _full_tensor(value: Tensor, device: torch.device) -> Tensor:
+    """Return the full tensor in float32 on the CPU. Collective for DTensors."""
     if isinstance(value, DTensor):
-        there: DTensor = value.to(device)  # type: ignore[assignment]
-        return to_cpu(there.full_tensor())
+        on_device: DTensor = value.to(device)  # type: ignore[assignment] # offloaded shards too: nccl sends from GPUs
+        return to_cpu(on_device.full_tensor())
     return to_cpu(value)

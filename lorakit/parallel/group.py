@@ -1,4 +1,4 @@
-"""The processes of a run talking about small things: counts, flags, errors. Always on the CPU.
+"""Exchange small values between the ranks of a run: counts, flags, errors. Always through the CPU.
 
 Every method is collective: all ranks call it, in the same order. With one process nothing is sent.
 """
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 @final
 class Group:
-    """This process (``rank``) among ``size``."""
+    """All ranks of a run, as one of them uses it.
+
+    group: the torch process group for tensors on the CPU; None means the default one.
+    """
 
     def __init__(
         self, rank: int = 0, size: int = 1, local_rank: int = 0, group: dist.ProcessGroup | None = None
@@ -25,11 +28,11 @@ class Group:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this process writes the files and shows the progress."""
+        """True if this process writes the files and shows the progress."""
         return self.rank == 0
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """Each value, added over all ranks (float64)."""
+        """Return each value summed over all ranks, in float64: token counts stay exact up to 2**53."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -37,84 +40,86 @@ class Group:
         return tensor.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """True if the flag is True on any rank."""
         return self.all_reduce_sum(float(flag))[0] > 0
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank says, by rank. For small plain values."""
+        """Return the values of all ranks, in the order of ranks. For small plain values."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
-        """What ``work`` returned on rank 0, on every rank.
+        """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            LorakitError: what it raised on rank 0, on every rank.
+            LorakitError: on every rank, if `work` raised it.
         """
         if self.size == 1:
             return work()
         if not self.is_rank_0:
-            said: list[Any] = [None]
-            dist.broadcast_object_list(said, src=0, group=self._group)
-            good, result = said[0]
+            received: list[Any] = [None]
+            dist.broadcast_object_list(received, src=0, group=self._group)
+            good, result = received[0]
             if not good:
                 raise result
             return result  # type: ignore[no-any-return]
         try:
             done = work()
-        except LorakitError as problem:
+        except LorakitError as problem:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
             dist.broadcast_object_list([(False, problem)], src=0, group=self._group)
             raise
         dist.broadcast_object_list([(True, done)], src=0, group=self._group)
         return done
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns here, once it went well everywhere. It must not be collective itself.
+        """Run `work` on every rank and return this rank's result. `work` must not be collective itself.
 
         Raises:
-            LorakitError: the first rank's problem, on every rank.
+            LorakitError: on every rank, if `work` raised it on any: the problem of the first such rank.
         """
         result, problem = None, None
         try:
             result = work()
-        except LorakitError as mine:
-            problem = mine
+        except LorakitError as own:
+            problem = own
         if self.size == 1:
             if problem is not None:
                 raise problem
             return result  # type: ignore[return-value]
+        # exchanged before anything is raised: a rank that left here alone would leave the others waiting
         for rank, theirs in enumerate(self.all_gather(problem)):
             if theirs is not None:
                 raise theirs if rank == self.rank else type(theirs)(f"rank {rank}: {theirs}")
         return result  # type: ignore[return-value]
 
     def local_rank_0_first(self, work: Callable[[], object]) -> None:
-        """``work`` done by one process of each machine while the others wait. Errors as ``together``."""
+        """Run `work` in one process of each machine while the others wait. Raises as `run_on_all`."""
         if self.size > 1:
             self.run_on_all(lambda: work() if self.local_rank == 0 else None)
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Passes when every rank has the same facts.
+        """Return if every rank has the same facts.
 
         Raises:
-            LorakitError: on every rank, naming the differing facts and who has which.
+            LorakitError: on every rank, with the facts that differ and each rank's value.
         """
         differing = disagreements(self.all_gather(facts))
         if differing:
             raise LorakitError(
-                f"the processes disagree on {what}:\n" + "\n".join(f"  {line}" for line in differing)
+                f"the processes disagree on {what}:\n"
+                + "\n".join(f"  {line}" for line in differing)
                 + "\nGive every machine the same"
-            )  # fmt: skip
+            )
 
 
-def disagreements(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """One line for each fact that not all ranks share."""
+def disagreements(facts_by_rank: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line for each fact whose value differs between ranks."""
     lines = []
-    for key in dict.fromkeys(key for facts in everyone for key in facts):
-        values = [facts.get(key) for facts in everyone]
+    for key in dict.fromkeys(key for facts in facts_by_rank for key in facts):
+        values = [facts.get(key) for facts in facts_by_rank]
         if any(value != values[0] for value in values):
             lines.append(f"{key}: " + ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values)))
     return lines

@@ -1,7 +1,8 @@
-"""Frozen layers that are in memory only while they compute: two slots, one in use while the other is being filled.
+"""Stream a model's frozen layers through two memory slots: one layer computes while the next one is read.
 
-Nothing is written back. Layers are passed one after the other, forward and then backward, so the next one is known.
-What autograd keeps of a layer's weights is kept as their place in a slot, and found there again in backward.
+Layers run in order, forward and then backward, so the next layer is always known. The base never changes, so nothing
+is written back. A frozen weight that autograd saves for backward is saved as a reference into its slot
+(`SlotReference`), because a saved copy would keep every layer in memory until backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,101 +17,120 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.base.layers import repeated_layers
+from lorakit.parallel._internals import is_in_backward
 from lorakit.parallel.engine import FillParameter
 
-ALIGNED: Final = 64
+ALIGNMENT_BYTES: Final = 64
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor of a layer: whose it is, and where it begins in a slot, in bytes."""
+    """One parameter of a streamed layer.
+
+    name: in the model. module, key: its owner and the name there. meta: the parameter on meta, with shape and dtype.
+    start: its first byte in a slot.
+    """
 
     name: str
     module: nn.Module
     key: str
-    absent: nn.Parameter
+    meta: nn.Parameter
     start: int
 
-    def within(self, slot: Tensor) -> Tensor:
-        part = slot[self.start : self.start + self.absent.nbytes]
-        return part.view(self.absent.dtype).view(self.absent.shape)
+    def view_in(self, slot: Tensor) -> Tensor:
+        """Return this parameter's part of a slot (a byte tensor), with its own shape and dtype."""
+        part = slot[self.start : self.start + self.meta.nbytes]
+        return part.view(self.meta.dtype).view(self.meta.shape)
+
+    def assign(self, value: Tensor) -> None:
+        """Make a tensor the owner's parameter."""
+        self.module.register_parameter(self.key, nn.Parameter(value, requires_grad=False))
 
 
 @final
 class StreamedLayer:
-    """The tensors of a layer that were on the meta device: its own while it is in a slot."""
+    """A layer's parameters that were on meta, and their layout in a slot. nbytes: what they take in a slot."""
 
     def __init__(self, names: dict[nn.Module, str], layer: nn.Module) -> None:
         self.module, self.nbytes = layer, 0
-        self._places: list[StreamedTensor] = []
+        self._tensors: list[StreamedTensor] = []
         for module in layer.modules():
-            for key, absent in module._parameters.items():
-                if absent is not None and absent.is_meta:
-                    self._places.append(StreamedTensor(f"{names[module]}.{key}", module, key, absent, self.nbytes))
-                    self.nbytes += -(-absent.nbytes // ALIGNED) * ALIGNED
+            for key, meta in module.named_parameters(recurse=False, remove_duplicate=False):
+                if meta.is_meta:
+                    self._tensors.append(StreamedTensor(f"{names[module]}.{key}", module, key, meta, self.nbytes))
+                    # rounded up, because a view of another dtype must begin at a multiple of its element size
+                    self.nbytes += -(-meta.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def tensors(self) -> Iterator[nn.Parameter]:
-        """Those on meta, of which they have name, shape and dtype."""
-        return (place.absent for place in self._places)
+    def meta_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters on meta, with shape and dtype."""
+        return (tensor.meta for tensor in self._tensors)
 
-    def fill(self, read: FillParameter, slot: Tensor) -> None:
-        """The values of all of them into a slot."""
-        for place in self._places:
-            read(place.name, 0, place.within(slot))
+    def read_into(self, slot: Tensor, fill: FillParameter) -> None:
+        """Read the values of all parameters into a slot."""
+        for tensor in self._tensors:
+            fill(tensor.name, 0, tensor.view_in(slot))
 
     def bind(self, slot: Tensor) -> None:
-        """Have them, from a slot that holds them."""
-        for place in self._places:
-            place.module._parameters[place.key] = nn.Parameter(place.within(slot), requires_grad=False)
+        """Make the parameters views of a slot that contains their values."""
+        for tensor in self._tensors:
+            tensor.assign(tensor.view_in(slot))
 
     def unbind(self) -> None:
-        """Have them no more: a tensor without elements in their place fits no product, whereas one on meta may."""
-        for place in self._places:
-            place.module._parameters[place.key] = nn.Parameter(torch.empty(0, 0), requires_grad=False)
+        """Replace the parameters by empty tensors, so that computing with them fails.
+
+        Parameters on meta would not do: `addmm_` of a CPU tensor with a weight on meta does nothing, without an error.
+        """
+        for tensor in self._tensors:
+            tensor.assign(torch.empty(0, 0))
 
 
 def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
-    """The repeated layers of a model that have tensors on meta, in the order they are passed."""
+    """Return the repeated layers of a model that have parameters on meta, in the order in which they compute."""
     names = {module: name for name, module in model.named_modules()}
-    return [one for one in (StreamedLayer(names, layer) for layer in repeated_layers(model)) if one.nbytes]
+    layers = (StreamedLayer(names, layer) for layer in repeated_layers(model))
+    return [layer for layer in layers if layer.nbytes]
 
 
-def ids_of(layers: Sequence[StreamedLayer]) -> set[int]:
-    """Of the tensors on meta, by which they are told from the others."""
-    return {id(tensor) for layer in layers for tensor in layer.tensors()}
+def streamed_ids(layers: Sequence[StreamedLayer]) -> set[int]:
+    """Return the `id`s of the layers' parameters on meta. They stay valid, because the layers keep these objects."""
+    return {id(parameter) for layer in layers for parameter in layer.meta_parameters()}
 
 
 class Source(Protocol):
     """Where the values of layers come from."""
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        """Begin to fill a slot; what is returned comes back once it is filled, and raises what went wrong."""
+        """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
 
 
 @final
 class FileSource:
-    """Read from the base's files by a thread of its own, while the layer before computes."""
+    """The base's files, read by one thread while the layer before computes.
 
-    def __init__(self, read: FillParameter) -> None:
-        self._read, self._reader = read, ThreadPoolExecutor(1, "base")
+    Files are read with `pread` and not mapped, because mapped pages count as resident memory until they are dropped.
+    """
+
+    def __init__(self, fill: FillParameter) -> None:
+        self._fill, self._reader = fill, ThreadPoolExecutor(1, "base")
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        return self._reader.submit(layer.fill, self._read, slot).result
+        return self._reader.submit(layer.read_into, slot, self._fill).result
 
 
 @final
 class HostSource:
-    """Copied from host memory, which holds them all, beside what the GPU computes."""
+    """Pinned host memory with all layers, copied to the GPU by a second CUDA stream while the first one computes."""
 
-    def __init__(self, read: FillParameter, layers: Sequence[StreamedLayer]) -> None:
+    def __init__(self, fill: FillParameter, layers: Sequence[StreamedLayer]) -> None:
         self._copies = torch.cuda.Stream()
         self._host = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
         for layer, host in self._host.items():
-            layer.fill(read, host)
+            layer.read_into(host, fill)
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        self._copies.wait_stream(torch.cuda.current_stream())  # the layer that was in the slot has computed
+        # the kernels of the layer that was in this slot may still be queued: the copy must not overtake them
+        self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             slot[: layer.nbytes].copy_(self._host[layer], non_blocking=True)
             filled = self._copies.record_event()
@@ -119,7 +139,7 @@ class HostSource:
 
 @dataclass(frozen=True)
 class SlotReference:
-    """What autograd keeps of a tensor in a slot: which layer's it is, and where."""
+    """A saved tensor that is a view of a slot: the layer's index, and dtype, offset (elements), shape, stride."""
 
     layer: int
     dtype: torch.dtype
@@ -130,95 +150,103 @@ class SlotReference:
 
 @final
 class LayerStream:
-    """Layers that come and go by themselves as the model calls them. Neighbours are never in the same slot."""
+    """Load each layer just before it computes, by hooks on the layers.
+
+    Layer i uses slot i % 2, so neighbours never share a slot: one computes while the other is filled.
+    """
 
     def __init__(self, layers: Sequence[StreamedLayer], source: Source, device: torch.device) -> None:
         self._layers, self._source = layers, source
         size = max(layer.nbytes for layer in layers)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
-        self._coming: list[tuple[int, Wait] | None] = [None, None]
-        self._here: list[int | None] = [None, None]
+        self._slot_at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
+        self._loading: list[tuple[int, Wait] | None] = [None, None]  # per slot: the layer being read, and its wait
+        self._resident: list[int | None] = [None, None]  # per slot: the layer whose values are complete
         for index, layer in enumerate(layers):
             layer.unbind()
-            layer.module.register_forward_pre_hook(partial(self._before, index))
-            layer.module.register_forward_hook(partial(self._after, index))
+            layer.module.register_forward_pre_hook(partial(self._before_forward, index))
+            layer.module.register_forward_hook(partial(self._after_forward, index))
 
     @property
     def nbytes(self) -> int:
-        """Of the slots."""
+        """Bytes of both slots."""
         return sum(slot.nbytes for slot in self._slots)
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a slot."""
-        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._at
+    def contains(self, tensor: Tensor) -> bool:
+        """True if the tensor is a view of a slot."""
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._slot_at
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """Around a forward pass and its backward."""
+        """Have autograd save views of slots as references. Needed around a forward pass and its backward."""
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def pack(self, tensor: Tensor) -> Tensor | SlotReference:
-        """What autograd is to keep for a tensor."""
-        number = self._at.get(tensor.untyped_storage().data_ptr())
+        """Return a reference for a view of a slot, and any other tensor as it is. A hook of autograd."""
+        number = self._slot_at.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return tensor
-        layer = self._here[number]
+        layer = self._resident[number]
         assert layer is not None
         return SlotReference(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
     pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
-    def unpack(self, kept: Tensor | SlotReference) -> Tensor:
-        """The tensor again. Raises RuntimeError when its layer is not there."""
-        if isinstance(kept, Tensor):
-            return kept
-        number = kept.layer % 2
-        if self._here[number] != kept.layer:
-            raise RuntimeError(f"weights of layer {kept.layer} are asked for while layers {self._here} are there")
-        return (
-            self._slots[number]
-            .new_empty(0, dtype=kept.dtype)
-            .set_(self._slots[number].untyped_storage(), kept.offset, kept.shape, kept.stride)
+    def unpack(self, saved: Tensor | SlotReference) -> Tensor:
+        """Undo `pack`. A hook of autograd.
+
+        Raises:
+            RuntimeError: the layer of the reference is not in its slot.
+        """
+        if isinstance(saved, Tensor):
+            return saved
+        number = saved.layer % 2
+        if self._resident[number] != saved.layer:
+            # without this check, backward would silently use another layer's weights
+            raise RuntimeError(f"weights of layer {saved.layer} are needed while layers {self._resident} are in memory")
+        slot = self._slots[number]
+        return slot.new_empty(0, dtype=saved.dtype).set_(
+            slot.untyped_storage(), saved.offset, saved.shape, saved.stride
         )
 
-    def _before(self, index: int, layer: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
         self._load(index)
 
-    def _after(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
+        if hidden.requires_grad:  # the gradient of a layer's output exists just before the layer's backward
             hidden.register_hook(lambda gradient: self._load(index))
 
     def _load(self, index: int) -> None:
-        """Have a layer, and the one that is passed next on its way."""
+        """Wait for a layer, and start to read the layer that computes next."""
         number = index % 2
         self._prefetch(index)
-        coming = self._coming[number]
-        if coming is not None:
-            self._coming[number] = None
-            coming[1]()
+        loading = self._loading[number]
+        if loading is not None:
+            self._loading[number] = None  # before the wait, so that a reading error does not stop a later attempt
+            loading[1]()
             self._layers[index].bind(self._slots[number])
-            self._here[number] = index
-        backward = torch._C._current_graph_task_id() != -1
-        following = index - 1 if backward else index + 1
+            self._resident[number] = index
+        # activation checkpointing runs a layer's forward during backward: there too, the next layer is the one before
+        following = index - 1 if is_in_backward() else index + 1
         if 0 <= following < len(self._layers):
             self._prefetch(following)
 
     def _prefetch(self, index: int) -> None:
-        """Have a layer on its way into its slot, unless it is there."""
+        """Start to read a layer into its slot, unless the layer is there or being read."""
         number = index % 2
-        coming, here = self._coming[number], self._here[number]
-        if here == index or (coming is not None and coming[0] == index):
+        loading, resident = self._loading[number], self._resident[number]
+        if resident == index or (loading is not None and loading[0] == index):
             return
-        if coming is not None:
-            self._coming[number] = None
-            coming[1]()
-        if here is not None:
-            self._layers[here].unbind()
-        self._here[number] = None
-        self._coming[number] = (index, self._source.begin(self._layers[index], self._slots[number]))
+        if loading is not None:  # the slot must not be read into twice at a time
+            self._loading[number] = None
+            loading[1]()
+        if resident is not None:
+            self._layers[resident].unbind()
+        self._resident[number] = None
+        self._loading[number] = (index, self._source.begin(self._layers[index], self._slots[number]))

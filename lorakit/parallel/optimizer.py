@@ -1,4 +1,4 @@
-"""The optimizer and the course of its learning rate."""
+"""Build the optimizer of the adapter's tensors, and compute its learning rate at each step."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,23 +10,29 @@ from torch import nn
 from lorakit.quant.bnb import bnb_optimizer
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
-RATIO: Final = "rate_ratio"
+RATE_RATIO: Final = "rate_ratio"  # key of a parameter group: its learning rate over the run's
 
 
 def build_optimizer(
-    tensors: Mapping[str, nn.Parameter], *, name: str = "adamw", betas: tuple[float, float], epsilon: float,
-    weight_decay: float, ratio: float | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
-    """AdamW (Loshchilov & Hutter 2019) over named float32 tensors; the learning rate is set at every step.
+    tensors: Mapping[str, nn.Parameter],
+    *,
+    name: str = "adamw",
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    loraplus_lr_ratio: float | None = None,
+) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov & Hutter 2019), or an optimizer of bitsandbytes, over named float32 tensors.
 
-    ``ratio``: how many times that rate B learns with (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+    The learning rate is 0 until `set_rate`. loraplus_lr_ratio: learning rate of B over that of A (LoRA+, Hayou et al.
+    2024, arXiv 2402.12354); None means the same rate.
     """
-    groups = [{"params": list(tensors.values()), RATIO: 1.0}]
-    if ratio is not None:
+    groups = [{"params": list(tensors.values()), RATE_RATIO: 1.0}]
+    if loraplus_lr_ratio is not None:
         B = {name for name in tensors if name.endswith("lora_B")}
         groups = [
-            {"params": [tensor for name, tensor in tensors.items() if (name in B) == which], RATIO: factor}
-            for which, factor in ((False, 1.0), (True, ratio))
+            {"params": [tensor for name, tensor in tensors.items() if (name in B) == is_B], RATE_RATIO: rate_ratio}
+            for is_B, rate_ratio in ((False, 1.0), (True, loraplus_lr_ratio))
         ]
         groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
@@ -36,15 +42,16 @@ def build_optimizer(
 
 
 def set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
-    """Give every group of an optimizer its learning rate."""
+    """Set the learning rate of every group of an optimizer."""
     for group in groups:
-        group["lr"] = rate * group.get(RATIO, 1.0)
+        group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of step ``step`` (counted from 0).
+    """Return the learning rate of a step, counted from 0.
 
-    Rises linearly over the warm-up and then follows the schedule; cosine and linear reach zero after the last step.
+    The rate rises linearly over the warm-up, then follows the schedule. Cosine and linear reach zero after the last
+    step.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

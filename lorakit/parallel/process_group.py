@@ -1,4 +1,7 @@
-"""Several processes become one group: accelerate starts torch's process group, and we look at what came of it."""
+"""Start and end torch's process group through accelerate, and choose its device, backend and network interface.
+
+Invariant: the group is checked after it has formed, because accelerate can form another one without an error.
+"""
 
 import contextlib
 import ipaddress
@@ -15,7 +18,6 @@ import torch.distributed as dist
 
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
-from lorakit.parallel.accounting import process_group_name
 from lorakit.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """The GPU of this process when there are GPUs, else the CPU.
+    """Return the GPU of this process if the machine has GPUs, else the CPU.
 
     Raises:
         RunError: more processes than GPUs on this machine.
@@ -39,85 +41,91 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def collective_backend(parallel: "ParallelSection", device: torch.device) -> str:
-    """nccl on GPUs, gloo on CPUs, or what the recipe asks for.
+    """Return the recipe's `communication`; for `auto`, nccl on GPUs and gloo on CPUs.
 
     Raises:
         RunError: this torch has no such backend, or it cannot serve the device.
     """
-    asked = parallel.communication
-    if asked == "auto":
+    requested = parallel.communication
+    if requested == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
-    if asked == "nccl" and device.type == "cpu":
+    if requested == "nccl" and device.type == "cpu":
         raise RunError("parallel.communication: nccl talks between GPUs and there is none here; gloo or auto")
-    if not dist.is_backend_available(asked):
-        raise RunError(f"parallel.communication: this torch was built without {asked}; auto chooses what it has")
-    return asked
+    if not dist.is_backend_available(requested):
+        raise RunError(f"parallel.communication: this torch was built without {requested}; auto chooses what it has")
+    return requested
 
 
 def init_process_group(
     world: World, parallel: "ParallelSection", device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
 ) -> tuple[Any, Group]:
-    """Accelerate's Accelerator over all processes, and our Group of them.
+    """Start the process group; return accelerate's Accelerator and a Group of all ranks.
+
+    handlers, plugins: arguments for the Accelerator, such as DeepSpeed's plugin.
 
     Raises:
-        RunError: the processes found each other in another way than asked for.
+        RunError: the group's size, ranks or backend are not the requested ones.
     """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    talk = collective_backend(parallel, device)
-    waits = InitProcessGroupKwargs(
-        backend=talk, timeout=timedelta(seconds=parallel.stuck_seconds + 60)
-    )  # the watch speaks first
+    backend = collective_backend(parallel, device)
+    # a minute longer than the watchdog waits, because its error names the rank and the phase, and torch's does not
+    timeout = timedelta(seconds=parallel.stuck_seconds + 60)
+    # with a plugin cpu must be False, also on CPUs: Accelerator(cpu=True, deepspeed_plugin=...) trains with DDP. The
+    # backend must be given, or accelerate takes every process for rank 0 there (accelerate 1.15)
     accelerator = Accelerator(
-        cpu=device.type == "cpu" and not plugins, mixed_precision="no", kwargs_handlers=[waits, *handlers], **plugins
+        cpu=device.type == "cpu" and not plugins,
+        mixed_precision="no",
+        kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout), *handlers],
+        **plugins,
     )
     if not dist.is_initialized() or dist.get_world_size() != world.size or dist.get_rank() != world.rank:
         raise RunError(f"the processes did not form a group of {world.size}: {accelerator.state}")
-    if process_group_name() != talk:
-        raise RunError(f"the processes talk through {process_group_name()}, not {talk}")
+    if dist.get_backend() != backend:
+        raise RunError(f"the processes talk through {dist.get_backend()}, not {backend}")
     if (accelerator.process_index, accelerator.num_processes) != (world.rank, world.size):
         raise RunError(
             f"accelerate takes this process for {accelerator.process_index} of {accelerator.num_processes},"
             f" it is {world.rank} of {world.size}"
         )
-    small = None if talk == "gloo" else dist.new_group(backend="gloo")
-    return accelerator, Group(world.rank, world.size, world.local_rank, small)
+    # nccl sends tensors of GPUs only, and Group's are on the CPU
+    on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo")
+    return accelerator, Group(world.rank, world.size, world.local_rank, on_cpu)
 
 
 def destroy_process_group() -> None:
-    """End the process group, after the last message of every rank.
-
-    A moment first: gloo's thread drops finished messages by itself, and ending the group while it does so, in a
-    destructor that holds the interpreter's lock the thread waits for, hangs (seen with torch 2.13).
-    """
+    """End the process group, if there is one. Call it after the last message of every rank."""
     if dist.is_initialized():
+        # gloo's thread frees finished messages by itself. Ending the group meanwhile hangs: its destructor holds the
+        # interpreter's lock, for which that thread waits (seen with torch 2.13)
         time.sleep(0.3)
         dist.destroy_process_group()
 
 
 def torch_environment(world: World) -> Mapping[str, str]:
-    """The variables torch and accelerate read, whatever launched this process."""
-    found = {
+    """Return the environment variables that torch and accelerate read, for any launcher."""
+    variables = {
         "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(world.local_size), "MASTER_ADDR": world.address, "MASTER_PORT": str(world.port),
     }  # fmt: skip
     if world.size > world.local_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(world.address)
-        found |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    return found
+        variables |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return variables
 
 
 def interface_towards(address: str) -> str | None:
-    """This machine's network interface on the way to ``address``, or that of its other ways out; None if it has none.
+    """Return this machine's network interface on the route to `address`, else on its default route; None if neither.
 
-    Gloo would take the one its own name leads to: often 127.0.0.1. Nothing is sent.
+    Gloo would use the interface of the machine's own name, which is often 127.0.0.1.
     """
-    for towards in (address, "192.0.2.1"):  # a name may lead home on its own machine; then the default route
+    # on the machine with that name, it may resolve to 127.0.0.1; 192.0.2.1 (reserved, RFC 5737) gives the default route
+    for target in (address, "192.0.2.1"):
         with contextlib.suppress(OSError):
-            family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, target_address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(place)
+                probe.connect(target_address)  # UDP: this looks up a route and sends nothing
                 own = probe.getsockname()[0]
             for name, addresses in psutil.net_if_addrs().items():
                 known = {entry.address.partition("%")[0] for entry in addresses}

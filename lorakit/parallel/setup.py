@@ -1,4 +1,7 @@
-"""A run's engine, from the processes finding each other to all of them ending, for the same reason."""
+"""Open a run's engine and close it: from the rendezvous of its processes to their common end.
+
+Invariant: all processes of a run end for the same reason, with the same exit code.
+"""
 
 import os
 import platform
@@ -7,14 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, detect_world
-from lorakit.launch.heartbeat import is_collective_error
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
-from lorakit.launch.watchdog import Watchdog
+from lorakit.launch.watchdog import Watchdog, is_collective_error
 from lorakit.parallel import open_engine
+from lorakit.parallel._internals import default_store
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.process_group import destroy_process_group, torch_environment
 from lorakit.recipe import Recipe
@@ -22,32 +24,38 @@ from lorakit.version import VERSION
 
 
 def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
-    """Which process this is among those that were launched; None when it stands alone.
+    """Return this process's rank and group as its launcher set them; None if no launcher started it.
 
     Raises:
-        RunError: the launcher, or variables of other tools, say something else than the recipe.
+        RunError: the launcher, or environment variables of other tools, contradict the recipe.
     """
     parallel = recipe.parallel
     world = detect_world(environment, parallel.rendezvous)
     lines = contradictions(
-        world, environment, backend=parallel.backend, processes=parallel.processes, nodes=parallel.nodes,
+        world,
+        environment,
+        backend=parallel.backend,
+        processes=parallel.processes,
+        nodes=parallel.nodes,
         dtype=recipe.base.dtype,
-    )  # fmt: skip
+    )
     if lines:
         raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))
     return world
 
 
 @contextmanager
-def distributed_engine(recipe: Recipe, ending: Callable[[], None]) -> Iterator[Engine]:
-    """The recipe's engine, once all its processes are there and agree on what they run.
+def distributed_engine(recipe: Recipe, on_failure: Callable[[], None]) -> Iterator[Engine]:
+    """Yield the recipe's engine, once all its processes have joined and agree on recipe and versions.
 
-    A failure of one ends all, with the same words and exit code; ``ending`` is called before they tell each other.
+    If one process fails, all raise its reason. `on_failure` is called first, before the ranks exchange reasons: a
+    signal in the middle of that exchange would end this process for another reason than the others.
 
     Raises:
         RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
-        TemporaryFailure: another process is gone; what was saved is kept.
+        TemporaryFailure: another process ended or stopped answering. Checkpoints stay.
     """
+    # detected once more, because training.loop.run can be called without run_or_launch, which detected it too
     world = current_process(recipe, os.environ)
     if recipe.auto_keys:
         raise RunError(
@@ -59,39 +67,49 @@ def distributed_engine(recipe: Recipe, ending: Callable[[], None]) -> Iterator[E
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
-    os.environ.update(torch_environment(world))
+    os.environ.update(torch_environment(world))  # accelerate and DeepSpeed read their ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
-    watch = Watchdog(
-        _get_default_store(), world.rank, world.size,
-        silent_seconds=recipe.parallel.silent_seconds, stuck_seconds=recipe.parallel.stuck_seconds,
-    )  # fmt: skip
-    watch.start()
-    engine.phase = watch.set_phase
+    watchdog = Watchdog(
+        default_store(),
+        world.rank,
+        world.size,
+        silent_seconds=recipe.parallel.silent_seconds,
+        stuck_seconds=recipe.parallel.stuck_seconds,
+    )
+    watchdog.start()
+    engine.set_phase = watchdog.set_phase
     try:
         engine.group.check_same("what they run", shared_facts(recipe))
         with without_deprecations():
             yield engine
-        watch.close()
+        watchdog.close()
     except Exception as problem:
-        ending()
-        last = final_error(watch, problem)
-        if last is problem:
+        on_failure()
+        error = final_error(watchdog, problem)
+        if error is problem:
             raise
-        raise last from None
+        raise error from None
     finally:
         destroy_process_group()
 
 
 @contextmanager
 def rendezvous_errors_explained(world: World) -> Iterator[None]:
-    """torch's errors, should the processes not find each other, in words."""
+    """Turn torch's errors of a failed rendezvous into errors that name the address and the remedy.
+
+    Raises:
+        RunError: the port is in use, and the user chose it.
+        TemporaryFailure: a process did not come, the address cannot be reached, or lorakit's own port was taken.
+    """
     where = f"{world.address}:{world.port}"
     try:
         yield
     except RuntimeError as problem:
         if not is_collective_error(problem):
             raise
+        if "EADDRINUSE" in str(problem) and world.launcher == "lorakit":  # every start chooses another port
+            raise TemporaryFailure(f"port {where} was taken by another program; the same command goes on") from None
         if "EADDRINUSE" in str(problem):
             raise RunError(
                 f"{where}, where the processes are to meet, is in use by another program: choose another port"
@@ -104,8 +122,12 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
         ) from None
 
 
-def final_error(watch: Watchdog, problem: Exception) -> Exception:
-    """What this process ends with, once all know: its own problem, or that of the rank which failed first."""
+def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
+    """Return the error this process ends with: its own problem, or that of the rank which failed first.
+
+    The ranks exchange their reasons here, so that all end with the same one.
+    """
+    # CPU allocators raise plain RuntimeErrors: only their text distinguishes them from failed collectives
     if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
         problem = RunError(
             f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would"
@@ -113,13 +135,13 @@ def final_error(watch: Watchdog, problem: Exception) -> Exception:
             " zero3 or fsdp2"
         )
     if isinstance(problem, LorakitError):
-        reason = watch.fail(str(problem), problem.exit_code)
-        own = reason.rank in (None, watch.rank)
-    elif isinstance(problem, RuntimeError):  # torch.distributed's errors are: another rank may be gone
-        reason = watch.explain(problem)
+        reason = watchdog.fail(str(problem), problem.exit_code)
+        own = reason.rank in (None, watchdog.rank)
+    elif isinstance(problem, RuntimeError):  # as torch.distributed's errors are, so another rank may be the cause
+        reason = watchdog.explain(problem)
         own = reason.rank is None and not reason.num_lost
     else:
-        reason = watch.fail(f"{type(problem).__name__}: {problem}", exit_code=1)
+        reason = watchdog.fail(f"{type(problem).__name__}: {problem}", exit_code=1)
         own = True
     if own:
         return problem
@@ -127,12 +149,15 @@ def final_error(watch: Watchdog, problem: Exception) -> Exception:
 
 
 def shared_facts(recipe: Recipe) -> dict[str, Any]:
-    """What must be the same everywhere: the recipe and the versions that decide the numbers."""
+    """Return the facts that every rank must share: the recipe, and the versions that influence the numbers."""
     from importlib.metadata import version
 
     sections = recipe.model_dump(mode="json", exclude={"output"})
     return {
-        "lorakit": VERSION, "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": version("transformers"), "accelerate": version("accelerate"),
+        "lorakit": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "accelerate": version("accelerate"),
         **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
-    }  # fmt: skip
+    }

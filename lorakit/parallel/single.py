@@ -1,4 +1,4 @@
-"""One process on one device. Also the reference every other engine must agree with."""
+"""The backend of one process on one device. Every other backend must give the same updates as this one."""
 
 import math
 from collections.abc import Mapping
@@ -9,16 +9,19 @@ from torch import Tensor, nn
 
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.stepping import BaseEngine, as_held, to_cpu, to_keep
+from lorakit.parallel.stepping import BaseEngine, state_to_cpu, state_to_device, to_cpu
 
 
 class SingleEngine(BaseEngine):
-    """A whole model and optimizer in this process: torch's own optimizer on the adapter's tensors."""
+    """The full model in this process, and a torch optimizer over the adapter's own tensors.
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+    DDP and FSDP2 extend this class, because their optimizers are torch's too.
+    """
+
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(loss_model.model))
         return loss_model
 
@@ -27,12 +30,13 @@ class SingleEngine(BaseEngine):
 
     def update(self, rate: float) -> float:
         tensors = adapter_tensors(self._model)
-        self.mark_reached(name for name, tensor in tensors.items() if tensor.grad is not None)
+        self.record_gradient(name for name, tensor in tensors.items() if tensor.grad is not None)
         if self._scale.dynamic:
             for tensor in tensors.values():
                 if tensor.grad is not None:
                     tensor.grad.div_(self._scale.value)
         limit = self._settings.max_grad_norm
+        # an infinite limit clips nothing but still computes the norm, which the check below needs
         norm = self.clip(list(tensors.values()), math.inf if limit is None else limit)
         if math.isfinite(norm):
             set_rate(self._optimizer.param_groups, rate)
@@ -41,7 +45,7 @@ class SingleEngine(BaseEngine):
         return norm
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
-        """The gradient norm before clipping."""
+        """Scale the gradients down to a norm of `limit` if theirs is larger. Returns their norm before that."""
         return float(torch.nn.utils.clip_grad_norm_(tensors, limit))
 
     def gather(self) -> dict[str, Tensor]:
@@ -49,9 +53,9 @@ class SingleEngine(BaseEngine):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": to_keep(value)
+            f"{name}.{part}": state_to_cpu(value)
             for name, tensor in adapter_tensors(self._model).items()
-            for key, value in self._optimizer.state[tensor].items()
+            for part, value in self._optimizer.state[tensor].items()
         }
 
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -60,16 +64,18 @@ class SingleEngine(BaseEngine):
             for name, tensor in checkpoint_tensors(self._model).items():
                 tensor.copy_(adapter[name])
         for name, parts in state.items():
-            self._optimizer.state[tensors[name]] = {part: as_held(value, self.device) for part, value in parts.items()}
+            self._optimizer.state[tensors[name]] = {
+                part: state_to_device(value, self.device) for part, value in parts.items()
+            }
 
-    def held_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         adapter = list(adapter_tensors(self._model).values())
-        known = {id(tensor) for tensor in adapter}
+        adapter_ids = {id(tensor) for tensor in adapter}
         return {
-            "base": bytes_held(p for p in self._model.parameters() if id(p) not in known),
-            "adapter": bytes_held(adapter),
-            "gradients": bytes_held(tensor.grad for tensor in adapter),
-            "optimizer": bytes_held(v for state in self._optimizer.state.values() for v in state.values()),
+            "base": local_bytes(p for p in self._model.parameters() if id(p) not in adapter_ids),
+            "adapter": local_bytes(adapter),
+            "gradients": local_bytes(tensor.grad for tensor in adapter),
+            "optimizer": local_bytes(v for state in self._optimizer.state.values() for v in state.values()),
         }
 
     def describe(self) -> dict[str, Any]:

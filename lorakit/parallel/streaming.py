@@ -1,4 +1,8 @@
-"""One process that holds two layers of the base at a time: from its files on a CPU, from host memory on a GPU."""
+"""The streaming backend: one process, with two layers of the base in memory at a time.
+
+Embedding, last norm, head, adapter and optimizer stay in memory. Layers come from the base's files on a CPU, and from
+host memory on a GPU (layer_stream.py).
+"""
 
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
@@ -10,58 +14,64 @@ from torch import Tensor, nn
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.accounting import bytes_held
+from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.engine import BuildOptimizer, FillParameter
-from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, ids_of, streamed_layers
+from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_ids, streamed_layers
 from lorakit.parallel.single import SingleEngine
-from lorakit.parallel.stepping import buffers_to
+from lorakit.parallel.stepping import move_buffers
 
 
 class StreamingEngine(SingleEngine):
-    """What is no repeated layer (embedding, norm, head) stays; so do adapter and optimizer."""
+    """A model whose repeated layers have weights only while they compute."""
 
     shards_base = True
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, read: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
         layers = streamed_layers(loss_model.model)
-        if read is None or not layers:
+        if fill is None or not layers:
             raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
-        source = HostSource(read, layers) if self.device.type == "cuda" else FileSource(read)
+        source = HostSource(fill, layers) if self.device.type == "cuda" else FileSource(fill)
+        ids = streamed_ids(layers)
         self._stream = LayerStream(layers, source, self.device)
-        fill_others(loss_model, ids_of(layers), read, self.device)
+        fill_resident(loss_model, ids, fill, self.device)
         self._optimizer = build(adapter_tensors(loss_model.model))
         return loss_model
 
     def resident_base_bytes(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
-        streamed = ids_of(layers)
-        return sum(p.nbytes for p in base if id(p) not in streamed) + 2 * max((one.nbytes for one in layers), default=0)
+        streamed = streamed_ids(layers)
+        resident = sum(p.nbytes for p in base if id(p) not in streamed)
+        return resident + 2 * max((layer.nbytes for layer in layers), default=0)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return self._stream.saved_tensors()
 
-    def held_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
+        # the slots count in full: a layer's parameters are views of them, and a slot's other bytes are memory too
         adapter = {id(tensor) for tensor in adapter_tensors(self._model).values()}
-        others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.holds(p))
-        return super().held_bytes() | {"base": bytes_held(others) + self._stream.nbytes}
+        others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.contains(p))
+        return super().resident_bytes() | {"base": local_bytes(others) + self._stream.nbytes}
 
     def describe(self) -> dict[str, Any]:
         return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
 
 
-def fill_others(loss_model: LossModel, streamed: Container[int], read: FillParameter, device: torch.device) -> None:
-    """Memory and values for the tensors that are not streamed, each once wherever it hangs; the rest to the device."""
+def fill_resident(loss_model: LossModel, streamed: Container[int], fill: FillParameter, device: torch.device) -> None:
+    """Allocate and read every parameter on meta that is not streamed, and move the others to the device.
+
+    A parameter that several modules share (a tied head) stays one parameter. streamed: ids of the streamed ones.
+    """
     names = {id(tensor): name for name, tensor in loss_model.model.named_parameters()}
-    made: dict[int, nn.Parameter] = {}
+    filled: dict[int, nn.Parameter] = {}
     for module in loss_model.modules():
-        for key, tensor in module._parameters.items():
-            if tensor is None or id(tensor) in streamed:
+        for key, tensor in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(tensor) in streamed:
                 continue
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
                 continue
-            if id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-                read(names[id(tensor)], 0, made[id(tensor)].detach())
-            module._parameters[key] = made[id(tensor)]
-    buffers_to(loss_model.model, device)
+            if id(tensor) not in filled:
+                filled[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+                fill(names[id(tensor)], 0, filled[id(tensor)].detach())
+            module.register_parameter(key, filled[id(tensor)])
+    move_buffers(loss_model.model, device)

@@ -1,6 +1,6 @@
-"""Is the engine what the recipe asked for? Judged by what is held and sent, not by what it is called.
+"""Verify that the engine is the one the recipe requested, by the bytes it stores and sends.
 
-A ZeRO-3 run that holds a whole base, or DDP behind another name, ends here instead of training with something else.
+accelerate can return another engine without an error, such as DDP for DeepSpeed. Such a run ends here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,75 +9,81 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 
-SPLITS_BASE: Final = {"zero3", "fsdp2"}
-SPLITS_OPTIMIZER: Final = {"zero1", "zero2", "zero3", "fsdp2"}
-SLACK_BYTES: Final = 4096  # flat buffers are padded, and every tensor's steps are counted
+SHARDS_BASE: Final = {"zero3", "fsdp2"}
+SHARDS_OPTIMIZER: Final = {"zero1", "zero2", "zero3", "fsdp2"}
+SLACK_BYTES: Final = 4096  # flat buffers are padded, and AdamW stores a step count for every tensor
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Bytes of everything together, and of the part of the base that one of ``num_ranks`` may hold."""
+class ExpectedLayout:
+    """The requested backend, and the bytes that follow from it.
+
+    base_bytes, adapter_bytes: full size, over all ranks. resident_base_bytes: the most of the base on one rank.
+    """
 
     backend: str
     num_ranks: int
     base_bytes: int
     adapter_bytes: int
-    base_part_bytes: int
+    resident_base_bytes: int
 
 
-def verify_layout(expected: Expected, observed: Mapping[str, Any]) -> None:
-    """Passes when engine, number of processes and what this one holds of the base are as asked.
+def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
+    """Return if backend, number of processes and this rank's bytes of the base are the expected ones.
 
-    Raises:
-        RunError: naming what was asked and what is there.
-    """
-    _refuse(expected, observed, _layout_problems(expected, observed))
-
-
-def verify_step(expected: Expected, observed: Mapping[str, Any]) -> None:
-    """Passes when the messages of a step and the optimizer's state are those of the backend asked for.
+    layout: the result of `Engine.layout`.
 
     Raises:
-        RunError: naming what was asked and what is there.
+        RunError: with the requested backend and every difference.
     """
-    _refuse(expected, observed, _step_problems(expected, observed))
+    _refuse(expected, layout, _layout_problems(expected, layout))
 
 
-def _refuse(expected: Expected, observed: Mapping[str, Any], problems: Iterator[str]) -> None:
-    found = list(problems)
-    if found:
+def verify_step(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
+    """Return if the collectives of a step and the optimizer's bytes are those of the requested backend.
+
+    Raises:
+        RunError: with the requested backend and every difference.
+    """
+    _refuse(expected, layout, _step_problems(expected, layout))
+
+
+def _refuse(expected: ExpectedLayout, layout: Mapping[str, Any], problems: Iterator[str]) -> None:
+    differences = list(problems)
+    if differences:
         raise RunError(
             f"parallel.backend: {expected.backend} with {expected.num_ranks} processes was asked for, and"
-            f" {observed['engine']} is not that: {'; '.join(found)}. Nothing was saved; this is lorakit's or its"
+            f" {layout['engine']} is not that: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its"
             " engine's mistake: choose another backend, and report it"
         )
 
 
-def _layout_problems(expected: Expected, observed: Mapping[str, Any]) -> Iterator[str]:
-    if observed["backend"] != expected.backend:
-        yield f"it works as {observed['backend']}"
-    if observed["world_size"] != expected.num_ranks:
-        yield f"{observed['world_size']} processes take part"
-    split = expected.backend in SPLITS_BASE
-    limit = expected.base_part_bytes
-    if observed["base_bytes"] > limit + SLACK_BYTES * split:
-        yield f"a process holds {observed['base_bytes']:,} bytes of the base, {limit:,} would be its part"
+def _layout_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
+    if layout["backend"] != expected.backend:
+        yield f"it works as {layout['backend']}"
+    if layout["world_size"] != expected.num_ranks:
+        yield f"{layout['world_size']} processes take part"
+    shards_base = expected.backend in SHARDS_BASE
+    limit = expected.resident_base_bytes
+    if layout["base_bytes"] > limit + SLACK_BYTES * shards_base:
+        yield f"a process holds {layout['base_bytes']:,} bytes of the base, {limit:,} would be its part"
 
 
-def _step_problems(expected: Expected, observed: Mapping[str, Any]) -> Iterator[str]:
+def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
     if expected.num_ranks == 1:
         return
-    sent = observed["collectives_of_a_step"]
+    sent = layout["collectives_of_a_step"]
     gathered = sent.get("all_gather", {}).get("bytes", 0)
-    added = sum(sent.get(kind, {}).get("bytes", 0) for kind in ("all_reduce", "reduce_scatter", "reduce"))
-    if added < expected.adapter_bytes:
-        yield f"gradients of {expected.adapter_bytes:,} bytes should meet in a step, {added:,} bytes do"
-    if added > 2 * expected.adapter_bytes + SLACK_BYTES * expected.num_ranks:
-        yield f"only the adapter's {expected.adapter_bytes:,} bytes of gradients should meet, {added:,} bytes do"
-    if expected.backend in SPLITS_BASE and gathered < expected.base_bytes:
+    reduced = sum(sent.get(kind, {}).get("bytes", 0) for kind in ("all_reduce", "reduce_scatter", "reduce"))
+    if reduced < expected.adapter_bytes:
+        yield f"gradients of {expected.adapter_bytes:,} bytes should meet in a step, {reduced:,} bytes do"
+    # more would mean that the frozen base's gradients are computed and reduced too
+    if reduced > 2 * expected.adapter_bytes + SLACK_BYTES * expected.num_ranks:
+        yield f"only the adapter's {expected.adapter_bytes:,} bytes of gradients should meet, {reduced:,} bytes do"
+    if expected.backend in SHARDS_BASE and gathered < expected.base_bytes:
         yield f"the base's {expected.base_bytes:,} bytes should be gathered in a step, {gathered:,} are"
-    if expected.backend in SPLITS_OPTIMIZER:
-        part = 2 * expected.adapter_bytes / expected.num_ranks
-        if observed["optimizer_bytes"] > 1.5 * part + 16 * SLACK_BYTES:
-            held = observed["optimizer_bytes"]
-            yield f"a process holds {held:,} bytes of optimizer state, {part:,.0f} would be its part"
+    if expected.backend in SHARDS_OPTIMIZER:
+        shard = 2 * expected.adapter_bytes / expected.num_ranks  # AdamW's two moments, float32 as the adapter
+        resident = layout["optimizer_bytes"]
+        if resident > 1.5 * shard + 16 * SLACK_BYTES:
+            yield f"a process holds {resident:,} bytes of optimizer state, {shard:,.0f} would be its part"

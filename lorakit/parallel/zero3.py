@@ -1,4 +1,8 @@
-"""ZeRO-3: every frozen tensor lies in parts, one on each rank, read from the base's files as parts."""
+"""ZeRO-3's parameters: shard a base that is on meta, and read or write full tensors of a sharded model.
+
+Invariant: no rank ever reads a full tensor of the base. DeepSpeed shards a parameter as equal ranges of its flattened
+elements, the last ones padded.
+"""
 
 import math
 from collections.abc import Iterable
@@ -8,53 +12,52 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel._internals import gather_after_updates, partition_parameter, set_persistent, shard_of
 from lorakit.parallel.engine import FillParameter
 from lorakit.parallel.group import Group
 
 
-def partition(loss_model: LossModel, config: dict[str, Any], group: Group, read: FillParameter | None) -> None:
-    """Give every parameter DeepSpeed's partitioned form; ``read`` fills this rank's part of those on meta.
-
-    A whole frozen tensor never exists: memory is asked for, but only this rank's range of it is ever touched.
-    """
+def partition(loss_model: LossModel, config: dict[str, Any], group: Group, fill: FillParameter | None) -> None:
+    """Shard every parameter over the ranks, DeepSpeed's way. `fill` reads this rank's part of those on meta."""
     import deepspeed
 
     init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(loss_model), enabled=True)
     for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
-            assert read is not None
-            parameter = _replace(loss_model, parameter, _touched_in_part(name, parameter, group, read))
+            assert fill is not None
+            parameter = _replace_parameter(loss_model, parameter, _read_own_range(name, parameter, group, fill))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
-        init._convert_to_deepspeed_param(parameter)
-        parameter.ds_persist = parameter.requires_grad  # type: ignore[attr-defined]
-        parameter.partition()  # type: ignore[attr-defined]
+        partition_parameter(init, parameter, persistent=parameter.requires_grad)
         if parameter.device != init.local_device:
+            # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
 
 
-def keep_adapter_gathered(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
-    """The adapter's tensors stay whole on every rank, gathered once after an update; frozen tensors never are."""
+def make_adapter_persistent(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
+    """Keep the adapter's tensors gathered on every rank, and gather them once after each update.
+
+    They are small, and gathering them with every layer would send them twice for each micro-batch.
+    """
     tensors = list(adapter)
     for tensor in tensors:
-        tensor.ds_persist = True  # type: ignore[attr-defined]
-    optimizer.persistent_parameters = tensors
-    tensors[0].all_gather(tensors)  # type: ignore[attr-defined]
+        set_persistent(tensor)
+    gather_after_updates(optimizer, tensors)
 
 
 def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
-    """A new value for an adapter's tensor, where it is whole on every rank, and for this rank's part beside it."""
+    """Set a parameter's value: the gathered tensor, if it is gathered, and this rank's shard."""
     if tensor.data.shape == value.shape:
         tensor.data.copy_(value)
-    part = getattr(tensor, "ds_tensor", None)
-    if part is not None:
+    shard = shard_of(tensor)
+    if shard is not None:
         start, stop = shard_range(value.numel(), group)
-        part.data[: stop - start].copy_(value.reshape(-1)[start:stop])
+        shard.data[: stop - start].copy_(value.reshape(-1)[start:stop])
 
 
 def full_tensor(tensor: nn.Parameter) -> Tensor:
-    """A tensor that does not learn, gathered for a moment if it lies in parts. Collective."""
-    if not hasattr(tensor, "ds_tensor"):
+    """Return the full value of a frozen parameter. Collective if the parameter is sharded."""
+    if shard_of(tensor) is None:
         return tensor.detach()
     import deepspeed
 
@@ -62,38 +65,45 @@ def full_tensor(tensor: nn.Parameter) -> Tensor:
         return tensor.detach().clone()
 
 
+def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the memory of these parameters in this process: what is gathered of them, and this rank's shards."""
+    return [t for parameter in tensors for t in (parameter.data, shard_of(parameter)) if t is not None]
+
+
 def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
-    """The range of a flattened tensor that lies on this rank."""
+    """Return start and end of this rank's shard within the flattened tensor."""
     size = math.ceil(num_elements / group.size)
     start = min(group.rank * size, num_elements)
     return start, min(start + size, num_elements)
 
 
-def _touched_in_part(name: str, parameter: nn.Parameter, group: Group, read: FillParameter) -> nn.Parameter:
-    full_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+def _read_own_range(name: str, parameter: nn.Parameter, group: Group, fill: FillParameter) -> nn.Parameter:
+    """Return a parameter of the full shape in which only this rank's range has values.
+
+    DeepSpeed wants a full tensor to cut its shard from. `torch.empty` only reserves addresses: memory that is never
+    written takes no room, so the rest of the tensor costs nothing.
+    """
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
     start, stop = shard_range(parameter.numel(), group)
     if start < stop:
-        read(name, start, full_tensor.view(-1)[start:stop])
-    return nn.Parameter(full_tensor, requires_grad=parameter.requires_grad)
+        fill(name, start, values.view(-1)[start:stop])
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """``new`` in all places of ``old``; a tied tensor stays one tensor."""
+def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Replace a parameter in every module that has it, so that a tied one stays one parameter."""
     for module in model.modules():
-        for key, value in list(module._parameters.items()):
-            if value is old:
-                module._parameters[key] = new
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                module.register_parameter(key, new)
     return new
 
 
 def _frozen_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of most of the base's elements."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():  # DeepSpeed knows no packed ones
+        # quantised weights are integers, and DeepSpeed's dtype must be a float
+        if not parameter.requires_grad and parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What of these parameters lies in this process: a partition, and what is gathered."""
-    return [t for p in tensors for t in (p.data, getattr(p, "ds_tensor", None)) if isinstance(t, Tensor)]

@@ -1,8 +1,8 @@
-"""Autograd keeps a frozen weight's name for backward, not the gathered copy of it.
+"""Under ZeRO-3, save a reference to a frozen weight for backward instead of its gathered copy.
 
-Forward saves weights for backward. Under ZeRO-3 a layer's weights are released after its forward and gathered again
-before its backward; a saved copy would keep every gathered layer, the whole base, in memory in between. Vectors are
-kept as copies: what a norm gave is made again before the norm's own backward (ops/recompute.py).
+Autograd saves weights in forward. DeepSpeed frees a layer's weights after its forward and gathers them once more
+before its backward. A saved copy would keep the full base in memory in between. 1-D weights (norms) are saved as
+copies, because ops/recompute.py recomputes a norm's output before that norm's weights are gathered.
 """
 
 from contextlib import AbstractContextManager
@@ -12,42 +12,46 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-SMALL: Final = 100_000
-"""Elements of a vector that is kept as it is."""
+from lorakit.parallel._internals import base_of_view, full_shape, is_persistent, is_zero3_parameter
+
+MAX_COPIED_ELEMENTS: Final = 100_000  # of a 1-D weight
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A view of a partitioned parameter, to be taken from it when it is whole again."""
+class _WeightReference:
+    """A view of a sharded parameter, to be made once the parameter is gathered. Sizes are in elements."""
 
     parameter: Any
-    size: tuple[int, ...]
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
 def save_weights_by_reference() -> AbstractContextManager[None]:
-    """Around forward and backward of a micro-batch."""
+    """Return a context that saves frozen weights by reference. Needed around a micro-batch's forward and backward."""
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     return hooks
 
 
-def _pack(saved: Tensor) -> Tensor | _Place:
-    owner: Any = saved if hasattr(saved, "ds_id") else saved._base
-    if owner is None or not hasattr(owner, "ds_id") or owner.ds_persist:
+def _pack(saved: Tensor) -> Tensor | _WeightReference:
+    """Return what autograd stores for a saved tensor. A view of a weight, such as W.T, is traced to its parameter."""
+    parameter = saved if is_zero3_parameter(saved) else base_of_view(saved)
+    if parameter is None or not is_zero3_parameter(parameter) or is_persistent(parameter):
         return saved
-    if saved.dim() == 1 and saved.numel() <= SMALL:
+    if saved.dim() == 1 and saved.numel() <= MAX_COPIED_ELEMENTS:
         return saved.detach().clone()
-    return _Place(owner, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+    return _WeightReference(parameter, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
 
-_pack.unpacks_repeatedly = True  # type: ignore[attr-defined] # but for what is away until its layer's backward
+# ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
+_pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
 
-def _unpack(kept: Tensor | _Place) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    whole: Tensor = kept.parameter.data
-    if whole.numel() != kept.parameter.ds_numel:
-        raise RuntimeError(f"parameter {tuple(kept.parameter.ds_shape)} was not gathered for backward")
-    return whole.as_strided(kept.size, kept.stride, kept.offset)
+def _unpack(saved: Tensor | _WeightReference) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    gathered: Tensor = saved.parameter.data
+    shape = full_shape(saved.parameter)
+    if gathered.numel() != shape.numel():  # as_strided over a freed weight would read other memory
+        raise RuntimeError(f"parameter {tuple(shape)} was not gathered for backward")
+    return gathered.as_strided(saved.shape, saved.stride, saved.offset)

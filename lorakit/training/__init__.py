@@ -1,1 +1,1 @@
-"""A run: the loop, the job it runs, its checkpoints, and what it leaves."""
+"""Training: the loop, the job it runs, checkpoints, and the end of a run."""

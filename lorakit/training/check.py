@@ -1,4 +1,4 @@
-"""Everything that can be known of a recipe without loading weights: base, targets and their coverage, rows, labels."""
+"""Check a recipe without loading weights: base, targets and coverage, rows and labels, requirements of the backend."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,31 +10,31 @@ from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
-from lorakit.base.loading import count_parameters
-from lorakit.base.skeleton import pack_skeleton
+from lorakit.base.quantized import count_parameters
+from lorakit.base.skeleton import quantize_skeleton
 from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
 from lorakit.errors import LorakitError
+from lorakit.files.base_files import open_base_files
 from lorakit.lora import adapter_tensors, attach, find_targets
-from lorakit.lora.coverage import covering
-from lorakit.lora.extra_targets import find_extras
+from lorakit.lora.coverage import coverage_of
+from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
-from lorakit.patch import open_base_files
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.record import open_record
-from lorakit.training.adapting import check_vocabulary
+from lorakit.training.job import check_vocabulary
 from lorakit.training.model_checks import check_positions
 
 SHOWN_CHARACTERS = 1200
 
 
 def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
-    """Print what the recipe would do.
+    """Print a preview of the recipe's run.
 
     Raises:
-        LorakitError: every problem found, at once.
+        LorakitError: with all problems at once.
     """
     problems: list[str] = []
 
@@ -65,28 +65,30 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:
+    """Print base, targets and number of trainable parameters. Returns the base on meta, with the adapter."""
     spec = adapter_spec(recipe.adapter, folder)
-    model = pack_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
+    model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
     targets = find_targets(model, spec)
-    extras = find_extras(model, spec, targets)
-    covered = covering(model, {target.name for target in targets} | {expert.name for expert in extras.experts})
+    experts = find_extra_targets(model, spec, targets).experts
+    coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     total = count_parameters(model)
-    num_targets = len(targets) + len(extras.experts)
+    num_targets = len(targets) + len(experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
     trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
-    say(f"targets    {num_targets} layers, with {covered.share:.0%} of the parameters in products")
-    if (note := covered.note(spec)) is not None:
+    say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
+    if (note := coverage.note(spec)) is not None:
         say(f"note       {note}")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
-    for kind in covered.kinds:
+    for kind in coverage.kinds:
         say(f"{kind.name:<20} {kind.adapted:>8} {kind.count:>6}")
     return model
 
 
 def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> TokenDataset:
+    """Print the counts of rows and tokens, the steps, and the first row with its labels. Returns the training rows."""
     data = recipe.data
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
@@ -105,18 +107,18 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
     steps = count_steps(recipe, len(first))
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
-    say(f"\nfirst row ({first.location(0)}), what is learnt between [[ and ]]:\n{marked(first, 0, tokenizer)}")
+    say(f"\nfirst row ({first.location(0)}), what is learnt between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
     return first
 
 
-def marked(rows: TokenDataset, row: int, tokenizer: Any) -> str:
-    """A row as text, its learnt stretches between [[ and ]]."""
+def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:
+    """Return a row as text, with its label tokens between [[ and ]]."""
     parts: list[tuple[bool, list[int]]] = []
-    for token, learnt in zip(rows.ids(row).tolist(), rows.learnt(row).tolist(), strict=True):
-        if parts and parts[-1][0] == learnt:
+    for token, has_label in zip(rows.ids(row).tolist(), rows.label_mask(row).tolist(), strict=True):
+        if parts and parts[-1][0] == has_label:
             parts[-1][1].append(token)
         else:
-            parts.append((learnt, [token]))
-    decoded = [(learnt, tokenizer.decode(tokens)) for learnt, tokens in parts]
-    text = "".join(f"[[{part}]]" if learnt else part for learnt, part in decoded)
+            parts.append((has_label, [token]))
+    decoded = [(has_label, tokenizer.decode(tokens)) for has_label, tokens in parts]
+    text = "".join(f"[[{part}]]" if has_label else part for has_label, part in decoded)
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

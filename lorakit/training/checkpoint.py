@@ -1,6 +1,7 @@
-"""Checkpoints: the adapter, its optimizer state and where the run is; by tensor name, never the base.
+"""Write and read a run's checkpoints: adapter, optimizer state and progress. The base never enters a checkpoint.
 
-The newest checkpoint is the highest step whose manifest verifies; there is no pointer file.
+Tensors are full and stored by name, so any backend and number of processes can resume. The newest checkpoint is the
+highest step whose manifest verifies. There is no pointer file, because one could name a damaged checkpoint.
 """
 
 import json
@@ -18,7 +19,11 @@ from lorakit.parallel import Engine
 
 @dataclass
 class Progress:
-    """Where a run is. Everything else follows from the recipe and ``step``."""
+    """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate.
+
+    evaluated_step: the last step whose held-out loss was computed. best_step: None before the first evaluation of a
+    trained step.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -32,13 +37,13 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``."""
+    """The checkpoints of one run, in a folder. `keep`: how many of the newest stay, besides the best step's."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
 
     def save(self, engine: Engine, progress: Progress) -> None:
-        """Commit a checkpoint of this step, then drop the oldest ones; the best step's stays."""
+        """Write a checkpoint of this step, unless there is one, and delete the oldest ones. Collective."""
         target = self._path(progress.step)
         if not engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
             adapter, optimizer = engine.gather(), engine.gather_optimizer()
@@ -47,7 +52,7 @@ class Checkpoints:
     def _commit(
         self, target: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], progress: Progress
     ) -> None:
-        remove_folder(target)
+        remove_folder(target)  # one of the same step that does not verify
         with atomic_folder(target) as staging:
             _write(staging / "adapter.safetensors", adapter)
             _write(staging / "optimizer.safetensors", optimizer)
@@ -58,26 +63,26 @@ class Checkpoints:
             remove_folder(self._path(step))
 
     def newest(self) -> tuple[Progress, Path] | None:
-        """The newest checkpoint that verifies, or None."""
+        """Return the newest checkpoint that verifies, or None."""
         for step in sorted(self._steps(), reverse=True):
             folder = self._path(step)
-            if manifest_matches(folder):
+            if manifest_matches(folder):  # a checkpoint that was damaged is passed over
                 return Progress(**json.loads((folder / "progress.json").read_text())), folder
         return None
 
     def restore(self, engine: Engine) -> Progress | None:
-        """Put the newest checkpoint that verifies back into the engine; None when there is none.
+        """Load the newest checkpoint that verifies into the engine, and return its progress; None if there is none.
 
-        Only the first process reads it: other machines need not see the folder.
+        Only rank 0 reads files, because the folder need not exist on other machines. Collective.
         """
-        found = engine.group.run_on_rank_0(self._newest_whole)
-        if found is None:
+        newest = engine.group.run_on_rank_0(self._read_newest)
+        if newest is None:
             return None
-        progress, adapter, optimizer = found
+        progress, adapter, optimizer = newest
         engine.restore(adapter, optimizer)
         return progress
 
-    def _newest_whole(self) -> tuple[Progress, dict[str, Tensor], dict[str, Tensor]] | None:
+    def _read_newest(self) -> tuple[Progress, dict[str, Tensor], dict[str, Tensor]] | None:
         newest = self.newest()
         if newest is None:
             return None
@@ -85,11 +90,11 @@ class Checkpoints:
         return progress, _read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors")
 
     def adapter_of(self, step: int) -> dict[str, Tensor]:
-        """The adapter tensors of a kept step."""
+        """Return the adapter tensors of a step's checkpoint."""
         return _read(self._path(step) / "adapter.safetensors")
 
     def remove(self) -> None:
-        """Drop all checkpoints."""
+        """Delete all checkpoints."""
         remove_folder(self._folder)
 
     def _steps(self) -> Iterator[int]:

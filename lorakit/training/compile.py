@@ -1,4 +1,7 @@
-"""Layers compiled by torch.compile, each on its own and for any number of tokens, so that alike ones share the code."""
+"""Compile a model's repeated layers with torch.compile, each on its own and for any number of tokens.
+
+Compiled alone, equal layers share one graph. Compiled for any number of tokens, steps of other lengths need no other.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,55 +11,46 @@ from torch import nn
 
 from lorakit.base.layers import repeated_layers
 from lorakit.errors import RunError
+from lorakit.training._internals import compiler_errors, fail_on_recompile_limit, num_compiled_graphs
 
 
 @final
 class CompiledLayers:
-    """A model's repeated layers, compiled when they are first called.
+    """A model's repeated layers, each compiled at its first call.
 
-    ``num_graphs``: pieces that were compiled so far; ``last_step``: the step in which the last of them was.
+    num_graphs: graphs compiled so far. last_step: the step that compiled the newest of them.
 
     Raises:
         RunError: the model has no repeated layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        import torch._dynamo.config
-
         layers = list(repeated_layers(model))
         if not layers:
             raise RunError(f"train.compile: {type(model).__name__} has no repeated layers to compile; leave it out")
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than going on uncompiled, without a word
+        fail_on_recompile_limit()
         for layer in layers:
             layer.compile(dynamic=True)
-        self._before = _count()
+        self._graphs_before = num_compiled_graphs()  # of earlier runs in this process
         self.num_graphs = self.last_step = 0
 
     @contextmanager
     def raising_run_errors(self) -> Iterator[None]:
-        """What torch's compiler cannot do, in words: RunError."""
-        from torch._dynamo.exc import TorchDynamoException
-
+        """Turn errors of torch's compiler inside the block into a RunError with their first words."""
         try:
             yield
-        except TorchDynamoException as problem:
-            said = " ".join(str(problem).split())[:300]
+        except compiler_errors() as problem:
+            text = " ".join(str(problem).split())[:300]
             raise RunError(
-                f"train.compile: torch cannot compile this model's layers; leave it out. It says: {said}"
+                f"train.compile: torch cannot compile this model's layers; leave it out. It says: {text}"
             ) from None
 
     def record_step(self, step: int) -> None:
-        """Note what a step has compiled."""
-        found = _count() - self._before
-        if found != self.num_graphs:
-            self.num_graphs, self.last_step = found, step
+        """Update both counts after a step."""
+        num_graphs = num_compiled_graphs() - self._graphs_before
+        if num_graphs != self.num_graphs:
+            self.num_graphs, self.last_step = num_graphs, step
 
     def stats(self) -> dict[str, int]:
-        """Both numbers, for a run's record."""
+        """Return both counts, for run.json."""
         return {"graphs": self.num_graphs, "last_step": self.last_step}
-
-
-def _count() -> int:
-    import torch._dynamo.utils
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -1,4 +1,7 @@
-"""The end of a run: its patch, its record, and what is left of one that is done or thrown away."""
+"""End a run: write its patch and its record, and delete what the run no longer needs.
+
+Invariant: checkpoints are deleted last, so a run that is killed here can still be resumed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,25 +22,43 @@ from lorakit.training.job import Job
 
 
 def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:
-    """Write the patch, then the rest; the checkpoints go last. Everything in the patch is the same at every run."""
-    recipe = job.recipe
-    best = recipe.train.select == "best" and progress.best_step not in (None, progress.step)
-    tensors = {} if best else job.engine.gather()
-    ranks = job.engine.group.all_gather(job.engine.observed() | {"peak_memory_bytes": peak_memory_bytes()})
-    job.engine.group.run_on_rank_0(lambda: write_all(job, progress, record, seconds, tensors, ranks))
+    """Write the patch, the picture of the loss and the record, then delete the checkpoints. Collective.
+
+    The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. seconds: the
+    duration since this start.
+    """
+    group = job.engine.group
+    # the best step's adapter is in its checkpoint, unless the best step is the last one
+    tensors = job.engine.gather() if chosen_step(job.recipe, progress) == progress.step else None
+    ranks = group.all_gather(job.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
+    group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks))
 
 
-def write_all(
-    job: Job, progress: Progress, record: RunRecord, seconds: float, tensors: dict[str, Tensor],
+def chosen_step(recipe: Recipe, progress: Progress) -> int:
+    """Return the step whose adapter becomes the patch: the best one if `train.select` is `best`, else the last one."""
+    if recipe.train.select == "best" and progress.best_step is not None:
+        return progress.best_step
+    return progress.step
+
+
+def write_results(
+    job: Job,
+    progress: Progress,
+    record: RunRecord,
+    seconds: float,
+    tensors: dict[str, Tensor] | None,
     ranks: list[dict[str, Any]],
-) -> None:  # fmt: skip
-    """What ``finish`` writes, in the first process. ``tensors`` are the last step's."""
-    recipe = job.recipe
-    best = recipe.train.select == "best" and progress.best_step not in (None, progress.step)
-    tensors = job.checkpoints.adapter_of(progress.best_step or 0) if best else tensors
-    losses = {"eval_loss_base": progress.first_eval_loss, "eval_loss": progress.last_eval_loss}
-    if best:
-        losses["eval_loss"] = progress.best_eval_loss
+) -> None:
+    """Write the files of `finish`. Runs on rank 0 alone.
+
+    tensors: the adapter after the last step; None if it is to be read from the chosen step's checkpoint. ranks: the
+    layouts of all ranks.
+    """
+    recipe, step = job.recipe, chosen_step(job.recipe, progress)
+    losses = {
+        "eval_loss_base": progress.first_eval_loss,
+        "eval_loss": progress.last_eval_loss if step == progress.step else progress.best_eval_loss,
+    }
     facts = {
         "lorakit": versions()["lorakit"],
         "versions": versions(),
@@ -46,30 +67,38 @@ def write_all(
         "data": job.data_facts(),
         "recipe": recipe.model_dump(mode="json", exclude={"output", "parallel"}),
         "results": {key: value for key, value in losses.items() if value is not None},
-        "step": progress.best_step if best else progress.step,
+        "step": step,
     }
     patch = patch_from_model(
-        job.model, tensors, facts=facts, base_model=recipe.base.model, revision=recipe.base.revision
+        job.model,
+        tensors if tensors is not None else job.checkpoints.adapter_of(step),
+        metadata=facts,
+        base_model=recipe.base.model,
+        revision=recipe.base.revision,
     )
-    write_patch(
-        job.output, patch, overwrite=True,
-        card=model_card(
-            job.output.name, recipe.base.model, facts,
-            recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}),
-        ),
-    )  # fmt: skip
+    chosen_settings = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"})
+    card = model_card(job.output.name, recipe.base.model, facts, chosen_settings)
+    write_patch(job.output, patch, overwrite=True, card=card)
     draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
     record.finish(
-        steps=progress.step, tokens=progress.tokens, label_tokens=progress.label_tokens, results=facts["results"],
-        engine=ranks[0], ranks=ranks[1:], peak_memory_bytes=ranks[0]["peak_memory_bytes"],
+        steps=progress.step,
+        tokens=progress.tokens,
+        label_tokens=progress.label_tokens,
+        results=facts["results"],
+        engine=ranks[0],
+        ranks=ranks[1:],
+        peak_memory_bytes=ranks[0]["peak_memory_bytes"],
         seconds_of_last_start=round(seconds, 2),
         **({"compiled": job.compiled.stats()} if job.compiled else {}),
-    )  # fmt: skip
+    )
     job.checkpoints.remove()
 
 
 def discard(output: Path) -> None:
-    """Remove what a run or a patch left in the output folder, the patch first; nothing else is touched."""
+    """Delete a run's or a patch's files in the output folder. Files of other programs stay.
+
+    The record goes last, so that a call which was killed can be repeated.
+    """
     if not ((output / RECORD).exists() or (output / CONFIG_FILE).exists()):
         return
     remove_patch(output)
@@ -79,12 +108,15 @@ def discard(output: Path) -> None:
     (output / RECORD).unlink(missing_ok=True)
 
 
-def already_finished(recipe: Recipe, output: Path, say: Callable[[str], None]) -> Path:
-    """Leave a finished run alone, once its patch is seen to be whole."""
+def verify_finished_run(recipe: Recipe, output: Path, say: Callable[[str], None]) -> None:
+    """Verify the patch of a run that has finished before, and delete checkpoints that it may have left.
+
+    Raises:
+        RunError: the patch is damaged.
+    """
     try:
         read_patch(output)
     except PatchError as problem:
         raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
     Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove()
     say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")
-    return output

@@ -1,4 +1,7 @@
-"""A training run, assembled: engine, base with its adapter, rows, optimizer."""
+"""Assemble a training run: engine, base with its adapter, rows, optimizer.
+
+Invariant: a Job is ready for its first step, and nothing was written to assemble it except the token cache.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -6,29 +9,56 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import find_base, load_tokenizer
-from lorakit.base.loading import quantization_facts
+from lorakit.base.load import find_base, load_tokenizer, num_tokens
+from lorakit.base.loading import LoadedBase, load_for_training
+from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.token_cache import load_split
-from lorakit.parallel import Engine, FillParameter, Group, StepSettings
+from lorakit.errors import BaseModelError, TargetError
+from lorakit.files.base_files import open_base_files
+from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
+from lorakit.lora.coverage import Coverage, coverage_of
+from lorakit.lora.experts import LoraExperts
+from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
-from lorakit.patch import fingerprint, open_base_files
+from lorakit.patch import fingerprint
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
-from lorakit.training.adapting import AdaptedBase, adapted_base, adapted_names
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.compile import CompiledLayers
-from lorakit.training.model_checks import check_positions, enable_packing, verify_shortcuts
+from lorakit.training.model_checks import check_positions, enable_packing, verify_chunked_loss
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """A base with an untrained adapter on it.
+
+    coverage: share of the base's products that the adapter changes. note: a sentence for the user if that share is
+    small, else None. num_parameters: of the base.
+    """
+
+    base: LoadedBase
+    coverage: Coverage
+    note: str | None
+    num_parameters: int
+    num_trainable: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run needs, ready for its first step."""
+    """All parts of a run.
+
+    batches, eval_batches: this rank's rows; None if there are no held-out rows. total_steps: optimizer updates of the
+    full run, those before a resume included. compiled: None unless train.compile is set.
+    """
 
     recipe: Recipe
     output: Path
@@ -37,7 +67,7 @@ class Job:
     dtype: DtypeChoice
     adapted: AdaptedBase
     batches: BatchSampler
-    held_out: BatchSampler | None
+    eval_batches: BatchSampler | None
     base_fingerprint: dict[str, Any]
     checkpoints: Checkpoints
     total_steps: int
@@ -45,60 +75,149 @@ class Job:
     compiled: CompiledLayers | None = None
 
     def data_facts(self) -> dict[str, Any]:
-        """What the rows were: sources, digest, and what became of them."""
-        sets = {"train": self.batches.rows} | ({"eval": self.held_out.rows} if self.held_out else {})
+        """Return sources, digest and counts of the training and held-out rows, for records."""
+        sets = {"train": self.batches.rows} | ({"eval": self.eval_batches.rows} if self.eval_batches else {})
         return {
             name: {"sources": rows.sources, "digest": rows.digest, **asdict(rows.counts)} for name, rows in sets.items()
         }
 
     def base_facts(self) -> dict[str, Any]:
-        """Which base it is."""
+        """Return name, architecture and fingerprint of the base, for records."""
         return {"model": self.recipe.base.model, "architecture": self.architecture, **self.base_fingerprint}
 
 
 def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job:
-    """Load and connect all parts of a run. ``recorded`` holds what an interrupted run had chosen.
+    """Load and connect all parts of a run. Collective.
+
+    recorded: the run record of an interrupted run, whose choice of dtype is used once more; else empty.
 
     Raises:
-        LorakitError: base, data or targets are not usable; nothing has been written but the token cache.
+        LorakitError: base, rows or targets are unusable, or differ between ranks.
     """
-    group = engine.group
-    group.local_rank_0_first(lambda: load_data(recipe))  # one process of a machine makes what the others find made
-    folder, rows, held_out = group.run_on_all(lambda: load_data(recipe))
+    group, output = engine.group, Path(recipe.output)
+    group.local_rank_0_first(lambda: load_data(recipe))  # writes the token cache; the machine's other ranks read it
+    folder, rows, eval_rows = group.run_on_all(lambda: load_data(recipe))
+    # `auto` measures the machine, so one rank chooses for all
     dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
-    engine.phase("loading the base")
-    adapted = group.run_on_all(lambda: adapted_base(recipe, engine, folder, dtype.dtype, (rows, held_out)))
+    engine.set_phase("loading the base")
+    adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows))
     model = adapted.base.model
-    identity = fingerprint(open_base_files(folder), adapted_names(model))
-    if (packing := quantization_facts(model)) is not None:
-        identity["packed"] = packing
-    digests = {"rows": rows.digest, "held-out rows": held_out.digest if held_out else None}
+    identity = _identity(folder, model)
+    digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     job = Job(
-        recipe, Path(recipe.output), model, engine, dtype, adapted, _batches(recipe, rows, group),
-        _batches(recipe, held_out, group) if held_out else None, identity,
-        Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints),
-        count_steps(recipe, len(rows)), 
-        type(model).__name__,
-    )  # fmt: skip
+        recipe=recipe,
+        output=output,
+        model=model,
+        engine=engine,
+        dtype=dtype,
+        adapted=adapted,
+        batches=_batches(recipe, rows, group),
+        eval_batches=_batches(recipe, eval_rows, group) if eval_rows else None,
+        base_fingerprint=identity,
+        checkpoints=Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints),
+        total_steps=count_steps(recipe, len(rows)),
+        architecture=type(model).__name__,
+    )
     group.run_on_all(lambda: check_positions(model, recipe.data.max_tokens))
-    _prepare_engine(job, adapted.base.read)
-    verify_shortcuts(engine.loss_model, job.batches, engine.device, group)
+    _prepare_engine(job)
+    verify_chunked_loss(engine.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
         enable_packing(engine.loss_model, job.batches, engine.device)
+    # last, so that the checks above do not compile
     return replace(job, compiled=CompiledLayers(model)) if recipe.train.compile else job
 
 
 def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
-    """The base's folder and the tokenised rows."""
+    """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
     folder = find_base(recipe.base.model, recipe.base.revision)
     tokenizer = load_tokenizer(folder)
     rows = load_split(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
     if recipe.data.eval is None:
         return folder, rows, None
     return folder, rows, load_split(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
+
+
+def load_adapted_base(
+    recipe: Recipe,
+    engine: Engine,
+    folder: Path,
+    dtype: torch.dtype,
+    rows: TokenDataset,
+    eval_rows: TokenDataset | None,
+) -> AdaptedBase:
+    """Load the base and put an untrained adapter on it. The base stays on meta if the engine shards it.
+
+    Raises:
+        BaseModelError: the base cannot be loaded, or its vocabulary is smaller than the tokenizer's.
+        TargetError: a target matches no layer, or a trainable token occurs in no row.
+    """
+    base = load_for_training(recipe.base, folder, dtype, engine.device, sharded=engine.shards_base)
+    model = base.model
+    for dataset in filter(None, (rows, eval_rows)):
+        check_vocabulary(model, dataset)
+    spec = adapter_spec(recipe.adapter, folder)
+    check_tokens_occur(spec.trainable_tokens, rows)
+    targets = find_targets(model, spec)
+    experts = find_extra_targets(model, spec, targets).experts
+    # before `attach`, which adds parameters that are not the base's
+    coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
+    num_parameters = count_parameters(model)
+    attach(model, targets, spec, recipe.train.seed, base.read_weight, compiled=recipe.train.compile)
+    num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
+    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable)
+
+
+def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:
+    """Return if every token of the rows has a row in the base's embedding.
+
+    Raises:
+        BaseModelError: the tokenizer gave larger ids.
+    """
+    num_rows = num_tokens(model)
+    if rows.counts.largest_id >= num_rows:
+        raise BaseModelError(
+            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
+            " they do not belong together"
+        )
+
+
+def check_tokens_occur(tokens: tuple[int, ...], rows: TokenDataset) -> None:
+    """Return if every trainable token occurs in the training rows.
+
+    Raises:
+        TargetError: some do not, so their embeddings would never get a gradient.
+    """
+    missing = set(tokens)
+    for row in range(len(rows)):
+        if not missing:
+            return
+        missing -= set(np.intersect1d(rows.ids(row), list(missing)).tolist())
+    if missing:
+        raise TargetError(
+            f"adapter.trainable_tokens: {sorted(missing)} occur in none of the {len(rows)} training rows, so their rows"
+            " would not learn; leave them out"
+        )
+
+
+def adapted_names(model: nn.Module) -> list[str]:
+    """Return the names of the layers, and of the experts' parameters, that have low-rank factors."""
+    names = []
+    for name, module in adapter_modules(model):
+        if isinstance(module, LoraLinear):
+            names.append(name)
+        elif isinstance(module, LoraExperts):
+            names += [f"{name}.{key}" for key in module.adapted]
+    return names
+
+
+def _identity(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches."""
+    identity = fingerprint(open_base_files(folder), adapted_names(model))
+    quantization = quantization_facts(model)
+    return identity if quantization is None else identity | {"packed": quantization}
 
 
 def _batches(recipe: Recipe, rows: TokenDataset, group: Group) -> BatchSampler:
@@ -109,19 +228,26 @@ def _batches(recipe: Recipe, rows: TokenDataset, group: Group) -> BatchSampler:
     )
 
 
-def _prepare_engine(job: Job, read: FillParameter | None) -> None:
+def _prepare_engine(job: Job) -> None:
+    """Give the engine the model, the optimizer's settings and the learning rate's schedule."""
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
-        checkpoint_layers(job.model, on_host=settings.activation_offload)
+        checkpoint_layers(job.model, offload=settings.activation_offload)
     optimizer = partial(
-        build_optimizer, name=settings.optimizer, betas=(settings.beta1, settings.beta2), epsilon=settings.epsilon,
-        weight_decay=settings.weight_decay, ratio=settings.loraplus_lr_ratio,
-    )  # fmt: skip
-    rate = partial(
-        learning_rate, peak=settings.learning_rate, schedule=settings.schedule, total_steps=job.total_steps,
-        warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
-    )  # fmt: skip
-    scales_loss = job.dtype.dtype is torch.float16
-    job.engine.prepare(
-        job.model, optimizer, StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss), read
+        build_optimizer,
+        name=settings.optimizer,
+        betas=(settings.beta1, settings.beta2),
+        epsilon=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        loraplus_lr_ratio=settings.loraplus_lr_ratio,
     )
+    rate = partial(
+        learning_rate,
+        peak=settings.learning_rate,
+        schedule=settings.schedule,
+        total_steps=job.total_steps,
+        warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
+    )
+    scales_loss = job.dtype.dtype is torch.float16
+    step_settings = StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss)
+    job.engine.prepare(job.model, optimizer, step_settings, job.adapted.base.fill)

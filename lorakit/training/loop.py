@@ -1,11 +1,15 @@
-"""Train one adapter: the whole run, readable top to bottom."""
+"""Train one adapter. The full run, from the recipe to the patch, to be read top to bottom.
+
+Invariant: `progress` and the recipe alone decide what happens after a step, so a run that was stopped anywhere and
+resumed ends in the same bytes as one that was not.
+"""
 
 import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
@@ -18,106 +22,104 @@ from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.checkpoint import Progress
-from lorakit.training.finish import already_finished, discard, finish
+from lorakit.training.finish import discard, finish, verify_finished_run
 from lorakit.training.job import Job, build_job
 from lorakit.training.summary import announce, end_summary, start_summary
 
-REACH_STEPS = 20  # by this step every adapter tensor must have had a gradient
-SHOWN_ROWS = 8
+MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
+SHOWN_ROWS: Final = 8
 
 
-def run(
-    recipe: Recipe, *, fresh: bool = False, why: str = "", say: Callable[[str], None] = announce
-) -> Path:  # fmt: skip
-    """Train the recipe's adapter, or go on with it; returns the folder of its patch.
+def run(recipe: Recipe, *, fresh: bool = False, why: str = "", say: Callable[[str], None] = announce) -> Path:
+    """Train a recipe's adapter, or resume it, in this process. Returns the folder of the patch.
 
-    An unfinished run of the same recipe in the output folder is continued and ends bit-identical to one that was
-    never interrupted. ``fresh`` discards what the folder holds; ``why`` is recorded: the reason for what was `auto`.
+    In a run of several processes, every process calls this function.
+
+    fresh: discard what the output folder contains, instead of resuming. why: the reason for the values that `auto`
+    keys were given, for the record. say: prints the few lines before and after the run.
 
     Raises:
-        LorakitError: something the user can fix; what was saved before is kept.
-        TemporaryFailure: stopped by a signal, or the disk is full; the same call goes on.
+        LorakitError: a problem that the user can solve. Checkpoints stay.
+        TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
-    with catching_signals() as stop, distributed_engine(recipe, stop.wait) as engine:
-        return run_on(engine, recipe, stop, fresh=fresh, why=why, say=say if engine.group.is_rank_0 else _print_nothing)
+    with catching_signals() as stop, distributed_engine(recipe, stop.defer) as engine:
+        if not engine.group.is_rank_0:
+            say = _print_nothing
+        return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say)
 
 
-def run_on(
+def run_on_engine(
     engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, why: str, say: Callable[[str], None]
-) -> Path:  # fmt: skip
-    """``run`` in one of the run's processes. The first of them alone writes, shows and says."""
-    output, group, began = Path(recipe.output), engine.group, time.monotonic()
+) -> Path:
+    """Carry out `run` on an open engine: assemble the job, restore its newest checkpoint, train, write the patch."""
+    output, group, start_time = Path(recipe.output), engine.group, time.monotonic()
     settings = recipe.model_dump(mode="json")
-    with disk_full_as_retryable(output), ExitStack() as held:
-        record = group.run_on_rank_0(lambda: open_output_folder(output, settings, held, fresh=fresh))
+    with disk_full_as_retryable(output), ExitStack() as resources:
+        record = group.run_on_rank_0(lambda: open_output_folder(output, settings, resources, fresh=fresh))
         if record.finished:
-            group.run_on_rank_0(lambda: already_finished(recipe, output, say))
+            group.run_on_rank_0(lambda: verify_finished_run(recipe, output, say))
             return output
+
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
         job = build_job(recipe, engine, record.values)
-        if fresh:  # only now: a recipe that cannot run discards nothing
+        if fresh:  # not before: a recipe that cannot run must discard nothing
             group.run_on_rank_0(lambda: discard(output))
         progress = job.checkpoints.restore(engine) or Progress()
-        ranks = group.all_gather(engine.observed())
-        group.run_on_rank_0(lambda: record.start(
-            data=job.data_facts(), base=job.base_facts(), dtype=job.dtype.name, dtype_why=job.dtype.why,
-            engine=ranks[0], ranks=ranks[1:], total_steps=job.total_steps, **({"auto": why} if why else {}),
-        ))  # fmt: skip
+
+        ranks = group.all_gather(engine.layout())
+        group.run_on_rank_0(lambda: record_start(record, job, ranks, why))
         say(start_summary(job, progress, ranks, why))
         with reporting(
-            output, last_step=progress.step, total_steps=job.total_steps, log_to=recipe.train.log_to,
-            config=flatten(settings), shown=group.is_rank_0,
-        ) as report:  # fmt: skip
-            stop.deferred = True
+            output,
+            last_step=progress.step,
+            total_steps=job.total_steps,
+            log_to=recipe.train.log_to,
+            config=flatten(settings),
+            shown=group.is_rank_0,
+        ) as report:
+            stop.defer()  # from here on the loop handles signals, after the step they interrupt
             with closing(Prefetcher(job.batches, job.total_steps)) as batches:
-                loop(job, batches, progress, report, stop)
-        finish(job, progress, record, time.monotonic() - began)
+                train_loop(job, batches, progress, report, stop)
+
+        finish(job, progress, record, time.monotonic() - start_time)
         say(end_summary(job, progress))
     return output
 
 
-def open_output_folder(output: Path, settings: dict[str, Any], held: ExitStack, *, fresh: bool) -> RunRecord:
-    """The output folder for this run alone until ``held`` ends, swept of what dead processes left."""
-    held.enter_context(locked(output))
-    for folder in (output, output / "checkpoints"):
-        sweep_folder(folder)
-    return open_record(output, settings, fresh=fresh)
+def train_loop(
+    job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport, stop: StopRequest
+) -> None:
+    """Evaluate, save and step, until the last step or early stopping.
 
-
-def _print_nothing(text: str) -> None:
-    """What the other processes say."""
-
-
-def loop(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport, stop: StopRequest) -> None:
-    """Steps until the end. What is due after a step is decided from ``progress`` alone, so a resumed run agrees."""
+    Raises:
+        TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved.
+    """
     while True:
-        improved = evaluate(job, progress, report, stop) if evaluation_is_due(job, progress) else False
-        evaluation_interrupted = evaluation_is_due(
-            job, progress
-        )  # a signal came while it ran: it is made after resuming
-        done = not evaluation_interrupted and (progress.step >= job.total_steps or no_longer_improves(job, progress))
-        due = progress.step % job.recipe.train.save_every_steps == 0
-        stopping = job.engine.group.any(stop.asked())  # all stop after the same step
-        if progress.step and (due or done or improved or stopping):
-            job.engine.phase(f"step {progress.step}: saving")
+        improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop)
+        interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
+        done = not interrupted and (progress.step >= job.total_steps or stops_early(job, progress))
+        save_is_due = progress.step % job.recipe.train.save_every_steps == 0
+        stopping = job.engine.group.any(stop.is_requested())  # decided together: all ranks stop after the same step
+        if progress.step and (save_is_due or done or improved or stopping):
+            job.engine.set_phase(f"step {progress.step}: saving")
             job.checkpoints.save(job.engine, progress)
         if done:
             return
         if stopping:
-            asked_by = next(filter(None, job.engine.group.all_gather(stop.asked_by)))
-            raise TemporaryFailure(f"{asked_by}: {saved(progress)}; the same command goes on from there")
-        take_step(job, batches, progress, report)
+            signal_name = next(filter(None, job.engine.group.all_gather(stop.signal_name)))
+            saved = f"saved after step {progress.step}" if progress.step else "before the first step"
+            raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
+        train_step(job, batches, progress, report)
 
 
-def saved(progress: Progress) -> str:
-    """What a stop leaves behind."""
-    return f"saved after step {progress.step}" if progress.step else "before the first step"
+def train_step(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport) -> None:
+    """Run one optimizer step, and add it to `progress` and `report`.
 
-
-def take_step(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport) -> None:
-    """One optimizer step."""
-    began = time.perf_counter()
-    job.engine.phase(f"step {progress.step + 1}")
+    Raises:
+        RunError: the loss or gradient is not finite, or an adapter tensor never gets a gradient.
+    """
+    start_time = time.perf_counter()
+    job.engine.set_phase(f"step {progress.step + 1}")
     try:
         with job.compiled.raising_run_errors() if job.compiled else nullcontext():
             result = job.engine.step(progress.step, batches.step(progress.step))
@@ -128,29 +130,43 @@ def take_step(job: Job, batches: Prefetcher, progress: Progress, report: Report 
     progress.label_tokens += result.num_label_tokens
     if job.compiled:
         job.compiled.record_step(progress.step)
-    report.step(progress.step, result, time.perf_counter() - began)
-    if progress.step >= min(REACH_STEPS, job.total_steps) and (unreached := job.engine.tensors_without_gradient()):
+    report.step(progress.step, result, time.perf_counter() - start_time)
+    if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, job.total_steps):
+        check_gradients(job, progress)
+
+
+def check_gradients(job: Job, progress: Progress) -> None:
+    """Return if every adapter tensor has had a gradient. Collective.
+
+    Raises:
+        RunError: with the names of the tensors that have had none.
+    """
+    names = job.engine.tensors_without_gradient()
+    if names:
         raise RunError(
-            f"{len(unreached)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
-            f" {', '.join(unreached[:4])}. Leave their layers out with adapter.exclude"
+            f"{len(names)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
+            f" {', '.join(names[:4])}. Leave their layers out with adapter.exclude"
         )
 
 
 def evaluation_is_due(job: Job, progress: Progress) -> bool:
-    """Before the first step, every ``eval_every_steps``, and at the end; once each."""
-    if job.held_out is None or progress.evaluated_step == progress.step:
+    """True before the first step, every `eval_every_steps`, and after the last step. Once for each of these steps."""
+    if job.eval_batches is None or progress.evaluated_step == progress.step:
         return False
     return progress.step % job.recipe.train.eval_every_steps == 0 or progress.step >= job.total_steps
 
 
 def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: StopRequest) -> bool:
-    """Held-out loss of this step into ``progress``; True when it is the best and the best is to be kept."""
-    held_out = job.held_out
-    assert held_out is not None
-    job.engine.phase(f"step {progress.step}: held-out rows")
-    loss = job.engine.evaluate(
-        (batch for rows in held_out.eval_batches() for batch in held_out.micro_batches(rows)), stop.asked
-    )
+    """Write the held-out loss of this step into `progress`. True if a checkpoint should be saved as the new best.
+
+    Raises:
+        RunError: the loss is not finite.
+    """
+    sampler = job.eval_batches
+    assert sampler is not None
+    job.engine.set_phase(f"step {progress.step}: held-out rows")
+    micro_batches = (batch for rows in sampler.eval_batches() for batch in sampler.micro_batches(rows))
+    loss = job.engine.evaluate(micro_batches, stop.is_requested)
     if loss is None:
         return False
     if not math.isfinite(loss):
@@ -162,6 +178,7 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
     progress.last_eval_loss = loss
     if progress.first_eval_loss is None:
         progress.first_eval_loss = loss
+    # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
     improved = progress.step > 0 and (progress.best_eval_loss is None or loss < progress.best_eval_loss)
     if improved:
         progress.best_eval_loss, progress.best_step, progress.evals_without_gain = loss, progress.step, 0
@@ -171,21 +188,47 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
     return improved and job.recipe.train.select == "best"
 
 
-def no_longer_improves(job: Job, progress: Progress) -> bool:
-    """Whether early stopping ends the run here."""
+def stops_early(job: Job, progress: Progress) -> bool:
+    """True if the held-out loss has not improved in the last `early_stopping_evals` evaluations."""
     patience = job.recipe.train.early_stopping_evals
     return patience is not None and progress.evals_without_gain >= patience
 
 
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:
-    """What happened, where, and what to do."""
+    """Return the error message of a step that is not finite: where, which rows, and what to do."""
     rows = job.batches.rows
     named = ", ".join(rows.location(row) for row in problem.rows[:SHOWN_ROWS])
     more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
     newest = job.checkpoints.newest()
-    kept = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
+    checkpoint = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
     return (
         f"step {progress.step + 1}: {problem} (learning rate {job.recipe.train.learning_rate:g});"
         " nothing was updated.\n"
-        f"  Rows in it: {named}{more}.\n  {kept}. Look at these rows, or lower train.learning_rate"
+        f"  Rows in it: {named}{more}.\n  {checkpoint}. Look at these rows, or lower train.learning_rate"
     )
+
+
+def open_output_folder(output: Path, settings: dict[str, Any], resources: ExitStack, *, fresh: bool) -> RunRecord:
+    """Lock the output folder until `resources` closes, delete staging files of dead processes, and open its record."""
+    resources.enter_context(locked(output))
+    for folder in (output, output / "checkpoints"):
+        sweep_folder(folder)
+    return open_record(output, settings, fresh=fresh)
+
+
+def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: str) -> None:
+    """Write the facts of this start into run.json. `ranks`: the layouts of all ranks."""
+    record.start(
+        data=job.data_facts(),
+        base=job.base_facts(),
+        dtype=job.dtype.name,
+        dtype_why=job.dtype.why,
+        engine=ranks[0],
+        ranks=ranks[1:],
+        total_steps=job.total_steps,
+        **({"auto": why} if why else {}),
+    )
+
+
+def _print_nothing(text: str) -> None:
+    """Print nothing: only rank 0 prints."""

@@ -1,9 +1,10 @@
-"""Does this model keep packed rows apart, and is its loss what we take it for? Asked of the model itself."""
+"""Check a model by running it: do packed rows stay apart, and is the chunked loss the loss of its logits?
+
+Configs and class names are not trusted for either, because models differ in ways that these do not show.
+"""
 
 import inspect
-import math
-from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +18,20 @@ from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, e
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 
-MAX_TOKENS = 64
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+MAX_PROBE_TOKENS: Final = 64  # per row
+TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
 def check_positions(model: nn.Module, max_tokens: int) -> None:
-    """Passes when a row's positions are encoded the same whatever rows are beside it or came before.
+    """Return if a row's rotary positions do not depend on the rows beside or before it.
 
     Raises:
-        RunError: rotary positions that stretch with the longest row of a batch.
+        RunError: they stretch with the longest row of a batch, and data.max_tokens allows such rows.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for rope in [told, *(part for part in told.values() if isinstance(part, dict))]:
+    rope_settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # some models have one dict of settings for each kind of layer
+    for rope in [rope_settings, *(part for part in rope_settings.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type", rope.get("type"))
         limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if kind in ("dynamic", "longrope") and max_tokens > int(limit or 0):
@@ -39,110 +41,112 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
             )
 
 
-def enable_packing(called: LossModel, batches: BatchSampler, device: torch.device) -> None:
-    """Make packed rows give the outputs they give alone.
+def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
+    """Choose the attention for packed rows, such that each row gives the outputs it gives alone. Collective.
 
-    Their attention goes row by row where the model allows it, in one call where a kernel gives the same. Elsewhere it
-    is left to transformers to keep them apart with a mask over the whole line, whose memory grows with the square of
-    its tokens.
+    First choice is attention within each row, in one kernel call if a kernel gives the same. Otherwise transformers
+    masks the full line, whose memory grows with the square of the line's tokens.
 
     Raises:
-        RunError: rows see each other all the same; packing would train on a mixture of them.
+        RunError: rows influence each other with either, so packing would train on a mixture of them.
     """
-    model = called.model
-    probe = _probe(batches, device)
-    was_training = called.training
+    model = loss_model.model
+    probe = _probe_rows(batches, device)
+    was_training = loss_model.training
     try:
-        called.eval()
-        alone = torch.cat([_logits(called, [row]) for row in probe], 1)
-        if _takes_rows(model) and enable_packed_attention(model):
-            called.by_row = True
-            if _by_row(called, probe, alone, device):
+        loss_model.eval()
+        alone = torch.cat([_logits(loss_model, [row]) for row in probe], 1)
+        if _accepts_row_lengths(model) and enable_packed_attention(model):
+            loss_model.packed_attention = True
+            if _packed_attention_works(loss_model, probe, alone, device):
                 return
-            called.by_row = False
+            loss_model.packed_attention = False
             disable_packed_attention(model)
-        off = _difference(_logits(called, probe), alone)
+        difference = _relative_difference(_logits(loss_model, probe), alone)
     except TypeError as problem:
         raise RunError(
             f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false"
         ) from None
     finally:
-        called.train(was_training)
-    if not off <= _tolerance(alone):
+        loss_model.train(was_training)
+    if not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
         raise RunError(
-            f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by {off:.1%});"
-            " set data.packing: false"
+            f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by"
+            f" {difference:.1%}); set data.packing: false"
         )
 
 
-def _by_row(called: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device) -> bool:
-    """Whether rows that attend row by row give what they give alone; if so, whether they may in one call is found."""
+def _packed_attention_works(
+    loss_model: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device
+) -> bool:
+    """True if attention within each row gives the logits `alone`. If so, also choose the kernel, or None."""
     rows = RowLengths([row["input_ids"].shape[1] for row in probe])
     kernel = varlen_kernel(device)
-    trial = called.kernel = None if kernel is None else KernelProbe(kernel)
-    good = _difference(_logits(called, probe, row_lengths=rows), alone) <= _tolerance(alone) and rows.was_used
-    called.kernel = None
-    if good and trial is not None:  # asked on every rank alike, also where the trial failed: engines gather
-        called.kernel = kernel if trial.problem is None else None
-        off = _difference(_logits(called, probe, row_lengths=rows), alone)
-        if not off <= _tolerance(alone):
-            called.kernel, trial.problem = None, f"is off by {off:.1%} on this model"
-        called.kernel_problem = trial.problem
-    return good
+    kernel_probe = loss_model.kernel = None if kernel is None else KernelProbe(kernel)
+    logits = _logits(loss_model, probe, row_lengths=rows)
+    works = _relative_difference(logits, alone) <= _tolerance(alone) and rows.was_used
+    loss_model.kernel = None
+    if works and kernel_probe is not None:
+        # run on every rank, also after a problem: forward is collective where the base is sharded
+        loss_model.kernel = kernel if kernel_probe.problem is None else None
+        difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
+        if not difference <= _tolerance(alone):
+            loss_model.kernel, kernel_probe.problem = None, f"is off by {difference:.1%} on this model"
+        loss_model.kernel_problem = kernel_probe.problem
+    return works
 
 
-def verify_shortcuts(called: LossModel, batches: BatchSampler, device: torch.device, group: Group) -> None:
-    """Keep of the loss in chunks and of leaving out tokens what gives the loss of the model's own logits."""
-    ways = dict.fromkeys(product((called.chunked, False), (called.leaves_out, False)))
-    for called.chunked, called.leaves_out in ways:
-        plain = not called.chunked and not called.leaves_out
-        if plain or not group.any(not loss_matches_logits(called, batches, device)):
-            return
+def verify_chunked_loss(loss_model: LossModel, batches: BatchSampler, device: torch.device, group: Group) -> None:
+    """Turn off the chunked loss if it differs from the loss of the model's own logits. Every rank decides alike."""
+    if loss_model.chunked and group.any(not loss_matches_logits(loss_model, batches, device)):
+        loss_model.chunked = False
 
 
-def loss_matches_logits(called: LossModel, batches: BatchSampler, device: torch.device) -> bool:
-    """Whether the loss of every other token is that of the model's own logits.
-
-    What is left out is no number meanwhile, so that a loss in which it has any part is none either.
-    """
-    good = True
-    was_training = called.training
-    called.eval()
-    for row in _probe(batches, device):
+def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> bool:
+    """True if the loss of every second token of two rows equals cross-entropy over the model's own logits."""
+    matches = True
+    was_training = loss_model.training
+    loss_model.eval()
+    for row in _probe_rows(batches, device):
         ids = row["input_ids"]
         labels = ids.roll(-1, 1)
         labels[:, 1::2] = IGNORE_INDEX
-        places = torch.arange(0, ids.shape[1], 2, device=device)
-        with torch.no_grad(), called.leaving_out(math.nan):
-            found = float(called(input_ids=ids, labels=labels, label_positions=places))
-            expected = float(F.cross_entropy(called(input_ids=ids)[0].float(), labels[0], reduction="sum"))
-        good = good and abs(found - expected) <= _tolerance(next(called.parameters())) * expected
-    called.train(was_training)
-    return good
+        positions = torch.arange(0, ids.shape[1], 2, device=device)
+        with torch.no_grad():
+            loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions))
+            expected = float(F.cross_entropy(loss_model(input_ids=ids)[0].float(), labels[0], reduction="sum"))
+        # no early return: forward is collective where the base is sharded
+        matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected
+    loss_model.train(was_training)
+    return matches
 
 
-def _takes_rows(model: nn.Module) -> bool:
-    """Whether a model's forward has room for the lengths of rows."""
-    taken = inspect.signature(model.forward).parameters.values()
-    return any(one.kind is one.VAR_KEYWORD or one.name == "row_lengths" for one in taken)
+def _accepts_row_lengths(model: nn.Module) -> bool:
+    """True if the model's forward takes `row_lengths`, by name or among other keywords."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "row_lengths" for parameter in parameters)
 
 
-def _probe(batches: BatchSampler, device: torch.device) -> list[dict[str, Tensor]]:
-    """The beginnings of two rows."""
-    chosen = [0, 1] if len(batches.rows) > 1 else [0, 0]
-    made = [collate(batches.rows, [row], packing=True).to(device) for row in chosen]
-    return [{"input_ids": b.input_ids[:, :MAX_TOKENS], "position_ids": b.position_ids[:, :MAX_TOKENS]} for b in made]
+def _probe_rows(batches: BatchSampler, device: torch.device) -> list[dict[str, Tensor]]:
+    """Return token and position ids of the first MAX_PROBE_TOKENS of two rows, each (1, tokens)."""
+    indices = [0, 1] if len(batches.rows) > 1 else [0, 0]
+    rows = [collate(batches.rows, [index], packing=True).to(device) for index in indices]
+    return [
+        {"input_ids": row.input_ids[:, :MAX_PROBE_TOKENS], "position_ids": row.position_ids[:, :MAX_PROBE_TOKENS]}
+        for row in rows
+    ]
 
 
 @torch.no_grad()
-def _logits(called: LossModel, rows: list[dict[str, Tensor]], **more: Any) -> Tensor:
-    """Of rows packed into one line."""
-    found: Tensor = called(**{key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}, **more)
-    return found
+def _logits(loss_model: LossModel, rows: list[dict[str, Tensor]], **inputs: Any) -> Tensor:
+    """Return the logits of rows packed into one line, (1, tokens of all rows, vocabulary)."""
+    line = {key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}
+    logits: Tensor = loss_model(**line, **inputs)
+    return logits
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+def _relative_difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def _tolerance(like: Tensor) -> float:

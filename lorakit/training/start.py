@@ -1,4 +1,4 @@
-"""A recipe is run: in this process, or in as many as it asks for, which this one starts and waits for."""
+"""Start training from a recipe: in this process, or in several that this one launches and waits for."""
 
 import json
 import os
@@ -9,17 +9,22 @@ from typing import Any
 
 from lorakit.base.load import find_base
 from lorakit.errors import RunError, TemporaryFailure
-from lorakit.launch.launcher import launch
+from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.parallel.setup import current_process
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.training.loop import run
 
 
 def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
-    """Train from a recipe file; ``overrides`` are recipe keys, as in ``**{"train.learning_rate": 2e-3}``.
+    """Train the adapter of a recipe file, and return the folder of its patch.
 
-    Starts the recipe's processes, unless a launcher such as torchrun has. Returns the folder of the patch. Raises as
-    ``lorakit.training.loop.run``, and RecipeError for what is wrong with the recipe.
+    Launches the recipe's processes, unless a launcher such as torchrun has started this one.
+
+    fresh: discard what the output folder contains, instead of resuming. overrides: recipe keys, as in
+    `**{"train.learning_rate": 2e-3}`.
+
+    Raises:
+        RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`.
     """
     texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
     loaded = load_recipe(recipe, texts)
@@ -32,33 +37,42 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
 
 
 def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:
-    """Run the recipe; returns the exit code of its workers, or 0. ``path`` and ``overrides`` are what it was made of.
+    """Train in this process, or launch the recipe's processes and wait. Returns their exit code, 0 if all went well.
 
-    What it leaves open (`auto`) is chosen first; ``why`` tells a worker what it was chosen for.
+    A launched process calls this function too: it finds its rank in its environment, and trains.
+
+    path, overrides: the origin of `recipe`, from which launched processes load it once more. why: the reason for the
+    values of `auto` keys, if they have been chosen; else they are chosen here, once for all processes.
 
     Raises:
-        LorakitError: as ``lorakit.training.loop.run``, of a run in this process; or it cannot be started.
+        LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
+    # parallel/setup.py detects the launcher once more, because `run` can be called without this function
     if current_process(recipe, os.environ) is not None:
         run(recipe, fresh=fresh, why=why)
         return 0
+    require_one_machine(
+        nodes=recipe.parallel.nodes,
+        processes=recipe.parallel.processes,
+        rendezvous=recipe.parallel.rendezvous,
+        arguments=["train", str(path), *overrides, *(["--fresh"] if fresh else [])],
+    )
     values: Mapping[str, str] = {}
     if recipe.auto_keys:
         from lorakit.planning import resolve_auto
 
         choice = resolve_auto(recipe, fresh=fresh)
-        recipe, values, why = choice.of(recipe), choice.values, choice.why
+        recipe, values, why = choice.apply(recipe), choice.values, choice.why
     parallel = recipe.parallel
     if not parallel.is_distributed:
         run(recipe, fresh=fresh, why=why)
         return 0
-    find_base(recipe.base.model, recipe.base.revision)  # said once here rather than by every worker
+    find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from every process
     command = [
-        sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides,
+        *(sys.executable, "-m", "lorakit.cli", "train", str(path)),
+        *overrides,
         *(f"{key}={value}" for key, value in values.items()),
-        *(["--fresh"] if fresh else []), *(["--why", why] if why else []),
-    ]  # fmt: skip
-    return launch(
-        command, processes=parallel.processes, nodes=parallel.nodes, node_rank=None, rendezvous=parallel.rendezvous,
-        max_restarts=parallel.max_restarts, threads=None, silent_seconds=parallel.silent_seconds,
-    )  # fmt: skip
+        *(["--fresh"] if fresh else []),
+        *(["--why", why] if why else []),
+    ]
+    return launch(command, processes=parallel.processes, max_restarts=parallel.max_restarts)

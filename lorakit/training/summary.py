@@ -1,26 +1,27 @@
-"""The few honest lines before and after a run."""
+"""Describe a run in a few lines before it starts and after it has ended, from measured facts."""
 
 from typing import Any
 
 from lorakit.run.report import perplexity
 from lorakit.training.checkpoint import Progress
+from lorakit.training.finish import chosen_step
 from lorakit.training.job import Job
 
 
 def announce(text: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line without buffering, because output into a pipe is buffered otherwise."""
     print(text, flush=True)
 
 
 def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str) -> str:
-    """What is about to be trained, on what, and how long."""
+    """Return the lines before training. ranks: the layouts of all ranks. why: of the values of `auto` keys."""
     recipe = job.recipe
     trainable, total = job.adapted.num_trainable, job.adapted.num_parameters
     settings = recipe.train
     lines = [
         ("base", f"{recipe.base.model}, {job.architecture}, {_count(total)} parameters"),
         ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
-        *([("packed", packed)] if (packed := _packed(job)) else []),
+        *([("quantised", quantisation)] if (quantisation := _quantisation(job)) else []),
         ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
         ("targets", _targets(job)),
         *([("note", job.adapted.note)] if job.adapted.note else []),
@@ -28,7 +29,9 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
         ("rows", _rows(job)),
         (
             "held out",
-            f"{len(job.held_out.rows):,} rows" if job.held_out else "none (data.eval): no held-out loss is measured",
+            f"{len(job.eval_batches.rows):,} rows"
+            if job.eval_batches
+            else "none (data.eval): no held-out loss is measured",
         ),
         (
             "steps",
@@ -50,40 +53,39 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
 
 
 def _targets(job: Job) -> str:
-    kinds = job.adapted.covering.kinds
+    kinds = job.adapted.coverage.kinds
     names = ", ".join(kind.name for kind in kinds if kind.adapted)
-    what = "linear layers and experts' parameters" if job.adapted.covering.experts else "linear layers"
+    what = "linear layers and experts' parameters" if job.adapted.coverage.experts else "linear layers"
     return f"{sum(kind.adapted for kind in kinds)} of {sum(kind.count for kind in kinds)} {what} ({names})"
 
 
 def _fallbacks(job: Job) -> list[tuple[str, str]]:
-    """Where a run takes more memory or time than it might, because of what its model or device is."""
-    called = job.engine.loss_model
+    """Return a line for each fast or lean part that this model or device does not allow, with the reason."""
+    loss_model = job.engine.loss_model
     lines = []
-    if not called.chunked:
-        why = (
-            "something on the output head learns" if called.head is None else "its logits are not what its config says"
-        )
+    if not loss_model.chunked:
+        trainable_head = loss_model.head is None
+        why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
         lines.append(("loss", f"from the logits of a whole micro-batch, as {why}"))
-    if job.recipe.data.packing and not called.by_row:
+    if job.recipe.data.packing and not loss_model.packed_attention:
         lines.append(
             ("packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for")
         )
-    if called.kernel_problem is not None:
-        lines.append(("packing", f"rows attend one by one: the kernel that takes all at once {called.kernel_problem}"))
+    if (problem := loss_model.kernel_problem) is not None:
+        lines.append(("packing", f"rows attend one by one: the kernel that takes all at once {problem}"))
     return lines
 
 
-def _packed(job: Job) -> str | None:
-    """How the base is packed, and what of it is not."""
-    told = job.base_fingerprint.get("packed")
-    if told is None:
+def _quantisation(job: Job) -> str | None:
+    """Return scheme and number of the base's quantised layers as text; None if it has none."""
+    facts = job.base_fingerprint.get("packed")
+    if facts is None:
         return None
-    return f"{told['name']}{' with packed scales' if told['double'] else ''}, {len(told['layers'])} layers"
+    return f"{facts['name']}{' with quantised scales' if facts['double'] else ''}, {len(facts['layers'])} layers"
 
 
 def end_summary(job: Job, progress: Progress) -> str:
-    """How the run ended, and where things are."""
+    """Return the lines after training: losses on held-out rows, and the files of the run."""
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
         rows = [("base alone", progress.first_eval_loss), ("last step", progress.last_eval_loss)]
@@ -92,14 +94,14 @@ def end_summary(job: Job, progress: Progress) -> str:
         lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
         lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
     if job.compiled:
-        told = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
-        lines += ["", f"compiled   {told}"]
-    chosen = progress.best_step if job.recipe.train.select == "best" else progress.step
+        text = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
+        lines += ["", f"compiled   {text}"]
+    step = chosen_step(job.recipe, progress)
     lines += [
         "",
-        f"patch      {job.output} (step {chosen} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
+        f"patch      {job.output} (step {step} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
+        f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'",
     ]
-    lines += [f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'"]
     return "\n".join(lines)
 
 
@@ -112,7 +114,7 @@ def _engine(ranks: list[dict[str, Any]]) -> str:
 
 
 def _per_process(ranks: list[dict[str, Any]]) -> str:
-    """What one process really holds, the most of any."""
+    """Return the most bytes of base and adapter on any rank, as text."""
     most = {kind: max(rank[f"{kind}_bytes"] for rank in ranks) for kind in ("base", "adapter")}
     return ", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in most.items())
 
@@ -120,8 +122,12 @@ def _per_process(ranks: list[dict[str, Any]]) -> str:
 def _rows(job: Job) -> str:
     counts = job.batches.rows.counts
     text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them learnt"
-    left = [("truncated", counts.truncated), ("dropped as too long", counts.dropped_long), ("bad, skipped", counts.bad)]
-    return text + "".join(f"; {number:,} {what}" for what, number in left if number)
+    unused = [
+        ("truncated", counts.truncated),
+        ("dropped as too long", counts.dropped_long),
+        ("bad, skipped", counts.bad),
+    ]
+    return text + "".join(f"; {number:,} {what}" for what, number in unused if number)
 
 
 def _count(number: int) -> str:

@@ -18,7 +18,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
-from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_shortcuts
+from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_chunked_loss
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_
 
     enable_packing(called, batches(4), CPU)
 
-    assert not called.by_row
+    assert not called.packed_attention
     assert called.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
@@ -134,7 +134,7 @@ def test_a_model_that_takes_no_row_lengths_keeps_rows_apart_by_a_mask(base: Path
 
     enable_packing(called, batches(4), CPU)
 
-    assert not called.by_row
+    assert not called.packed_attention
 
 
 def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_its_own(base: Path, batches: Any) -> None:
@@ -145,17 +145,15 @@ def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_it
     assert not loss_matches_logits(called, batches(4), CPU)
 
 
-def test_tokens_are_left_out_only_where_nothing_reads_them(base: Path, batches: Any) -> None:
-    for reads_others, leaves_out in ((False, True), (True, False)):
-        called = LossModel(inject(load_base(base, torch.float32, CPU), rank=2))
-        norm = called.model.model.norm  # type: ignore[union-attr]
-        if reads_others:  # by so little that no loss would show it
-            norm.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1e-7 * inputs[0].mean(1, keepdim=True))
+def test_the_chunked_loss_is_turned_off_only_where_it_is_not_the_models_own(base: Path, batches: Any) -> None:
+    for logits_scaled in (False, True):
+        loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=2))
+        if logits_scaled:
+            loss_model.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
 
-        verify_shortcuts(called, batches(4), CPU, Group())
+        verify_chunked_loss(loss_model, batches(4), CPU, Group())
 
-        assert called.chunked
-        assert called.leaves_out is leaves_out
+        assert loss_model.chunked is not logits_scaled
 
 
 def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> None:

@@ -21,7 +21,7 @@ from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, s
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
-from lorakit.planning import run as plan
+from lorakit.planning import make_plan as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
 from tests.base.test_lazy import scrambled
 from tests.conftest import make_base
@@ -48,13 +48,13 @@ def engine_on(
     section = BaseSection(model=str(folder), quantize=quantize)
     loaded = load_for_training(section, folder, torch.float32, engine.device, sharded=engine.shards_base)
     adapter = AdapterSpec(rank=3, **spec)
-    attach(loaded.model, find_targets(loaded.model, adapter), adapter, 0, loaded.stored)
+    attach(loaded.model, find_targets(loaded.model, adapter), adapter, 0, loaded.read_weight)
     for number, tensor in enumerate(adapter_tensors(loaded.model).values()):
         tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.05
     if checkpointing:
         checkpoint_layers(loaded.model)
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
-    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 0.01), loaded.read)
+    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 0.01), loaded.fill)
     return engine
 
 
@@ -111,7 +111,7 @@ def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
         return sum(p.nbytes for p in module.parameters() if not p.requires_grad)
 
     others = nbytes(engine.loss_model.model) - sum(map(nbytes, layers))
-    assert engine.observed()["base_bytes"] == others + 2 * nbytes(layers[0])
+    assert engine.layout()["base_bytes"] == others + 2 * nbytes(layers[0])
     for part, width in (("self_attn.q_proj", 32), ("mlp.down_proj", 48), ("input_layernorm", 32)):
         with pytest.raises(RuntimeError, match="size|shapes"):
             layers[3].get_submodule(part)(torch.randn(1, 4, width))
@@ -120,7 +120,7 @@ def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
 def test_an_engine_that_held_all_layers_would_not_pass_for_one_that_streams(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamingEngine, "held_bytes", lambda engine: {"base": 10**9})
+    monkeypatch.setattr(StreamingEngine, "resident_bytes", lambda engine: {"base": 10**9})
 
     with pytest.raises(Exception, match="a process holds 1,000,000,000 bytes of the base"):
         engine_on(saved("llama"), STREAM)
@@ -166,7 +166,7 @@ def test_weights_that_autograd_kept_are_not_taken_for_those_of_another_layer(sav
         engine.loss_model(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
     assert torch.equal(stream.unpack(kept), found)
     stream._load(1)
-    with pytest.raises(RuntimeError, match="layer 3 are asked for while layers"):
+    with pytest.raises(RuntimeError, match="layer 3 are needed while layers"):
         stream.unpack(kept)
 
 
@@ -278,8 +278,8 @@ def test_a_plan_knows_that_two_layers_are_there(recipe: Any, tmp_path: Path, tok
     base = make_base(tmp_path / "base", tokenizer, num_hidden_layers=LAYERS)
     found = {}
     for offload in ("none", "stream"):
-        rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).advice.rows
-        found[offload] = next(row.way.memory for row in rows if row.way.backend == "single")
+        rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).advice.backends
+        found[offload] = next(row.candidate.memory for row in rows if row.candidate.backend == "single")
     engine = open_engine(STREAM)
     loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, CPU, sharded=True)
     layer = sum(p.nbytes for p in loaded.model.model.layers[0].parameters())
@@ -294,8 +294,8 @@ def test_layers_from_host_memory_are_those_from_files(saved: Any) -> None:
     for _ in range(2):
         loaded = load_for_training(BaseSection(model=str(folder)), folder, torch.float32, device, sharded=True)
         layers = streamed_layers(loaded.model)
-        assert loaded.read
-        source = HostSource(loaded.read, layers) if found else FileSource(loaded.read)
+        assert loaded.fill
+        source = HostSource(loaded.fill, layers) if found else FileSource(loaded.fill)
         stream = LayerStream(layers, source, device)
         seen = []
         for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):

@@ -1,0 +1,147 @@
+"""Private names of torch, accelerate and DeepSpeed that the engines need. No other file of this folder uses one.
+
+Each function names the version it was read in and what breaks when a release removes the private name.
+tests/parallel/test_internals.py checks that all of them still exist.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# --- torch 2.13.0 ----------------------------------------------------------------------------------------------------
+
+# torch has no public class that intercepts dispatched operations; without it no collective of a step can be counted
+DispatchMode = TorchDispatchMode
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts. Without `_pytree`, collectives cannot be sized."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def is_in_backward() -> bool:
+    """True if this thread runs autograd's backward. Without it, streamed layers would be fetched in forward order."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, or None.
+
+    Without `_base`, a view such as a transposed weight could not be traced to its sharded parameter.
+    """
+    return tensor._base
+
+
+def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a module by `function` of it, as `module.to` does.
+
+    `to_empty` is public but empties tensors that already have values. Without `_apply`, shards stay on meta.
+    """
+    module._apply(function)
+
+
+def default_store() -> distributed_c10d.Store:
+    """Return the key-value store of the default process group. Without it, ranks cannot exchange heartbeats."""
+    return distributed_c10d._get_default_store()
+
+
+# --- accelerate 1.15.0 -----------------------------------------------------------------------------------------------
+
+
+def drop_transformers_config(plugin: Any) -> None:
+    """Free accelerate's HfDeepSpeedConfig: while it is alive, transformers shards every model that it builds.
+
+    Without `dschf`, transformers would shard the base of a ZeRO-3 run itself, from full tensors in memory.
+    """
+    plugin.dschf = None
+
+
+# --- DeepSpeed 0.19.8: parameters of stage 3 -------------------------------------------------------------------------
+# `zero.Init` adds attributes to a parameter: ds_id, ds_shape, ds_numel, ds_tensor (this rank's flat shard), ds_persist.
+# If they are renamed, parameters look unsharded, and verify.py stops the run because of the bytes it counts.
+
+
+def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool) -> None:
+    """Give a parameter DeepSpeed's sharded form. Without `_convert_to_deepspeed_param`, ZeRO-3 cannot start.
+
+    DeepSpeed's public way, building modules inside `zero.Init`, broadcasts full tensors from rank 0. Here every rank
+    has already read its own part.
+    """
+    init._convert_to_deepspeed_param(parameter)
+    set_persistent(parameter, persistent)
+    parameter.partition()  # type: ignore[attr-defined]
+
+
+def is_zero3_parameter(tensor: Any) -> bool:
+    """True if DeepSpeed shards this parameter, gathered or not."""
+    return hasattr(tensor, "ds_id")
+
+
+def shard_of(tensor: Any) -> Tensor | None:
+    """Return this rank's flat shard of a parameter; None if the parameter is not sharded."""
+    shard: Tensor | None = getattr(tensor, "ds_tensor", None)
+    return shard
+
+
+def full_shape(tensor: Any) -> torch.Size:
+    """Return the shape of the full tensor, of a sharded parameter too."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
+
+
+def is_persistent(tensor: Any) -> bool:
+    """True if a sharded parameter stays gathered on every rank between steps."""
+    return bool(tensor.ds_persist)
+
+
+def set_persistent(tensor: Any, persistent: bool = True) -> None:
+    """Choose whether a sharded parameter stays gathered on every rank between steps."""
+    tensor.ds_persist = persistent
+
+
+def gather_after_updates(optimizer: Any, tensors: Sequence[nn.Parameter]) -> None:
+    """Gather these parameters now and after every update of the optimizer. Collective.
+
+    Without `persistent_parameters`, forward would compute with the adapter as it was before the update.
+    """
+    optimizer.persistent_parameters = list(tensors)
+    tensors[0].all_gather(list(tensors))  # type: ignore[attr-defined]
+
+
+# --- DeepSpeed 0.19.8: its optimizers --------------------------------------------------------------------------------
+
+
+def flat_masters(optimizer: Any, stage: int) -> Iterable[Tensor]:
+    """Return the flat float32 tensors that the inner optimizer updates. Without them, no checkpoint can be restored."""
+    masters: Iterable[Tensor] = (
+        optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    )
+    return masters
+
+
+def link_optimizer_state(optimizer: Any) -> None:
+    """Connect the inner optimizer's state to the adapter's tensors, as the first update would (stages 1 and 2).
+
+    Without `_lazy_init_hp_params_optimizer_state`, no checkpoint can be restored before the first update.
+    """
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def set_loss_scale(optimizer: Any, scale: float) -> None:
+    """Set the number by which the next update divides gradients. Without it, float16 runs would not unscale."""
+    optimizer.loss_scaler.cur_scale = scale
+
+
+# --- DeepSpeed 0.19.8: compiled operations ---------------------------------------------------------------------------
+
+
+def forbid_operation(name: str) -> None:
+    """Make DeepSpeed treat a compiled operation as unavailable. Without it, the first run compiles it for nothing."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__[name] = False

@@ -1,0 +1,105 @@
+"""Every private name of another library that the engines need still exists in the installed version."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lorakit.parallel import _internals
+
+
+def test_torch_tells_forward_from_backward() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(_internals.is_in_backward()))
+    seen.append(_internals.is_in_backward())
+    (2 * x).backward()
+
+    assert seen == [False, True]
+
+
+def test_a_view_is_traced_to_its_tensor() -> None:
+    weight = torch.ones(2, 3)
+
+    assert _internals.base_of_view(weight.T) is weight
+    assert _internals.base_of_view(weight) is None
+
+
+def test_every_tensor_of_a_module_is_replaced() -> None:
+    module = nn.BatchNorm1d(3)
+    _internals.map_tensors(module, lambda tensor: tensor.to("meta"))
+
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_operations_and_their_tensors_are_intercepted() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Record(_internals.DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func.name(), len(_internals.tensors_in((args, kwargs)))))
+            return func(*args, **(kwargs or {}))
+
+    with Record():  # type: ignore[no-untyped-call]
+        torch.ones(2).add_(torch.ones(2))
+
+    assert ("aten::add_.Tensor", 2) in seen
+
+
+def test_torch_has_a_default_store() -> None:
+    assert list(inspect.signature(torch.distributed.distributed_c10d._get_default_store).parameters) == []
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    """The code in which accelerate and DeepSpeed set the attributes that the engines read."""
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed import ops
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    assert issubclass(DeepSpeedZeroOptimizer, ZeROOptimizer)
+    return {
+        "plugin": inspect.getsource(DeepSpeedPlugin),
+        "parameter": inspect.getsource(Init),
+        "stage 2": inspect.getsource(DeepSpeedZeroOptimizer),
+        "stage 3": inspect.getsource(DeepSpeedZeroOptimizer_Stage3),
+        "engine": inspect.getsource(DeepSpeedEngine),
+        "operations": inspect.getsource(ops),
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "pattern"),
+    [
+        ("plugin", r"self\.dschf ="),
+        ("parameter", r"def _convert_to_deepspeed_param\(self, param"),
+        ("parameter", r"def partition\(param_list="),
+        ("parameter", r"def all_gather\(param_list="),
+        *(("parameter", rf"param\.{name} =") for name in ("ds_id", "ds_shape", "ds_tensor", "ds_persist")),
+        ("stage 3", r"self\.persistent_parameters\[0\]\.all_gather\(self\.persistent_parameters\)"),
+        ("stage 3", r"self\.fp32_partitioned_groups_flat ="),
+        ("stage 2", r"self\.single_partition_of_fp32_groups ="),
+        ("stage 2", r"def _lazy_init_hp_params_optimizer_state\(self\)"),
+        *((stage, r"self\.loss_scaler\.cur_scale") for stage in ("stage 2", "stage 3")),
+        *((stage, r"self\.overflow =") for stage in ("stage 2", "stage 3")),
+        ("engine", r"def get_global_grad_norm\(self\)"),
+        ("operations", "__compatible_ops__"),
+    ],
+)
+def test_accelerate_and_deepspeed_have_what_the_engines_read(sources: dict[str, str], code: str, pattern: str) -> None:
+    assert re.search(pattern, sources[code])
+
+
+def test_a_plain_parameter_is_not_sharded() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+
+    assert not _internals.is_zero3_parameter(parameter)
+    assert _internals.shard_of(parameter) is None
+    assert _internals.full_shape(parameter) == (2, 3)
