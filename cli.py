@@ -1,4 +1,4 @@
-"""Run lorakit from a checkout: python cli.py train recipes/quickstart.yaml. Installed, it is the command `lorakit`."""
+"""Run lorakit from a checkout: python cli.py train recipes/quickstart.yaml. The installed command is `lorakit`."""
 
 from lorakit.cli import main
 

@@ -37,16 +37,16 @@ def rank(backend: str, base: str) -> None:
     engine = open_engine(ParallelSection(backend=backend, processes=2), detect_world(os.environ))  # type: ignore[arg-type]
     loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, sharded=True)
     spec = AdapterSpec(rank=16)
-    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.stored)
+    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
     whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.read)
+    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.fill)
     for step in range(3):
         rows = rows_of(Path(base), "even", 2 * step + engine.rank)
         engine.step(step, [collate(rows, list(range(len(rows))), packing=True)])  # type: ignore[arg-type]
     if engine.rank == 0:
-        sent = engine.observed()["collectives_of_a_step"]
+        sent = engine.layout()["collectives_of_a_step"]
         print(json.dumps({"base_bytes": whole, "adapter_bytes": adapter, "sent": sent}), flush=True)
     destroy_process_group()
 

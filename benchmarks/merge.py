@@ -99,7 +99,7 @@ def measure(shape: str, pairs: int, dtype: str, rank: int, no_peft: bool = False
 
 def largest(base: Path) -> int:
     """Bytes of the largest stored tensor."""
-    from lorakit.patch import open_base_files
+    from lorakit.files.base_files import open_base_files
 
     return max(e.end - e.start for shard in open_base_files(base).shards for e in shard.entries.values())
 

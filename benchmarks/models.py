@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
+from lorakit.files.dtypes import dtype_name
 from lorakit.lora import AdapterSpec, Target, find_targets
 from lorakit.quant.bnb import QuantizedWeight, QuantLinear, QuantScheme, quantize
 
@@ -32,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def make_base(folder: Path, shape: str, dtype: torch.dtype, *, shard: str = "500MB") -> Path:
     """A random Llama of a named shape with the built-in tokenizer; kept for the next run."""
-    target = folder / f"base-{shape}-{str(dtype).removeprefix('torch.')}"
+    target = folder / f"base-{shape}-{dtype_name(dtype)}"
     if not (target / "config.json").exists():
         torch.manual_seed(0)
         with torch.device("cpu"):
@@ -87,7 +88,8 @@ def make_patch(folder: Path, base: Path, *, rank: int, seed: int, targets: Any =
     """A patch of random A and B on a base's linear layers; kept for the next run."""
     target = folder / f"patch-{base.name}-r{rank}-{seed}"
     if not (target / "adapter_config.json").exists():
-        from lorakit.patch import PatchLayer, fingerprint, new_patch, open_base_files, write_patch
+        from lorakit.files.base_files import open_base_files
+        from lorakit.patch import PatchLayer, fingerprint, new_patch, write_patch
         from lorakit.version import VERSION
 
         model = load_skeleton(base)
@@ -102,7 +104,7 @@ def make_patch(folder: Path, base: Path, *, rank: int, seed: int, targets: Any =
         }  # fmt: skip
         facts = {"lorakit": VERSION, "base": fingerprint(open_base_files(base), list(layers))}
         names = [name for name, _ in model.named_modules()]
-        write_patch(target, new_patch(layers, facts=facts, base_model=str(base), all_modules=names))
+        write_patch(target, new_patch(layers, metadata=facts, base_model=str(base), all_modules=names))
     return target
 
 

@@ -149,7 +149,7 @@ def run(recipe: Path) -> list[int]:
 
 def measure(case: Case) -> dict[str, Any]:
     """A plan, then the run it is of."""
-    from lorakit.planning import run as plan_of
+    from lorakit.planning import make_plan as plan_of
     from lorakit.recipe import load_recipe
 
     folder = scratch() / "plan-run"
@@ -157,7 +157,7 @@ def measure(case: Case) -> dict[str, Any]:
     folder.mkdir()
     recipe = make_recipe(case, folder)
     plan = plan_of(load_recipe(recipe))
-    way = next(row.way for row in plan.advice.rows if row.way.backend == case.backend)
+    way = next(row.candidate for row in plan.advice.backends if row.candidate.backend == case.backend)
     began = time.perf_counter()
     peaks = run(recipe)
     return {

@@ -48,7 +48,7 @@ def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torc
     engine = SingleEngine(device, Group(), "single")
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     engine.prepare(model, build, StepSettings(0, CLIP, lambda step: RATE))
-    engine.loss_model.by_row, engine.loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
+    engine.loss_model.packed_attention, engine.loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine
 
 

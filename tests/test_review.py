@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
-from lorakit.patch import open_base_files
+from lorakit.files.base_files import open_base_files
 from tests.conftest import make_base
 from tests.helpers.models import ARCHITECTURES, build
 from tests.merging.test_merge import IDS, make_patch

@@ -1,12 +1,16 @@
-"""Run real training steps in several processes: ``python -m tests.helpers.ranks FOLDER``, under torchrun or alone.
+"""Run real training steps in several processes: ``python -m tests.helpers.ranks FOLDER``, once for every rank.
 
-FOLDER/cases.json lists the cases; the first process writes FOLDER/<name>.pt for each.
+FOLDER/cases.json lists the cases; rank 0 writes FOLDER/<name>.pt for each. `run_cases` writes the cases, starts the
+ranks and returns what rank 0 wrote.
 """
 
 import json
 import os
+import socket
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,36 +30,83 @@ from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
+from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
+Case = dict[str, Any]
+"""A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build(engine: Engine, base: Path, case: dict[str, Any]) -> None:
-    """The case's model in the engine."""
+# --- in pytest ------------------------------------------------------------------------------------------------------
+
+
+def run_cases(folder: Path, processes: int, cases: Sequence[Case]) -> dict[str, Any]:
+    """Results of the cases by name. ``folder`` holds the bases and rows.jsonl; a single process has no launcher."""
+    own = Path(tempfile.mkdtemp(dir=folder))
+    config = {"base": str(folder / "base"), "rows": str(folder / "rows.jsonl"), "cases": list(cases)}
+    (own / "cases.json").write_text(json.dumps(config))
+    launched = cases[0]["parallel"]["backend"] != "single"
+    port = free_port()
+    ranks = [
+        start_python(
+            "-m", "tests.helpers.ranks", own, cwd=ROOT, env=os.environ | (as_rank(rank, processes, port) if launched else {}),
+            stdout=PIPE, stderr=STDOUT,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+        time.sleep(0.02)
+    failed = [rank for rank in ranks if rank.returncode]
+    for rank in ranks:
+        rank.kill_group()
+    output = [rank.communicate()[0][-3000:] for rank in failed or ranks]
+    assert not failed, "\n".join(output)
+    return {case["name"]: torch.load(own / f"{case['name']}.pt") for case in cases}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_rank(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables of a launcher that does nothing else: no one ends a rank but itself."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+# --- in a rank ------------------------------------------------------------------------------------------------------
+
+
+def build(engine: Engine, base: Path, case: Case) -> None:
+    """Give the case's model to the engine."""
     dtype = DTYPES[case.get("dtype", "float32")]
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
     loaded = load_for_training(section, base, dtype, engine.device, sharded=engine.shards_base)
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-    attach(model, find_targets(model, spec), spec, 0, loaded.stored)
+    attach(model, find_targets(model, spec), spec, 0, loaded.read_weight)
     if case.get("checkpointing"):
-        checkpoint_layers(model, on_host=case["checkpointing"] == "offload")
+        checkpoint_layers(model, offload=case["checkpointing"] == "offload")
     optimizer = partial(
         build_optimizer, name=case.get("optimizer", "adamw"), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01,
-        ratio=case.get("ratio"),
+        loraplus_lr_ratio=case.get("ratio"),
     )  # fmt: skip
     engine.prepare(
         model,
         optimizer,
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
-        loaded.read,
+        loaded.fill,
     )
     if "loss_scale" in case:
         engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
 
 
-def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> BatchSampler:
+def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     """Steps of 7 rows of 41: the last of an epoch has 6."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
@@ -65,57 +116,58 @@ def batches_of(engine: Engine, rows: Path, case: dict[str, Any]) -> BatchSampler
     )  # fmt: skip
 
 
-def run(engine: Engine, base: Path, rows: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """What the case's steps gave."""
+def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
+    """Take the case's steps and return their losses, the tensors after them, and what every rank counted."""
     build(engine, base, case)
-    batches = batches_of(engine, rows, case)
+    batches = sampler(engine, rows, case)
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])
         engine.restore(saved["adapter"], saved["optimizer"])
         first = len(saved["losses"])
     losses, norms = [], []
-    with recomputable() as numbers:
+    with count_recomputed() as recomputed:
         for step in range(first, case.get("steps", 12)):
             report = engine.step(step, batches.step(step))
             losses.append(report.loss)
             norms.append(report.grad_norm)
     evaluated = engine.evaluate(
-        (batch for chosen in batches.eval_batches() for batch in batches.micro_batches(chosen)), lambda: False
+        (batch for rows in batches.eval_batches() for batch in batches.micro_batches(rows)), lambda: False
     )
     return {
         "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
-        "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(), "ranks": engine.group.all_gather(engine.observed()),
+        "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(),
+        "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]
-        "recomputable": sum(numbers),
+        "recomputed": sum(recomputed),
     }  # fmt: skip
 
 
 @contextmanager
-def recomputable() -> Iterator[list[int]]:
-    """A one for each time that a layer's input was made again instead of having been kept."""
-    numbers: list[int] = []
-    made = RecomputedInput.get
+def count_recomputed() -> Iterator[list[int]]:
+    """A one in the list for each time that a layer's input was recomputed in backward."""
+    ones: list[int] = []
+    original = RecomputedInput.get
 
-    def counted(again: RecomputedInput) -> torch.Tensor:
-        numbers.append(1)
-        return made(again)
+    def counted(recomputed: RecomputedInput) -> torch.Tensor:
+        ones.append(1)
+        return original(recomputed)
 
     RecomputedInput.get = counted  # type: ignore[method-assign]
-    yield numbers
-    RecomputedInput.get = made  # type: ignore[method-assign]
+    yield ones
+    RecomputedInput.get = original  # type: ignore[method-assign]
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    told = json.loads((folder / "cases.json").read_text())
+    config = json.loads((folder / "cases.json").read_text())
     world = detect_world(os.environ)
-    for case in told["cases"]:
+    for case in config["cases"]:
         parallel = ParallelSection(processes=world.size if world else 1, **case["parallel"])
         with quiet_libraries():
             engine = open_engine(parallel, world)
         with without_deprecations():
-            result = run(engine, Path(told["base"]).parent / case.get("base", "base"), Path(told["rows"]), case)
+            result = run(engine, Path(config["base"]).parent / case.get("base", "base"), Path(config["rows"]), case)
         if engine.rank == 0:
             torch.save(result, folder / f"{case['name']}.pt")
         if world:
