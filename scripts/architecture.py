@@ -16,6 +16,7 @@ PICTURE: Final = ROOT / "docs" / "architecture.svg"
 PAGE: Final = ROOT / "docs" / "ARCHITECTURE.md"
 BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- end of tree -->"
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 150, 46, 34, 52, 24
+LONGEST = 96  # characters of a purpose in the tree
 WIDEST = 4  # the level above which there are few rooms
 PURPOSE: Final = {
     "files": "atomic, safetensors",
@@ -134,10 +135,11 @@ def tree() -> str:
 
 
 def _purpose(path: Path) -> str:
-    """The first sentence of a file's docstring."""
+    """The first sentence of a file's docstring; of a long one, the clauses that fit."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
-    end = re.search(r"[.:;](?= |$)", text)
-    return text[: end.start()] if end else text
+    text = re.split(r"\.(?= |$)", text)[0]
+    ends = [match.start() for match in re.finditer(r"[:;,](?= )|$", text)]
+    return text[: max((end for end in ends if end <= LONGEST), default=ends[0])]
 
 
 def page(text: str) -> str:
