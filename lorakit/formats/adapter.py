@@ -1,4 +1,4 @@
-"""Convert a foreign file's layers to a patch, and refuse what a foreign format cannot store.
+"""Convert a foreign file's layers to a patch, and refuse tensors that a foreign format cannot store.
 
 Every format reads into a ``ForeignAdapter`` and writes from a ``Patch``, with the same ``Options``.
 """
@@ -96,7 +96,7 @@ def as_patch(adapter: ForeignAdapter, options: Options, origin: ConversionSource
     }
     try:
         patch = new_patch(
-            layers, facts=origin.facts(), full_tensors=adapter.biases, dropout=adapter.dropout,
+            layers, metadata=origin.facts(), full_tensors=adapter.biases, dropout=adapter.dropout,
             fan_in_fan_out=_all_conv1d(base, layers),
             **(_base_settings(base) if base else {"base_model": None, "task_type": None}),
         )  # fmt: skip

@@ -105,7 +105,7 @@ def convert(
 def _read(
     source: Path, name: str, file: SafetensorsFile | None, options: Options
 ) -> tuple[Patch, ConversionSource, Options]:
-    """Return (the patch, its source, the options for the writer without those that the reader used)."""
+    """Return (the patch, its source, the options that the reader left unused)."""
     read = FORMATS[name].read
     if read is None or file is None:
         return read_patch(source), ConversionSource(name, digest(source / TENSOR_FILE)), options

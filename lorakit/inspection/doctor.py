@@ -1,4 +1,4 @@
-"""Report what this machine can do, and which parts of the installation are broken.
+"""Report devices, dtypes and packages of this machine, and the broken parts of the installation.
 
 A broken part is reported; it never ends the report.
 """

@@ -41,7 +41,7 @@ class Contribution:
         return self.experts is not None and self.experts.expert is None
 
     def expert_update(self, expert: int) -> Update:
-        """Read the update of one expert's matrix, or of those of its rows that the tensor holds."""
+        """Read the update of one expert's matrix, restricted to the rows in the tensor."""
         assert self.experts is not None
         layer = self.source.patch.layers[self.name]
         A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)

@@ -1,4 +1,4 @@
-"""A patch and its weight in a sum of patches, as ``merge`` and ``combine`` take them."""
+"""Open patches with weights, for a sum of patches: ``merge`` and ``combine``."""
 
 import math
 from collections.abc import Sequence

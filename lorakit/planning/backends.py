@@ -82,8 +82,8 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         traffic=all_reduce_traffic(3.0), package="deepspeed",
     ),
     "zero3": Layout(
-        base=flat_shard, adapter=unsharded_and_flat_shard, optimizer=flat_shard, gradients=_sharded_gradients(flat_shard),
-        one_counter=True, messages=zero3_messages, gathered=zero3_gathered,
+        base=flat_shard, adapter=unsharded_and_flat_shard, optimizer=flat_shard,
+        gradients=_sharded_gradients(flat_shard), one_counter=True, messages=zero3_messages, gathered=zero3_gathered,
         traffic=all_gather_traffic(with_adapter=False), splits_base=True, package="deepspeed",
     ),
     "fsdp2": Layout(
