@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from lorakit.base.load import find_base, load_skeleton, load_tokenizer
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora import AdapterSpec, Target, find_targets
-from lorakit.quant.bnb import QuantizedWeight, QuantLinear, QuantScheme, quantize
+from lorakit.quant.bnb import QuantizationInfo, QuantLinear, QuantScheme, quantize
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -64,7 +64,7 @@ def make_model(shape: str, dtype: torch.dtype, device: torch.device, packing: Qu
                 if old.dim() > 1:
                     value.normal_(0, 0.02, generator=numbers)
                 if packing is not None and isinstance(module, nn.Linear) and name != "lm_head":
-                    facts = QuantizedWeight(packing, (module.out_features, module.in_features), dtype)
+                    facts = QuantizationInfo(packing, (module.out_features, module.in_features), dtype)
                     model.set_submodule(name, QuantLinear(facts, quantize(value, packing), None))
                     continue
                 made[id(old)] = nn.Parameter(value, requires_grad=False)

@@ -59,7 +59,7 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     Raises:
         BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
     """
-    with quiet_transformers(), explain_load_errors(folder):
+    with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
 
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -80,16 +80,16 @@ def load_skeleton(folder: Path) -> nn.Module:
 
     Unlike ``load_on_meta``, the weight files are not opened and need not exist.
     """
-    with quiet_transformers():
+    with quiet_loading():
         from transformers import AutoConfig, AutoModelForCausalLM
-    with quiet_transformers(), explain_load_errors(folder), torch.device("meta"):
+    with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
         skeleton: nn.Module = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
     return skeleton
 
 
-def num_tokens(model: nn.Module) -> int:
+def vocabulary_size(model: nn.Module) -> int:
     """Return the number of rows of a model's input embedding."""
     return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         BaseModelError: there is none.
     """
-    with quiet_transformers(), explain_load_errors(folder):
+    with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -139,7 +139,7 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Hide log messages and transformers' progress bars; lorakit checks their subjects itself and raises.
 
     ``launch.quiet_libraries`` is not used, because it also hides stdout and Python's warnings. Both belong to the whole

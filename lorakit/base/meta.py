@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import ShardReader
-from lorakit.base.load import explain_load_errors, load_skeleton, quiet_transformers
+from lorakit.base.load import explain_load_errors, load_skeleton, quiet_loading
 from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
@@ -87,7 +87,7 @@ def _build_from_placeholders(
     Raises:
         BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
     """
-    with quiet_transformers(), without_zero3():
+    with quiet_loading(), without_zero3():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config
         if quantized:

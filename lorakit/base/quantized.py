@@ -19,7 +19,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import LINEAR, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.bnb import QuantizedWeight, QuantLinear, QuantScheme, dequantized_weight, quantize
+from lorakit.quant.bnb import QuantizationInfo, QuantLinear, QuantScheme, dequantized_weight, quantize
 from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
 from lorakit.recipe import BaseSection
 
@@ -52,7 +52,7 @@ class QuantizedTensors:
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, layers: Mapping[str, QuantizedWeight],
+        self, folder: Path, model: nn.Module, layers: Mapping[str, QuantizationInfo],
         stored: Mapping[str, QuantizedEntry], device: torch.device,
     ) -> None:  # fmt: skip
         self._files, self._layers, self._stored, self._device = open_base_files(folder), layers, stored, device
@@ -117,7 +117,7 @@ def load_quantized(
     model = load_on_meta(folder, dtype, dequantized_entries(files, stored) if stored else None)
     if config is None or stored:
         entries = _stored_layers(folder, model, stored)
-        layers = {module: QuantizedWeight(entry.scheme, entry.shape, dtype) for module, entry in entries.items()}
+        layers = {module: QuantizationInfo(entry.scheme, entry.shape, dtype) for module, entry in entries.items()}
         for module in layers:
             # because this source has the dequantised shape, which LazyTensors would not find in the files
             vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
@@ -166,7 +166,7 @@ def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, Quantize
 
 def layers_to_quantize(
     folder: Path, model: nn.Module, config: QuantConfig, dtype: torch.dtype
-) -> dict[str, QuantizedWeight]:
+) -> dict[str, QuantizationInfo]:
     """Return the layers that a config quantises, by module name.
 
     Raises:
@@ -188,7 +188,7 @@ def layers_to_quantize(
         return name != head and not any(name == module or name.startswith(f"{module}.") for module in skipped)
 
     weights = {
-        name: QuantizedWeight(config.scheme, (layer.out_features, layer.in_features), dtype)
+        name: QuantizationInfo(config.scheme, (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
         if is_chosen(name)
     }
@@ -209,7 +209,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def replace_with_quantized(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
+def replace_with_quantized(model: nn.Module, name: str, weight: QuantizationInfo) -> None:
     """Replace a linear layer by a quantised one whose tensors are on meta; the bias stays the same parameter."""
     old: Any = model.get_submodule(name)
     tensors = {
@@ -220,11 +220,11 @@ def replace_with_quantized(model: nn.Module, name: str, weight: QuantizedWeight)
     model.get_submodule(parent).register_module(key, QuantLinear(weight, tensors, old.bias).train(old.training))
 
 
-def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
+def quantized_weight(layer: nn.Module) -> QuantizationInfo | None:
     """Return the quantised weight of a layer, with or without an adapter; None if the layer is not quantised."""
     # by attribute, because a LoraLinear copies the attribute from the QuantLinear that it replaces
     weight = getattr(layer, "quantization", None)
-    return weight if isinstance(weight, QuantizedWeight) else None
+    return weight if isinstance(weight, QuantizationInfo) else None
 
 
 def quantization_facts(model: nn.Module) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lorakit.base.quantized import QuantConfig, layers_to_quantize, linear_layers, quant_config, replace_with_quantized
 from lorakit.lora.targets import embedding_and_head
-from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizedWeight, QuantScheme, code_tables
+from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizationInfo, QuantScheme, code_tables
 from lorakit.quant.files import quantization_config
 from lorakit.recipe import BaseSection
 
@@ -37,7 +37,7 @@ def quantize_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtyp
     return model
 
 
-def quantizing_bytes(weight: QuantizedWeight) -> int:
+def quantizing_bytes(weight: QuantizationInfo) -> int:
     """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
     size = weight.shape[0] * weight.shape[1]
     four_bits = weight.scheme.name in FOUR_BITS

@@ -48,7 +48,7 @@ def read_diffusers(file: SafetensorsFile, options: Options) -> ForeignAdapter:
             f"{file.path}: {CONFIG} in the header says nothing of {prefix!r}, so there is no scale to read"
         )
     if settings:
-        config = _config(file, settings, keys, pairs)
+        config = _parse_header_config(file, settings, keys, pairs)
         if config.method not in PLAIN:
             raise PatchError(f"{file.path}: use_dora in the header: magnitudes of DoRA are not converted")
         alphas = {name: config.alpha_of(name) for name in pairs}
@@ -122,7 +122,7 @@ def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) 
     )
 
 
-def _config(
+def _parse_header_config(
     file: SafetensorsFile, settings: Mapping[str, Any], keys: Keys, pairs: Mapping[str, FactorPair]
 ) -> PatchConfig:
     """Parse the LoraConfig in the header.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.load import generation_settings, num_tokens
+from lorakit.base.load import generation_settings, vocabulary_size
 from lorakit.data import end_marker
 from lorakit.errors import LorakitError
 
@@ -22,7 +22,7 @@ class PromptCodec:
         config: Any = model.config
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
-        self._num_tokens = num_tokens(model)
+        self._num_tokens = vocabulary_size(model)
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._pad = int(pad if pad is not None else end or 0)
 

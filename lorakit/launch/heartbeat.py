@@ -117,7 +117,7 @@ class Peers:
         return [beat for beat in latest if not beat.closed]
 
 
-def machine_id() -> str:
+def pid_namespace_id() -> str:
     """Return an identifier of this boot and process-id namespace; empty if the system offers none.
 
     The host name does not serve: containers on one machine share process numbers only within a namespace.

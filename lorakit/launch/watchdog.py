@@ -74,7 +74,7 @@ class Watchdog:
         self._peers = Peers(self._neighbours)
         self._store = HeartbeatStore(store)
         pid = os.getpid()
-        self._identity = (socket.gethostname(), pid, heartbeat.machine_id(), heartbeat.process_start_time(pid))
+        self._identity = (socket.gethostname(), pid, heartbeat.pid_namespace_id(), heartbeat.process_start_time(pid))
         self._position = self._last_position = (-1, 0, "starting")
         """step, number of set_phase calls since the step began, phase"""
         self._changed = threading.Condition()

@@ -1,6 +1,6 @@
-"""How A and B start: A at random with B zero, or both at a part of W.
+"""Initialise A and B: A at random with B zero, or (PiSSA, OLoRA) both as a low-rank part of W.
 
-A start at a part of W must not change W, nor the output. The layer computes y + s (B A - B0 A0) x with fixed A0 = A and
+W and the initial output must stay the same. The layer computes y + s (B A - B0 A0) x with fixed A0 = A and
 B0 = B, so the base is not written and may be quantised or sharded. The patch is a plain LoRA patch of rank 2 r on that
 base (decision 0017).
 """

@@ -4,9 +4,10 @@ Plain LoRA is y = x W^T + b + s (x A^T) B^T, as in Hu et al. 2021 (arXiv 2106.09
 W (out, in), A (r, in), B (out, r), and the scale s = alpha / r. A starts random and B at zero, so that training starts
 at the base.
 
-In training, plain LoRA runs the fused form of this formula, `ops.lora_linear`, which saves less for backward.
-`apply_low_rank` below is the same formula in plain operations. `lora.linear.LoraLinear` calls it under autocast and
-torch.compile, and every other method's `apply` always; the tests compare the two forms.
+In training, low-rank methods on linear layers (lora, rslora, lora_fa) run the fused form of this formula,
+`ops.lora_linear`, which saves less for backward. `apply_low_rank` below is the same formula in plain operations.
+`lora.linear.LoraLinear` calls it for embeddings, for PiSSA and OLoRA, under autocast, under torch.compile, and where x and
+W have different dtypes. DoRA has an `apply` of its own. The tests compare the two forms.
 
 A new method is one row in METHODS; the laws in tests/test_laws.py run over the whole table.
 """

@@ -37,7 +37,7 @@ def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] |
     if plan.untied:
         changes["tie_word_embeddings"] = False
     if plan.vocabulary is not None:
-        changes["vocab_size"] = plan.vocabulary.num_tokens
+        changes["vocab_size"] = plan.vocabulary.vocabulary_size
     if plan.dtype is not None:
         changes["dtype"] = dtype_name(plan.dtype)
     if plan.dequantized:

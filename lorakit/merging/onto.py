@@ -1,4 +1,4 @@
-"""Choose the weights that a patch is merged onto: the dequantised ones of its training, or the original ones.
+"""Choose the weights that a patch is merged onto: the dequantised weights of its training, or the original weights.
 
 Only quantised layers differ between the two. Embeddings, heads and norms are the stored ones in both.
 """

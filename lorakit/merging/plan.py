@@ -84,7 +84,7 @@ def plan_merge(
         raise MergeError(f"dtype: one of {', '.join(MODEL_DTYPES)}, got {dtype!r}")
     target = None if dtype is None else MODEL_DTYPES[dtype]
     reader = StoredWeights(files) if quantization is None else DequantizedWeights(files, quantization)
-    separate = _needs_separate_head(base, adapters, untie)
+    separate = _check_untie(base, adapters, untie)
     if base.tied is not None:
         _check_mirrored(reader, *base.tied)
     copies = _copies(reader, target, base, separate=separate)
@@ -253,7 +253,7 @@ def _resized(
     return resized
 
 
-def _needs_separate_head(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: bool) -> bool:
+def _check_untie(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: bool) -> bool:
     """True if head and embedding of a tied base get different values.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.load import load_base, load_tokenizer, num_tokens
+from lorakit.base.load import load_base, load_tokenizer, vocabulary_size
 from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
@@ -51,7 +51,7 @@ def verify_merge(
     """
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
     model = load_base(base, torch.float32, CPU)
-    ids = prompt_ids(base, num_tokens(model))
+    ids = prompt_ids(base, vocabulary_size(model))
     comparison = _Comparison(open_base_files(merged), rounding)
     with torch.no_grad(), with_patches(model, weighted, comparison):
         expected = [model(tokens).logits for tokens in ids]
@@ -87,7 +87,7 @@ def measure_error(
     of training.
     """
     trained = _load_quantized(base, quantization)
-    ids = prompt_ids(base, num_tokens(trained))
+    ids = prompt_ids(base, vocabulary_size(trained))
     with torch.no_grad():
         bare = _logits(trained, ids)
         with with_patches(trained, weighted):
@@ -194,11 +194,15 @@ def prompt_ids(base: Path, size: int) -> list[Tensor]:
 
 def _sum_by_layer(patches: Sequence[tuple[WeightedPatch, dict[str, Slot]]]) -> dict[str, Slot]:
     names = dict.fromkeys(name for _, slots in patches for name in slots)
-    return {name: _sum([(one, slots[name]) for one, slots in patches if name in slots]) for name in names}
+    return {name: _sum_slots([(one, slots[name]) for one, slots in patches if name in slots]) for name in names}
 
 
-def _sum(slots: Sequence[tuple[WeightedPatch, Slot]]) -> Slot:
-    """Return one slot for the weighted sum of all patches in a layer."""
+def _sum_slots(slots: Sequence[tuple[WeightedPatch, Slot]]) -> Slot:
+    """Return one slot for the weighted sum of all patches in a layer.
+
+    Raises:
+        MergeError: several patches, or a weight, with magnitudes, token rows or full tensors.
+    """
     alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
     if alone:
         if len(slots) > 1 or slots[0][0].weight != 1.0:

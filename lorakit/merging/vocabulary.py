@@ -13,7 +13,7 @@ from lorakit.patch import BaseShapes, Patch
 class Vocabulary:
     """A new vocabulary size and the tensors that it changes."""
 
-    num_tokens: int
+    vocabulary_size: int
     parameters: tuple[str, ...]
     """names of the parameters with a row per token"""
     tokenizer: Path
@@ -23,11 +23,14 @@ class Vocabulary:
         """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
         layers, parameters = dict(base.layers), dict(base.parameters)
         for name in self.parameters:
-            parameters[name] = (self.num_tokens, *parameters[name][1:])
+            parameters[name] = (self.vocabulary_size, *parameters[name][1:])
             module = name.rpartition(".")[0]
             if module in layers:
                 kind, (out, width) = layers[module]
-                layers[module] = (kind, (out, self.num_tokens) if kind is EMBEDDING else (self.num_tokens, width))
+                layers[module] = (
+                    kind,
+                    (out, self.vocabulary_size) if kind is EMBEDDING else (self.vocabulary_size, width),
+                )
         return replace(base, layers=layers, parameters=parameters)
 
 

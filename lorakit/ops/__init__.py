@@ -1,1 +1,1 @@
-"""Fused and recomputed operations. They know tensors and modules, and nothing of adapter settings or engines."""
+"""Fused and recomputed operations. They take tensors and modules, and import no adapter settings or engines."""

@@ -1,4 +1,4 @@
-"""Attend to all rows of a packed line in one call of torch's variable-length kernel, where it can replace the model's.
+"""Attend to all rows of a packed line in one call of torch's variable-length kernel.
 
 A kernel is probed before a run relies on it: outputs and gradients must be those of rows one by one (decision 0019).
 """

@@ -210,13 +210,14 @@ class BaseEngine(ABC):
 
     def layout(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
+        resident = self.resident_bytes()  # first, because FSDP2 frees what forward left gathered there
         return {
             **self.describe(),
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,
             **({"communication": str(dist.get_backend())} if self.world_size > 1 else {}),
-            **{f"{category}_bytes": size for category, size in self.resident_bytes().items()},
+            **{f"{category}_bytes": size for category, size in resident.items()},
             "collectives_of_a_step": self._collectives.counts(),
         }
 

@@ -46,7 +46,7 @@ def make_adapter_persistent(optimizer: Any, adapter: Iterable[nn.Parameter]) -> 
 
 
 def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
-    """Set a parameter's value: the gathered tensor, if it is gathered, and this rank's shard."""
+    """Set a parameter's value: this rank's shard, and the full tensor too while the parameter is gathered."""
     if tensor.data.shape == value.shape:
         tensor.data.copy_(value)
     shard = shard_of(tensor)
@@ -66,7 +66,7 @@ def full_tensor(tensor: nn.Parameter) -> Tensor:
 
 
 def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the memory of these parameters in this process: what is gathered of them, and this rank's shards."""
+    """Return all tensors of these parameters in this process: gathered ones, and this rank's shards."""
     return [t for parameter in tensors for t in (parameter.data, shard_of(parameter)) if t is not None]
 
 

@@ -34,12 +34,12 @@ def compatible_programs(patch: Patch) -> list[Program]:
     setting = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     return [
         Program("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
-        Program("vLLM", tuple(_vllm(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
-        Program("llama.cpp", tuple(_llama_cpp(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
+        Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
+        Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
 
 
-def _vllm(patch: Patch, largest: int) -> Iterator[str]:
+def _vllm_problems(patch: Patch, largest: int) -> Iterator[str]:
     config = patch.config
     yield from (
         f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
@@ -57,7 +57,7 @@ def _vllm(patch: Patch, largest: int) -> Iterator[str]:
         yield "it knows one rank and alpha, and would scale the layers of rank_pattern or alpha_pattern wrongly"
 
 
-def _llama_cpp(patch: Patch) -> Iterator[str]:
+def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
     if not patch.layers:
         yield "no low-rank update"
     yield from _beyond_low_rank(patch)

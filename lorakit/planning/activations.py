@@ -89,7 +89,7 @@ class ActivationTracer:
 
     def training(self, batch: MicroBatch) -> LiveBytes:
         """Count forward and backward."""
-        return self._extrapolate(lambda: _count_training(self._loss_model, batch))
+        return self._extrapolate(lambda: _measure_training_step(self._loss_model, batch))
 
     def evaluating(self, batch: MicroBatch) -> LiveBytes:
         """Count a forward without gradients."""
@@ -139,9 +139,9 @@ def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, li
     return kinds
 
 
-def _count_training(loss_model: LossModel, batch: MicroBatch) -> LiveBytes:
+def _measure_training_step(loss_model: LossModel, batch: MicroBatch) -> LiveBytes:
     counter = MemoryCounter(_without_needless_mask(loss_model, batch), loss_model.model)
-    with counter, FlashAttentionMode(), _track_head(loss_model, counter):
+    with counter, FlashAttentionMode(), _mark_head_phase(loss_model, counter):
         loss_sum(loss_model, _meta_batch(batch)).backward()
     return LiveBytes(counter.saved, counter.peak["head"] - counter.saved, counter.peak["layer"] - counter.saved)
 
@@ -171,7 +171,7 @@ def _meta_batch(batch: MicroBatch) -> Batch:
 
 
 @contextmanager
-def _track_head(loss_model: LossModel, counter: "MemoryCounter") -> Iterator[None]:
+def _mark_head_phase(loss_model: LossModel, counter: "MemoryCounter") -> Iterator[None]:
     """Set the counter's phase to "head" from the head's forward to the end of the head's backward."""
     head: nn.Module = loss_model.head or loss_model.model.get_output_embeddings()  # type: ignore[operator]
 

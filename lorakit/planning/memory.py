@@ -167,7 +167,7 @@ def optimizer_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return A, the adapter's fixed tensors and the unsharded optimizer state: 3 A with AdamW in float32."""
+    """Return the bytes of a checkpoint: A + fixed tensors + unsharded optimizer state; 3 A with AdamW in float32."""
     state = optimizer_state_bytes(setting.optimizer, shapes, unsharded, 1, 0)
     return adapter_bytes(shapes) + shapes.fixed_bytes + state.resident + state.paged
 
@@ -184,7 +184,7 @@ def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 
 def channel_bytes(setting: Setting) -> int:
-    """Return the buffers of NCCL's channels on GPUs; those of gloo are too small to count."""
+    """Return the bytes of NCCL's buffers; 0 on CPUs or with one process."""
     return NCCL_BUFFERS if setting.on_gpu and setting.num_processes > 1 else 0
 
 

@@ -30,7 +30,7 @@ def measure_process_bytes(folder: Path, dtype: str, package: str | None, *, quan
     """Return the resident bytes of a process that computes in ``dtype``, without its base and adapter.
 
     ``folder``: the base, because its tokenizer may be large. ``package``: an optional package that the backend imports.
-    ``quantizes``: the base or the optimizer's moments are quantised, so bitsandbytes is imported.
+    ``quantizes``: import bitsandbytes too, as a run with a quantised base or 8-bit moments does.
     """
     measured = _measure_in_subprocess(folder, dtype)
     parts = (package, QUANTIZATION if quantizes else None)

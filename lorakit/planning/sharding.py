@@ -1,4 +1,4 @@
-"""Bytes of one rank's shards: of base, adapter and optimizer state, by the rule with which an engine cuts tensors.
+"""Bytes of base, adapter and optimizer state on one rank. Each engine has its own sharding rule.
 
 Every figure is rank 0's, because rank 0 has the largest shards.
 """

@@ -111,7 +111,7 @@ def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class QuantizedWeight:
+class QuantizationInfo:
     """Scheme, shape and dtype of a layer's quantised weight; its tensors are parameters of the layer."""
 
     scheme: QuantScheme
@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
 
 def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
-    weight: QuantizedWeight = layer.quantization  # type: ignore[assignment]
+    weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
     return dequantize(layer._parameters, weight.scheme, weight.shape, weight.dtype)
 
 
@@ -151,7 +151,7 @@ def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    weight: QuantizedWeight = layer.quantization  # type: ignore[assignment]
+    weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
     return weight.shape
 
 
@@ -169,7 +169,7 @@ class QuantLinear(QuantizedLinear):
 
     kind = QUANTIZED
 
-    def __init__(self, weight: QuantizedWeight, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: QuantizationInfo, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()
         self.quantization, self.dtype, self.name = weight, weight.dtype, weight.scheme.name
         self.out_features, self.in_features = weight.shape

@@ -1,6 +1,7 @@
 """Compile a model's repeated layers with torch.compile, each on its own and for any number of tokens.
 
-Compiled alone, equal layers share one graph. Compiled for any number of tokens, steps of other lengths need no other.
+Each layer is compiled on its own, so equal layers share one graph. The graph accepts any number of tokens, so a step of
+another length does not recompile.
 """
 
 from collections.abc import Iterator

@@ -16,7 +16,7 @@ from torch import nn
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import find_base, load_tokenizer, num_tokens
+from lorakit.base.load import find_base, load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
@@ -176,7 +176,7 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:
     Raises:
         BaseModelError: the tokenizer gave larger ids.
     """
-    num_rows = num_tokens(model)
+    num_rows = vocabulary_size(model)
     if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
             f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"

@@ -57,8 +57,8 @@ def test_files_replaced_together_are_all_old_all_new_or_not_there(tmp_path: Path
         target.mkdir()
         write_files(target, {"last": "old", "one": "old", "two": "old"}, last="last")
         code = die(REPLACE, target, calls)
-        found = {(target / name).read_text() for name in ("one", "two")} if (target / "last").exists() else set()
-        outcomes.append("".join(found | ({(target / "last").read_text()} if found else set())) or "none")
+        contents = {(target / name).read_text() for name in ("one", "two")} if (target / "last").exists() else set()
+        outcomes.append("".join(contents | ({(target / "last").read_text()} if contents else set())) or "none")
         if code == 0:
             break
 

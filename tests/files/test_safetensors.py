@@ -1,11 +1,16 @@
 """A range of a safetensors file is read completely, however little one call of the system returns, or not at all."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lorakit.errors import PatchError
@@ -83,3 +88,56 @@ def test_every_stored_dtype_has_one_name_and_one_code() -> None:
         assert parse_dtype(dtype_name(dtype)) is dtype
     for other in ("float33", "Tensor", "", None, 3):
         assert parse_dtype(other) is None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_header_escapes_as_anything_but_a_file_or_a_patch_error(data: st.DataObject, tmp_path_factory: Any) -> None:
+    entry = st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "F99", 3]),
+            "shape": st.lists(st.integers(-2, 2**40), max_size=3),
+            "data_offsets": st.lists(st.integers(-1, 2**40), max_size=3),
+        }
+    )
+    header = data.draw(
+        st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entry | st.none() | st.text(max_size=2))
+    )
+    text = data.draw(st.just(json.dumps(header).encode()) | st.binary(max_size=40))
+    length = data.draw(st.just(len(text)) | st.integers(0, 2**63))
+    path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(data.draw(st.integers(0, 16))))
+
+    try:
+        file = open_tensors(path)
+    except PatchError:
+        return
+    for name in file.entries:
+        file.read(name)
+
+
+def test_duplicate_names_and_overlaps_are_refused(tmp_path: Path) -> None:
+    twice = (
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    )
+    overlap = (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
+    )
+    for header, size, message in ((twice, 4, "'a' appears twice"), (overlap, 8, "b begins at byte")):
+        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+        with pytest.raises(PatchError, match=message):
+            open_tensors(tmp_path / "x")
+
+
+def test_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
+    tensors = {
+        str(d): torch.arange(6).reshape(2, 3).to(d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int8)
+    }
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+    with open(tmp_path / "x", "wb") as file:
+        write_tensors(file, tensors, {"b": "2", "a": "1"})
+
+    ours, theirs = open_tensors(tmp_path / "x"), load_file(tmp_path / "x")
+    for name, tensor in tensors.items():
+        assert torch.equal(ours.read(name), tensor)
+        assert torch.equal(theirs[name], tensor)

@@ -22,6 +22,7 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import find_base, load_tokenizer
 from lorakit.base.loading import load_for_training
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
@@ -34,7 +35,8 @@ from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STEPS = 8
+"""Of a case that names no other number."""
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def as_rank(rank: int, size: int, port: int) -> dict[str, str]:
 
 def build(engine: Engine, base: Path, case: Case) -> None:
     """Give the case's model to the engine."""
-    dtype = DTYPES[case.get("dtype", "float32")]
+    dtype = MODEL_DTYPES[case.get("dtype", "float32")]
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
     loaded = load_for_training(section, base, dtype, engine.device, sharded=engine.shards_base)
     model, rank = loaded.model, case.get("rank", 3)
@@ -107,7 +109,7 @@ def build(engine: Engine, base: Path, case: Case) -> None:
 
 
 def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
-    """Steps of 7 rows of 41: the last of an epoch has 6."""
+    """Sample steps of 7 rows of 20: the last of an epoch has 6."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
     return BatchSampler(
@@ -127,7 +129,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         first = len(saved["losses"])
     losses, norms = [], []
     with count_recomputed() as recomputed:
-        for step in range(first, case.get("steps", 12)):
+        for step in range(first, case.get("steps", STEPS)):
             report = engine.step(step, batches.step(step))
             losses.append(report.loss)
             norms.append(report.grad_norm)

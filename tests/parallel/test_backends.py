@@ -1,10 +1,6 @@
 """Law 3: with every backend and number of processes a run equals one process given all rows; and each is what it says."""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,69 +8,61 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import chat, make_base, write_rows
+from tests.helpers.bases import make_base
+from tests.helpers.ranks import STEPS, Case, run_cases
+from tests.helpers.rows import write_uneven_rows
 
-pytestmark = pytest.mark.spread
+pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-Case = dict[str, Any]
 PLAIN: Case = {"name": "plain"}
 ACCUMULATED: Case = {"name": "accumulated", "micro_batch_size": 2, "rank": 1, "checkpointing": True}
 PADDED: Case = {"name": "padded", "micro_batch_size": 3, "rank": 8, "packing": False, "max_grad_norm": None}
 HALF: Case = {"name": "half", "dtype": "bfloat16", "micro_batch_size": 3}
 FLOAT16: Case = {"name": "float16", "dtype": "float16", "loss_scale": 2.0**30, "steps": 6}
-KEPT_ON_HOST: Case = {"name": "kept-on-host", "micro_batch_size": 2, "rank": 1, "checkpointing": "offload"}
-FIRST_HALF: Case = {"name": "first-half", "steps": 6}
-ALONE = [PLAIN, ACCUMULATED, PADDED, HALF, FLOAT16, KEPT_ON_HOST, FIRST_HALF]
+OFFLOADED_ACTIVATIONS: Case = {
+    "name": "offloaded-activations", "micro_batch_size": 2, "rank": 1, "checkpointing": "offload",
+}  # fmt: skip
+FIRST_HALF: Case = {"name": "first-half", "steps": STEPS // 2}
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
+ALONE = [*EVERYWHERE, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [("ddp", 1), ("zero1", 1), ("zero1", 4)]
-# a launch of several processes costs more than its cases: one for each backend and number of processes
-spread = pytest.mark.parametrize("backend", BACKENDS)
-Find = Callable[[str, int], dict[str, Any]]
+"""Backends and numbers of processes whose code others share: left to `make attack`."""
+Results = Callable[[str, int], dict[str, Any]]
 
 
-def launch(folder: Path, processes: int, cases: list[Case]) -> dict[str, Any]:
-    """What each case gave, from as many processes; the ``single`` backend is started without a launcher."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    told = {"base": str(folder / "base"), "rows": str(folder / "rows.jsonl"), "cases": cases}
-    (place / "cases.json").write_text(json.dumps(told))
-    command = [sys.executable, "-m", "tests.helpers.ranks", str(place)]
-    if cases[0]["parallel"]["backend"] != "single":
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *torchrun, *command[1:]]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return {case["name"]: torch.load(place / f"{case['name']}.pt") for case in cases}
+def of_backend(backend: str, *values: Any, attack: bool = False) -> Any:
+    """A parameter set whose test runs in the worker of pytest that has the backend's results."""
+    marks = [pytest.mark.xdist_group(backend), *([pytest.mark.attack] if attack else [])]
+    return pytest.param(backend, *values, marks=marks)
+
+
+every_backend = pytest.mark.parametrize("backend", [of_backend(backend) for backend in BACKENDS])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A base of odd widths, and 41 rows of uneven length."""
+    """A base of odd widths, and rows of uneven length."""
     folder = tmp_path_factory.mktemp("ranks")
     make_base(
         folder / "base", tokenizer, hidden_size=36, intermediate_size=50, num_attention_heads=3, num_key_value_heads=3,
         head_dim=10,
     )  # fmt: skip
-    write_rows(folder / "rows.jsonl", [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(41)])
+    write_uneven_rows(folder / "rows.jsonl", 20)
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Find:
-    """The results of a backend's cases; they are run when first asked for."""
-    results: dict[tuple[str, int], dict[str, Any]] = {}
+def results(folder: Path) -> Results:
+    """The results of a backend's cases in so many processes, all in one launch, which the first test starts."""
 
-    def find(backend: str, processes: int) -> dict[str, Any]:
-        key = (backend, processes)
-        if key not in results:
-            if backend != "single":
-                torch.save(find("single", 1)["first-half"], folder / "half.pt")
-            results[key] = launch(folder, processes, cases_of(backend, processes, folder))
-        return results[key]
+    @functools.cache
+    def results(backend: str, processes: int) -> dict[str, Any]:
+        if backend != "single":
+            torch.save(results("single", 1)["first-half"], folder / "half.pt")
+        return run_cases(folder, processes, cases_of(backend, processes, folder))
 
-    return find
+    return results
 
 
 def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
@@ -86,7 +74,7 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
     cases = [case | {"parallel": plain} for case in EVERYWHERE]
     if processes == 2:
         resumed = {"name": "resumed", "resume": str(folder / "half.pt")}
-        cases += [case | {"parallel": plain} for case in (HALF, FLOAT16, KEPT_ON_HOST, PLAIN | resumed)]
+        cases += [case | {"parallel": plain} for case in (HALF, FLOAT16, OFFLOADED_ACTIVATIONS, PLAIN | resumed)]
         if backend != "ddp":
             cases.append(ACCUMULATED | {"name": "offloaded", "parallel": plain | {"offload": "cpu"}})
         if backend == "zero3":
@@ -108,24 +96,18 @@ def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: fl
     assert result["unreached"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "processes"),
-    [  # what shares its code with another is left to `make attack`: a launch takes most of a minute
-        pytest.param(backend, n, marks=[pytest.mark.attack] if (backend, n) in SHARED else [])
-        for backend in BACKENDS
-        for n in (1, 2, 4)
-    ],
+    [of_backend(backend, n, attack=(backend, n) in SHARED) for backend in BACKENDS for n in (1, 2, 4)],
 )
-def test_backends_agree(found: Find, backend: str, processes: int) -> None:
+def test_backends_agree(results: Results, backend: str, processes: int) -> None:
     for case in [PLAIN] if processes == 1 else EVERYWHERE:
-        assert_same(found(backend, processes)[case["name"]], found("single", 1)[case["name"]])
+        assert_same(results(backend, processes)[case["name"]], results("single", 1)[case["name"]])
 
 
-@pytest.mark.slow
-@spread
-def test_backends_agree_in_half_precision(found: Find, backend: str) -> None:
-    alone, result = found("single", 1), found(backend, 2)
+@every_backend
+def test_backends_agree_in_half_precision(results: Results, backend: str) -> None:
+    alone, result = results("single", 1), results(backend, 2)
 
     assert_same(result["half"], alone["half"], adapter=2e-2, losses=2e-3)
     assert_same(result["float16"], alone["float16"], adapter=1e-2, losses=1e-3)
@@ -134,26 +116,24 @@ def test_backends_agree_in_half_precision(found: Find, backend: str) -> None:
     assert alone["float16"]["losses"] == pytest.approx(alone["plain"]["losses"][:6], rel=2e-2)  # no step was left out
 
 
-@pytest.mark.slow
-@spread
-def test_offloading_changes_nothing(found: Find, backend: str) -> None:
-    alone, result = found("single", 1), found(backend, 2)
+@every_backend
+def test_offloading_changes_nothing(results: Results, backend: str) -> None:
+    alone, result = results("single", 1), results(backend, 2)
 
-    assert alone["kept-on-host"]["losses"] == alone["accumulated"]["losses"]
-    assert_same(result["kept-on-host"], alone["accumulated"])
+    assert alone["offloaded-activations"]["losses"] == alone["accumulated"]["losses"]
+    assert_same(result["offloaded-activations"], alone["accumulated"])
     if backend != "ddp":
         assert_same(result["offloaded"], alone["accumulated"])
     if backend == "zero3":
         assert_same(result["prefetched"], alone["plain"])
 
 
-@pytest.mark.slow
-@spread
-def test_what_can_be_made_again_is_kept_nowhere(found: Find, backend: str) -> None:
+@every_backend
+def test_inputs_that_can_be_recomputed_are_saved_nowhere(results: Results, backend: str) -> None:
     """Also not where an engine takes weights away between forward and backward, or wraps what modules give."""
-    in_a_step = 2 * 6 - 3 - 2  # but for o_proj, what reads an embedding, and what reads a choice of tokens
-    assert found("single", 1)["plain"]["recomputable"] == 12 * in_a_step
-    assert found(backend, 2)["plain"]["recomputable"] == 12 * in_a_step
+    in_a_step = 2 * 6 - 3  # not the inputs of o_proj, nor the one that reads an embedding
+    assert results("single", 1)["plain"]["recomputed"] == STEPS * in_a_step
+    assert results(backend, 2)["plain"]["recomputed"] == STEPS * in_a_step
 
 
 def after_half(alone: Any, rest: Any) -> Any:
@@ -161,24 +141,22 @@ def after_half(alone: Any, rest: Any) -> Any:
     return rest | {key: alone["first-half"][key] + rest[key] for key in ("losses", "norms")}
 
 
-@pytest.mark.slow
-@spread
-def test_state_moves_to_a_backend(found: Find, backend: str) -> None:
+@every_backend
+def test_state_moves_to_a_backend(results: Results, backend: str) -> None:
     """The first half of the steps alone, the second in several processes that took its state over."""
-    alone = found("single", 1)
+    alone = results("single", 1)
 
-    assert_same(after_half(alone, found(backend, 2)["resumed"]), alone["plain"])
+    assert_same(after_half(alone, results(backend, 2)["resumed"]), alone["plain"])
 
 
-@pytest.mark.slow
-@spread
-def test_what_is_held_and_sent(found: Find, backend: str) -> None:
+@every_backend
+def test_resident_and_sent_bytes_are_those_of_the_backend(results: Results, backend: str) -> None:
     """Bytes and messages are counted, not assumed."""
-    alone = found("single", 1)["plain"]
+    alone = results("single", 1)["plain"]
     base, adapter = alone["ranks"][0]["base_bytes"], alone["ranks"][0]["adapter_bytes"]
     assert adapter == sum(tensor.nbytes for tensor in alone["adapter"].values())
 
-    ranks = found(backend, 2)["plain"]["ranks"]
+    ranks = results(backend, 2)["plain"]["ranks"]
 
     optimizer = sum(rank["optimizer_bytes"] for rank in ranks)
     assert optimizer == pytest.approx((4 if backend == "ddp" else 2) * adapter, rel=0.05)
@@ -195,20 +173,19 @@ def test_what_is_held_and_sent(found: Find, backend: str) -> None:
             assert sent.get("all_gather", 0) <= 1.1 * adapter
 
 
-@pytest.mark.slow
 @pytest.mark.attack  # a first use compiles for minutes
 def test_offloading_to_a_disk_changes_nothing_nor_does_going_on_with_it(
-    found: Find, folder: Path, tmp_path: Path
+    results: Results, folder: Path, tmp_path: Path
 ) -> None:
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio is not installed (Debian: apt-get install libaio-dev)")
     parallel = {"backend": "zero3", "offload": "nvme", "nvme_path": str(tmp_path / "disk")}
 
-    alone = found("single", 1)
+    alone = results("single", 1)
     torch.save(alone["first-half"], folder / "half.pt")
     resumed = PLAIN | {"name": "resumed", "resume": str(folder / "half.pt")}
 
-    result = launch(folder, 2, [case | {"parallel": parallel} for case in (ACCUMULATED, resumed)])
+    result = run_cases(folder, 2, [case | {"parallel": parallel} for case in (ACCUMULATED, resumed)])
 
     assert_same(result["accumulated"], alone["accumulated"])
     assert_same(after_half(alone, result["resumed"]), alone["plain"])

@@ -1,4 +1,4 @@
-"""A patch means the same everywhere, or it is refused; it is whole, or it is not there."""
+"""A patch means the same everywhere, or it is refused; it is complete, or it is not there."""
 
 import errno
 import json
@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,7 +18,7 @@ import lorakit
 from lorakit.base.load import find_base, load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
-from lorakit.files.safetensors import open_tensors, write_tensors
+from lorakit.files.safetensors import open_tensors
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
     BaseShapes,
@@ -75,9 +73,9 @@ def test_what_was_saved_is_what_is_read(base: Path, patch: Path) -> None:
 def test_the_same_adapter_gives_the_same_bytes_that_other_programs_read(
     base: Path, patch: Path, tmp_path: Path
 ) -> None:
-    again = save_patch(adapted(base), tmp_path / "again")
+    second = save_patch(adapted(base), tmp_path / "second")
 
-    assert (again / TENSORS).read_bytes() == (patch / TENSORS).read_bytes()
+    assert (second / TENSORS).read_bytes() == (patch / TENSORS).read_bytes()
     theirs = load_file(patch / TENSORS)
     assert theirs.keys() == open_tensors(patch / TENSORS).entries.keys()
     assert (patch / TENSORS).stat().st_mode & 0o777 == (patch / "adapter_config.json").stat().st_mode & 0o777 == 0o644
@@ -101,12 +99,12 @@ def test_a_value_that_is_not_finite_is_never_saved(base: Path, tmp_path: Path) -
 
 
 def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: Path, tmp_path: Path) -> None:
-    held = read_patch(patch)
-    next(iter(next(iter(held.layers.values())).tensors.values())).view(-1)[0] = float("inf")
+    loaded = read_patch(patch)
+    next(iter(next(iter(loaded.layers.values())).tensors.values())).view(-1)[0] = float("inf")
 
     with pytest.raises(PatchError, match=r"lora_A.weight holds values that are not finite; nothing was saved"):
-        write_patch(tmp_path / "again", held)
-    assert not (tmp_path / "again").exists()
+        write_patch(tmp_path / "rewritten", loaded)
+    assert not (tmp_path / "rewritten").exists()
 
 
 @pytest.mark.parametrize(
@@ -285,78 +283,27 @@ def test_a_patch_that_asks_for_too_much_is_refused_before_it_is_read(
 
 def test_every_cut_of_a_patch_without_digest_is_noticed(patch: Path) -> None:
     (patch / "lorakit.json").unlink()
-    whole = (patch / TENSORS).read_bytes()
-    for changed in (*(whole[:length] for length in range(0, len(whole), len(whole) // 60)), whole[:-1], whole + b"x"):
+    content = (patch / TENSORS).read_bytes()
+    for changed in (
+        *(content[:length] for length in range(0, len(content), len(content) // 60)),
+        content[:-1],
+        content + b"x",
+    ):
         (patch / TENSORS).write_bytes(changed)
         with pytest.raises(PatchError):
             read_patch(patch)
 
 
 def test_every_flipped_byte_and_every_cut_is_noticed(patch: Path) -> None:
-    whole = (patch / TENSORS).read_bytes()
-    for position in range(0, len(whole), len(whole) // 60):
-        for damaged in (whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :], whole[:position]):
+    content = (patch / TENSORS).read_bytes()
+    for position in range(0, len(content), len(content) // 60):
+        for damaged in (
+            content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :],
+            content[:position],
+        ):
             (patch / TENSORS).write_bytes(damaged)
             with pytest.raises(PatchError):
                 read_patch(patch)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_no_header_escapes_as_anything_but_a_file_or_a_patch_error(data: st.DataObject, tmp_path_factory: Any) -> None:
-    entry = st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(["F32", "F99", 3]),
-            "shape": st.lists(st.integers(-2, 2**40), max_size=3),
-            "data_offsets": st.lists(st.integers(-1, 2**40), max_size=3),
-        }
-    )
-    header = data.draw(
-        st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entry | st.none() | st.text(max_size=2))
-    )
-    text = data.draw(st.just(json.dumps(header).encode()) | st.binary(max_size=40))
-    length = data.draw(st.just(len(text)) | st.integers(0, 2**63))
-    path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
-    path.write_bytes(length.to_bytes(8, "little") + text + bytes(data.draw(st.integers(0, 16))))
-
-    try:
-        file = open_tensors(path)
-    except PatchError:
-        return
-    for name in file.entries:
-        file.read(name)
-
-
-def test_duplicate_names_overlaps_and_pickles_are_refused(tmp_path: Path, patch: Path) -> None:
-    twice = (
-        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    )
-    overlap = (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
-    )
-    for header, size, message in ((twice, 4, "'a' appears twice"), (overlap, 8, "b begins at byte")):
-        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-        with pytest.raises(PatchError, match=message):
-            open_tensors(tmp_path / "x")
-    (patch / TENSORS).rename(patch / "adapter_model.bin")
-    with pytest.raises(PatchError, match="a pickle, which can run code"):
-        read_patch(patch)
-    with pytest.raises(PatchError, match="absent: no such folder"):
-        read_patch(tmp_path / "absent")
-
-
-def test_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
-    tensors = {
-        str(d): torch.arange(6).reshape(2, 3).to(d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int8)
-    }
-    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
-    with open(tmp_path / "x", "wb") as file:
-        write_tensors(file, tensors, {"b": "2", "a": "1"})
-
-    ours, theirs = open_tensors(tmp_path / "x"), load_file(tmp_path / "x")
-    for name, tensor in tensors.items():
-        assert torch.equal(ours.read(name), tensor)
-        assert torch.equal(theirs[name], tensor)
 
 
 def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokenizer: Any) -> None:
@@ -383,30 +330,13 @@ def test_a_patch_knows_its_base(base: Path, patch: Path, tmp_path: Path, tokeniz
 
 def test_config_and_tokenizer_are_part_of_a_trained_patchs_base(base: Path, patch: Path, tmp_path: Path) -> None:
     names = list(read_patch(patch).layers)
-    told = fingerprint(open_base_files(base), names)
+    recorded = fingerprint(open_base_files(base), names)
     for file, change in (("config.json", ("rope_theta", 5.0)), ("tokenizer.json", ("version", "x"))):
         other = shutil.copytree(base, tmp_path / file)
         content = json.loads((other / file).read_text())
         (other / file).write_text(json.dumps(content | {change[0]: change[1]}))
         with pytest.raises(PatchError, match=f"another base.*: {file.partition('.')[0]} differ"):
-            check_base(replace(read_patch(patch), metadata={"base": told}), other)
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ({"weight_map": {"a": "../model.safetensors"}}, "only plain file names are allowed"),
-        ({"weight_map": {"a": "absent.safetensors"}}, "no such file"),
-        ({"weight_map": {"a": "model.safetensors"}}, "a should be in model.safetensors, found in None"),
-        ({}, "has no weight_map"),
-    ],
-)
-def test_an_index_that_lies_is_refused(base: Path, tmp_path: Path, index: dict[str, Any], message: str) -> None:
-    folder = shutil.copytree(base, tmp_path / "base")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    with pytest.raises(BaseModelError, match=message):
-        open_base_files(folder)
+            check_base(replace(read_patch(patch), metadata={"base": recorded}), other)
 
 
 def test_a_base_with_missing_weights_is_refused(base: Path, tmp_path: Path) -> None:
@@ -430,3 +360,11 @@ def test_what_is_not_finite_is_found_whatever_is_beside_it() -> None:
             tensor[77] = value
             assert not is_finite(tensor)
     assert not is_finite(torch.tensor([math.inf, -math.inf]))
+
+
+def test_pickles_and_missing_folders_are_refused(tmp_path: Path, patch: Path) -> None:
+    (patch / TENSORS).rename(patch / "adapter_model.bin")
+    with pytest.raises(PatchError, match="a pickle, which can run code"):
+        read_patch(patch)
+    with pytest.raises(PatchError, match="absent: no such folder"):
+        read_patch(tmp_path / "absent")

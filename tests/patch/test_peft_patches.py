@@ -106,14 +106,14 @@ def test_what_peft_writes_is_served_merged_and_written_back(
     with model.merged("x") as merged:
         assert close(merged(IDS).logits, expected)
 
-    again = write_patch(tmp_path / "again", read_patch(folder))
-    before, after = load_file(folder / "adapter_model.safetensors"), load_file(again / "adapter_model.safetensors")
+    rewritten = write_patch(tmp_path / "rewritten", read_patch(folder))
+    before, after = load_file(folder / "adapter_model.safetensors"), load_file(rewritten / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
     assert json.loads((folder / "adapter_config.json").read_text()) == json.loads(
-        (again / "adapter_config.json").read_text()
+        (rewritten / "adapter_config.json").read_text()
     )
-    assert close(PeftModel.from_pretrained(build(architecture), again).eval()(input_ids=IDS).logits, expected)
+    assert close(PeftModel.from_pretrained(build(architecture), rewritten).eval()(input_ids=IDS).logits, expected)
 
     out = merge_somehow(base, folder, tmp_path / "merged")
     assert close(lorakit.load(out, dtype="float32")(IDS).logits, expected)
@@ -192,8 +192,8 @@ def test_any_adapter_of_peft_means_the_same(
     ours = lorakit.load(folder / "base", {"x": patch}, dtype="float32")
 
     assert close(ours(IDS, adapters="x").logits, expected)
-    again = write_patch(folder / "again", read_patch(patch))
-    before, after = load_file(patch / "adapter_model.safetensors"), load_file(again / "adapter_model.safetensors")
+    rewritten = write_patch(folder / "rewritten", read_patch(patch))
+    before, after = load_file(patch / "adapter_model.safetensors"), load_file(rewritten / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
     with ours.merged("x") as merged:

@@ -1,4 +1,4 @@
-"""Whole runs over several processes: started, stopped, killed, gone on with elsewhere; and every fault in words."""
+"""Full runs over several processes: started, stopped, killed, resumed elsewhere; and every fault in words."""
 
 import json
 import os
@@ -16,61 +16,57 @@ from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
 from lorakit.planning.process_overhead import measure_process_bytes
 from lorakit.run.metrics import read_metrics
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
+from tests.helpers.fork_server import PIPE, ROOT, STDOUT, ForkedProcess, run_python, start_python
 
-pytestmark = pytest.mark.spread
+pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
 Recipe = Callable[..., Path]
-ROOT = Path(__file__).parents[2]
+Action = Callable[[ForkedProcess], None]
 STEPS = 40
 
 
-def command(recipe: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "lorakit.cli", "train", str(recipe), *overrides]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
 def train(recipe: Path, *overrides: str, code: int = 0) -> str:
-    done = subprocess.run(
-        command(recipe, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    """Run `lorakit train` in forked processes; return what it printed."""
+    return output_of(run_python("-m", "lorakit.cli", "train", recipe, *overrides, cwd=ROOT), code)
 
 
-def interrupted(
-    recipe: Path, *overrides: str, at: int, how: Callable[[subprocess.Popen[str]], None]
-) -> tuple[int, str]:
-    """Start a run, do something to it once step ``at`` is recorded, and wait for its end."""
+def train_for_real(*arguments: object) -> str:
+    """Run ``python *arguments`` in processes that import everything anew, as a user's do."""
+    command = [sys.executable, *map(str, arguments)]
+    return output_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110), 0)
+
+
+def output_of(ended: subprocess.CompletedProcess[str], code: int) -> str:
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def interrupted(recipe: Path, *overrides: str, at: int, action: Action) -> tuple[int, str]:
+    """Start a run, do something to it once step ``at`` is recorded, and return its exit code and output."""
     out = Path(json.loads(recipe.read_text())["output"])
-    process = subprocess.Popen(
-        command(recipe, *overrides), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    until = time.monotonic() + 120
-    while max((line["step"] for line in read_metrics(out / "metrics.jsonl")), default=0) < at:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    how(process)
-    said = process.communicate(timeout=120)[0]
-    return process.returncode, said
+    with start_python("-m", "lorakit.cli", "train", recipe, *overrides, stdout=PIPE, stderr=STDOUT) as process:
+        until = time.monotonic() + 100
+        while max((line["step"] for line in read_metrics(out / "metrics.jsonl")), default=0) < at:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        action(process)
+        output = process.communicate(timeout=100)[0]
+    return process.wait(), output
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """The run's workers by rank."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+def workers_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's workers, by rank."""
     ranks = {}
-    for pid in found:
-        told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ranks.update({int(item[5:]): int(pid) for item in told if item.startswith(b"RANK=")})
+    for pid in subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks.update({int(item[5:]): int(pid) for item in environment if item.startswith(b"RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def kill_rank(rank: int, number: int = signal.SIGKILL) -> Callable[[subprocess.Popen[str]], None]:
-    return lambda process: os.kill(workers_of(process)[rank], number)
+def kill_rank(rank: int) -> Action:
+    return lambda process: os.kill(workers_of(process.pid)[rank], signal.SIGKILL)
 
 
 def parallel(backend: str, processes: int, **more: Any) -> tuple[str, ...]:
@@ -100,104 +96,119 @@ def long_recipe(recipe: Recipe) -> Path:
     return recipe(**sections)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["zero3", "fsdp2"])
 def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, backend: str) -> None:
-    whole = tmp_path / "whole"
-    train(long_recipe, *parallel(backend, 2), f"output={whole}")
+    full = tmp_path / "full"
+    train(long_recipe, *parallel(backend, 2), f"output={full}")
     out = tmp_path / "out"
 
-    code, said = interrupted(long_recipe, *parallel(backend, 2), at=9, how=kill_rank(1))
+    code, output = interrupted(long_recipe, *parallel(backend, 2), at=9, action=kill_rank(1))
 
-    assert code == 75, said
-    assert "rank 1 was killed by SIGKILL" in said
+    assert code == 75, output
+    assert "rank 1 was killed by SIGKILL" in output
     assert not (out / "adapter_model.safetensors").exists()
-    said = train(long_recipe, *parallel(backend, 2))
-    assert "resuming   after step" in said
-    assert (out / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()
-    assert losses(out) == losses(whole)
+    output = train(long_recipe, *parallel(backend, 2))
+    assert "resuming   after step" in output
+    assert (out / "adapter_model.safetensors").read_bytes() == (full / "adapter_model.safetensors").read_bytes()
+    assert losses(out) == losses(full)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe: Path, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    train(long_recipe, f"output={whole}")
+    full, out = tmp_path / "full", tmp_path / "out"
+    train(long_recipe, f"output={full}")
 
     for layout, at in (
         (("single", 1), 5), (("zero2", 2), 12), (("fsdp2", 4), 18), (("ddp", 2), 24), (("zero3", 2), 30),
     ):  # fmt: skip
-        code, said = interrupted(
-            long_recipe, *parallel(*layout), at=at, how=lambda process: process.send_signal(signal.SIGTERM)
+        code, output = interrupted(
+            long_recipe, *parallel(*layout), at=at, action=lambda process: process.send_signal(signal.SIGTERM)
         )
-        assert code == 75, said
-        assert "SIGTERM: saved after step" in said
+        assert code == 75, output
+        assert "SIGTERM: saved after step" in output
     train(long_recipe)
 
-    found, expected = losses(out), losses(whole)
-    assert found.keys() == expected.keys()
+    resumed, expected = losses(out), losses(full)
+    assert resumed.keys() == expected.keys()
     for step in expected:
-        assert found[step][1:] == expected[step][1:]  # the same rows
-        assert found[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
-    one, other = (open_tensors(folder / "adapter_model.safetensors") for folder in (out, whole))
+        assert resumed[step][1:] == expected[step][1:]  # the same rows
+        assert resumed[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
+    one, other = (open_tensors(folder / "adapter_model.safetensors") for folder in (out, full))
     for name in other.entries:
         assert (one.read(name) - other.read(name)).norm() <= 1e-3 * other.read(name).norm()
     layouts = [start["parallel"]["backend"] for start in json.loads((out / "run.json").read_text())["starts"]]
     assert layouts == ["single", "zero2", "fsdp2", "ddp", "zero3", "single"]
 
 
-@pytest.mark.slow
 def test_a_run_restarts_by_itself(long_recipe: Path, tmp_path: Path) -> None:
-    code, said = interrupted(long_recipe, *parallel("ddp", 2, max_restarts=1), at=9, how=kill_rank(0))
+    code, output = interrupted(long_recipe, *parallel("ddp", 2, max_restarts=1), at=9, action=kill_rank(0))
 
-    assert code == 0, said
+    assert code == 0, output
     assert len(losses(tmp_path / "out")) == STEPS
 
 
-@pytest.mark.slow
 def test_a_stop_by_signal_saves_and_goes_on(long_recipe: Path, tmp_path: Path) -> None:
-    code, said = interrupted(
-        long_recipe, *parallel("zero2", 2), at=6, how=lambda process: process.send_signal(signal.SIGINT)
+    code, output = interrupted(
+        long_recipe, *parallel("zero2", 2), at=6, action=lambda process: process.send_signal(signal.SIGINT)
     )
 
     assert code == 75
-    assert said.count("saved after step") == 1
+    assert output.count("saved after step") == 1
     train(long_recipe, *parallel("zero2", 2))
     assert len(losses(tmp_path / "out")) == STEPS
 
 
 def test_problems_are_said_once_and_by_name(recipe: Recipe, tmp_path: Path) -> None:
-    said = train(recipe(adapter={"targets": ["qproj"]}), *parallel("ddp", 2), code=2)
+    output = train(recipe(adapter={"targets": ["qproj"]}), *parallel("ddp", 2), code=2)
 
-    assert said.count("'qproj' matches none of the 15 linear layers") == 1
-    assert "Traceback" not in said
+    assert output.count("'qproj' matches none of the 15 linear layers") == 1
+    assert "Traceback" not in output
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_rank_ends_all_and_names_the_rows(recipe: Recipe, rows: Path) -> None:
-    said = train(recipe(train={"learning_rate": 1e30, "max_grad_norm": None}), *parallel("ddp", 2), code=2)
+    output = train(recipe(train={"learning_rate": 1e30, "max_grad_norm": None}), *parallel("ddp", 2), code=2)
 
-    assert said.count("nothing was updated") == 1
-    assert f"Rows in it: {rows}:" in said
+    assert output.count("nothing was updated") == 1
+    assert f"Rows in it: {rows}:" in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
-    overrides = ("train.steps=3", "train.warmup_steps=0", "data.eval=null", f"output={tmp_path / 'out'}")
+def few_steps_of(backend: str, out: Path) -> tuple[str, ...]:
+    """Arguments that take three steps of a backend's shipped recipe."""
+    recipe = ROOT / "recipes" / f"{backend}.yaml"
+    return str(recipe), "train.steps=3", "train.warmup_steps=0", "data.eval=null", f"output={out}"
 
-    said = train(ROOT / "recipes" / f"{backend}.yaml", *overrides)
 
-    assert f"engine     {backend} on cpu" in said
-    assert "2 processes through gloo" in said
-    run = json.loads((tmp_path / "out" / "run.json").read_text())
+def assert_finished(output: str, out: Path, backend: str) -> None:
+    assert f"engine     {backend} on cpu" in output
+    assert "2 processes through gloo" in output
+    run = json.loads((out / "run.json").read_text())
     assert run["status"] == "finished"
     assert run["engine"]["backend"] == backend
     assert len(run["ranks"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
+    recipe, *overrides = few_steps_of(backend, tmp_path / "out")
+
+    output = train(Path(recipe), *overrides)
+
+    assert_finished(output, tmp_path / "out", backend)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [("cli.py",), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lorakit.cli")],
+    ids=["lorakit", "torchrun"],
+)
+def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Started as a user starts it: no process is a fork of the tests' own."""
+    output = train_for_real(*launcher, "train", *few_steps_of("ddp", tmp_path / "out"))
+
+    assert_finished(output, tmp_path / "out", "ddp")
+
+
 @pytest.mark.parametrize(("backend", "more"), [("zero3", {"prefetch_mb": 1}), ("fsdp2", {})])
-def test_no_process_ever_holds_the_base(
+def test_no_process_ever_has_the_full_base(
     backend: str, more: dict[str, Any], recipe: Recipe, rows: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     """Loading, training, saving: two processes stay below what the base alone takes."""
@@ -209,7 +220,7 @@ def test_no_process_ever_holds_the_base(
         train={"steps": 2, "batch_size": 2, "micro_batch_size": 1, "warmup_steps": 0, "save_every_steps": 1},
     )  # fmt: skip
 
-    train(path, *parallel(backend, 2, **more))
+    train_for_real("-m", "lorakit.cli", "train", path, *parallel(backend, 2, **more))
 
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     base = 4 * sum(parameter.numel() for parameter in load_skeleton(folder).parameters())

@@ -1,0 +1,19 @@
+"""Rows of training data, as JSON lines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def chat(user: str, assistant: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_uneven_rows(path: Path, number: int) -> Path:
+    """Write so many chats, with answers of 2 to 12 words."""
+    return write_rows(path, [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(number)])
