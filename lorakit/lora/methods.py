@@ -6,8 +6,8 @@ at the base.
 
 In training, low-rank methods on linear layers (lora, rslora, lora_fa) run the fused form of this formula,
 `ops.lora_linear`, which saves less for backward. `apply_low_rank` below is the same formula in plain operations.
-`lora.linear.LoraLinear` calls it for embeddings, for PiSSA and OLoRA, under autocast, under torch.compile, and where x and
-W have different dtypes. DoRA has an `apply` of its own. The tests compare the two forms.
+`lora.linear.LoraLinear` calls it for embeddings, for PiSSA and OLoRA, under autocast, under torch.compile, and where x
+and W have different dtypes. DoRA has an `apply` of its own. The tests compare the two forms.
 
 A new method is one row in METHODS; the laws in tests/test_laws.py run over the whole table.
 """

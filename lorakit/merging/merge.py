@@ -127,8 +127,8 @@ def _check_options(
 def _check_verifiable(plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
     if verify and plan.vocabulary is not None:
         raise MergeError(
-            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which the"
-            " base cannot run beside; leave --verify out"
+            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
+            " the base cannot run beside; leave --verify out"
         )
 
 

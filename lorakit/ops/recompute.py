@@ -1,8 +1,9 @@
 """Recompute a layer's input in backward instead of saving it, if autograd saved the tensors it is computed from.
 
-An adapted layer needs its input x for the gradient of A. Mostly x is the output of a norm, or the product
-act(gate) * up of an MLP: a product whose factors autograd saves for their own gradients. The autograd graph of x shows whether it is such a product, whatever
-the architecture. A recomputed x has the same bits, and is computed once for all layers that read it (q, k and v).
+An adapted layer needs its input x for the gradient of A. Mostly x is the output of a norm, or the product act(gate) *
+up of an MLP: a product whose factors autograd saves for their own gradients. The autograd graph of x shows whether it
+is such a product, whatever the architecture. A recomputed x has the same bits, and is computed once for all layers
+that read it (q, k and v).
 """
 
 from collections.abc import Callable

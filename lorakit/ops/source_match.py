@@ -1,7 +1,7 @@
 """Recognise a function by its source code, comments and layout aside.
 
-A fused form may replace a function only if it computes the same bits. Equal source code guarantees that. A class name does
-not, because authors change formulas without renaming classes.
+A fused form may replace a function only if it computes the same bits. Equal source code guarantees that. A class name
+does not, because authors change formulas without renaming classes.
 """
 
 import ast

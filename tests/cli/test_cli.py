@@ -15,10 +15,9 @@ from lorakit.derive.combine import DENSITIES
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.formats.convert import FORMATS
 from lorakit.recipe import BaseSection
-from tests.conftest import chat, write_rows
+from tests.helpers.fork_server import PIPE, ROOT, start_python
+from tests.helpers.rows import chat, write_rows
 from tests.merging.test_merge import make_patch
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -157,8 +156,7 @@ def test_doctor_finds_nothing_broken_here(run: Any) -> None:
 
 def test_sigterm_ends_training_with_exit_code_75_and_the_same_command_goes_on(recipe: Any, tmp_path: Path) -> None:
     path = recipe(train={"steps": 100_000, "save_every_steps": 1000, "eval_every_steps": 100_000})
-    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_python("-m", "lorakit.cli", "train", path, stdout=PIPE, stderr=PIPE) as process:
         assert process.stderr is not None
         while "step 1/" not in process.stderr.readline():
             pass

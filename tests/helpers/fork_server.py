@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
@@ -193,7 +193,12 @@ def _server() -> socket.socket:
     """The socket of this process's server, which is started at the first call and ends when pytest does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "FORK_SERVER_ROOM": "-" * ENVIRON_BYTES}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "FORK_SERVER_ROOM": "-" * ENVIRON_BYTES,
+        }
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())], cwd=ROOT, env=environment, stdin=DEVNULL,
             stdout=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,

@@ -31,9 +31,11 @@ from lorakit.planning.memory import MARGIN
 from lorakit.planning.model_shapes import ModelShapes, TensorShape, read_shapes
 from lorakit.planning.sharding import OptimizerStateBytes, adapter_bytes, base_bytes, optimizer_state_bytes, unsharded
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
-from tests.conftest import make_base, write_rows
+from tests.helpers.bases import make_base
+from tests.helpers.fork_server import run_python
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import build
+from tests.helpers.rows import write_rows
 from tests.lora.test_methods import build as build_kind
 
 BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -508,9 +510,8 @@ def test_auto_is_refused_with_what_only_a_named_backend_can_do(recipe: Write) ->
 
 
 def test_a_launcher_of_others_chooses_nothing(recipe: Write) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-m", "lorakit.cli", "train", str(recipe()), "parallel.backend=auto"]
-    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, timeout=120)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = run_python("-m", "lorakit.cli", "train", recipe(), "parallel.backend=auto", env=os.environ | variables)
     assert done.returncode == 2
     assert "parallel.backend: `auto` is chosen by the `lorakit train` that starts the processes" in done.stderr
 
@@ -518,8 +519,7 @@ def test_a_launcher_of_others_chooses_nothing(recipe: Write) -> None:
 @pytest.mark.spread
 def test_auto_is_chosen_recorded_and_kept_by_a_run_that_goes_on(recipe: Write, tmp_path: Path) -> None:
     path = recipe(parallel={"backend": "auto", "processes": 2}, train={"activation_checkpointing": "auto", "steps": 4})
-    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_python("-m", "lorakit.cli", "train", path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out/run.json").read_text())
     assert record["engine"]["backend"] == record["recipe"]["parallel"]["backend"] == "ddp"
@@ -595,9 +595,8 @@ def test_a_run_takes_what_the_plan_says(
     )  # fmt: skip
     planned = memory(make_plan(load_recipe(path)), backend)
 
-    done = subprocess.run(
-        [sys.executable, "-m", "lorakit.cli", "train", str(path)], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]  # a process whose memory is all its own
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out/run.json").read_text())
     ranks = [record["engine"], *record["ranks"]]

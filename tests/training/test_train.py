@@ -29,7 +29,8 @@ from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import Report
 from lorakit.training.checkpoint import Checkpoints
-from tests.conftest import chat, write_rows
+from tests.helpers.fork_server import DEVNULL, PIPE, run_python, start_python
+from tests.helpers.rows import chat, write_rows
 
 Recipe = Callable[..., Path]
 PATCH_FILES = ("adapter_model.safetensors", "adapter_config.json", "lorakit.json", "README.md")
@@ -145,20 +146,20 @@ def test_a_signal_during_evaluation_loses_nothing(
 def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, tmp_path: Path) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 200, "save_every_steps": 5}))
     path = recipe(output=str(tmp_path / "killed"), train={"steps": 200, "save_every_steps": 5})
-    command = [sys.executable, "-m", "lorakit.cli", "train", str(path)]
+    command = ("-m", "lorakit.cli", "train", path)
     moments, killed = random.Random(0), 0
 
     for _ in range(4):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with start_python(*command, stdout=PIPE, stderr=DEVNULL) as process:
             assert process.stdout is not None
             while not process.stdout.readline().startswith("base "):  # the summary: training begins
                 pass
             time.sleep(moments.uniform(0, 1))
             process.kill()
         killed += not (tmp_path / "killed" / "adapter_config.json").exists()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_python(*command)
 
-    assert done.returncode == 0, done.stderr
+    assert ended.returncode == 0, ended.stderr
     assert killed > 0
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert (
@@ -349,11 +350,9 @@ def test_files_of_others_are_neither_trained_over_nor_removed(recipe: Recipe, tm
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(recipe: Recipe, tmp_path: Path) -> None:
     with locked(tmp_path / "out"):
-        done = subprocess.run(
-            [sys.executable, "-m", "lorakit.cli", "train", str(recipe())], capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 2
-    assert f"out is in use by process {os.getpid()} on " in done.stderr
+        ended = run_python("-m", "lorakit.cli", "train", recipe())
+    assert ended.returncode == 2
+    assert f"out is in use by process {os.getpid()} on " in ended.stderr
     train(recipe())
 
 
