@@ -99,11 +99,11 @@ def free(device: torch.device) -> None:
 
 
 def rows_of(work: Work, number: int) -> Rows:
-    """Rows of random tokens of one length, all learnt."""
+    """Rows of random tokens of one length, all label tokens."""
     numbers = np.random.default_rng(number)
     size = (work.rows, work.length)
-    learnt = np.ones(work.length, dtype=bool)
-    return Rows(Row(ids, learnt) for ids in numbers.integers(0, SHAPES[work.shape]["vocab_size"], size))
+    label_mask = np.ones(work.length, dtype=bool)
+    return Rows(Row(ids, label_mask) for ids in numbers.integers(0, SHAPES[work.shape]["vocab_size"], size))
 
 
 def build(side: str, work: Work, device: torch.device) -> Step:

@@ -108,14 +108,14 @@ def make_patch(folder: Path, base: Path, *, rank: int, seed: int, targets: Any =
     return target
 
 
-def flops(model: Any, lengths: Sequence[int], rank: int, learnt: float = 1.0) -> float:
+def flops(model: Any, lengths: Sequence[int], rank: int, label_share: float = 1.0) -> float:
     """Useful operations of a token in rows of these lengths: 4 P + 6 s h L + 6 P of the adapter.
 
-    ``learnt``: the share of tokens whose logits are needed.
+    ``label_share``: share of tokens whose logits are needed.
     """
     config, targets = model.config, find_targets(model, AdapterSpec(rank=rank))
     products = sum(t.in_features * t.out_features for t in targets)
-    head = config.vocab_size * config.hidden_size * learnt
+    head = config.vocab_size * config.hidden_size * label_share
     low_rank = sum(rank * (t.in_features + t.out_features) for t in targets)
     length = sum(one * one for one in lengths) / sum(lengths)
     attention = 6.0 * length * config.hidden_size * config.num_hidden_layers

@@ -25,10 +25,10 @@ RANK, RATE, CLIP = 16, 1e-4, 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids, and which of them are learnt."""
+    """Token ids, and the label mask."""
 
     ids: np.ndarray
-    learnt: np.ndarray
+    label_mask: np.ndarray
 
 
 class Rows(list[Row]):
@@ -37,8 +37,8 @@ class Rows(list[Row]):
     def ids(self, row: int) -> np.ndarray:
         return self[row].ids
 
-    def learnt(self, row: int) -> np.ndarray:
-        return self[row].learnt
+    def label_mask(self, row: int) -> np.ndarray:
+        return self[row].label_mask
 
 
 def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> SingleEngine:
@@ -89,7 +89,7 @@ def padded(rows: Iterable[Row], device: torch.device) -> dict[str, Tensor]:
         torch.nn.utils.rnn.pad_sequence([torch.from_numpy(part) for part in parts], True, value)
         for parts, value in (
             ([row.ids for row in rows], 0),
-            ([np.where(row.learnt, row.ids, -100) for row in rows], -100),
+            ([np.where(row.label_mask, row.ids, -100) for row in rows], -100),
             ([np.ones_like(row.ids) for row in rows], 0),
         )
     )

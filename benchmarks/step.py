@@ -6,8 +6,8 @@ Sides on the same rows: the frozen base alone, lorakit, PEFT in its best form (S
 fused AdamW) and PEFT as it comes, both in a loop without Trainer's extras, padded to the longest row. The adapters
 start from the same patch with B non-zero, and a result counts only when the loss of every step agrees.
 
-`even`: four rows of 256 tokens, all learnt. `half`: the same, the second half learnt. `chat`: eight rows of mixed
-lengths (log-normal), the second half of each learnt; and lorakit once more on as many tokens in rows of one length.
+`even`: four rows of 256 tokens, all label tokens. `half`: the same, labels on the second half. `chat`: eight rows of mixed
+lengths (log-normal), labels on the second half of each; and lorakit once more on as many tokens in rows of one length.
 """
 
 import json
@@ -44,7 +44,7 @@ def lengths_of(work: str, seed: int, *, even: bool = False) -> list[int]:
 
 
 def rows_of(base: Path, work: str, seed: int, *, even: bool = False) -> Rows:
-    """Rows of random tokens; of `half` and `chat` the last half of each is learnt, as an answer is."""
+    """Rows of random tokens; of `half` and `chat` the last half of each has labels, like an answer."""
     numbers = np.random.default_rng(seed + 1_000_000)
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
     from_ = 0.0 if work == "even" else 0.5

@@ -92,7 +92,7 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
     data = recipe.data
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
-    say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'learnt':>12}")
+    say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'labels':>12}")
     for name, source, split in sets:
         rows = load_split(data, source, split, tokenizer)
         c = rows.counts
@@ -107,7 +107,7 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> T
     steps = count_steps(recipe, len(first))
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
-    say(f"\nfirst row ({first.location(0)}), what is learnt between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
+    say(f"\nfirst row ({first.location(0)}), label tokens between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
     return first
 
 

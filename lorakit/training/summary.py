@@ -121,7 +121,7 @@ def _per_process(ranks: list[dict[str, Any]]) -> str:
 
 def _rows(job: Job) -> str:
     counts = job.batches.rows.counts
-    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them learnt"
+    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
     unused = [
         ("truncated", counts.truncated),
         ("dropped as too long", counts.dropped_long),
