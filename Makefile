@@ -1,9 +1,12 @@
-# The two commands of the README are `make quickstart` and `make test`; both set everything up first.
+# The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
+# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes at most 9 minutes.
 # `make bench` measures what docs/performance.md shows, in about half an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
-# `make attack` kills, stops, cuts off and starves runs over processes and hosts; it takes a quiet machine and a while.
+# `make attack` kills, stops, cuts off and starves runs of several processes; it takes a quiet machine and a while.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 LORAKIT := $(BIN)/lorakit
 TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
@@ -13,11 +16,17 @@ SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
 install: .venv/installed
 
+# What the product needs, and nothing more.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lorakit needs Python 3.11 or newer; $(PYTHON) is older. Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,deepspeed,quant]'
+	$(PIP) -e .
+	@touch $@
+
+# What tests, checks and benchmarks need besides, in the same environment.
+.venv/installed-test: .venv/installed
+	$(PIP) -e '.[test,dev,deepspeed,quant]'
 	@touch $@
 
 quickstart: install
@@ -33,17 +42,17 @@ quickstart: install
 	$(LORAKIT) merge builtin:tiny adapters/quickstart --out merged/quickstart
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
-test: install lint
-	$(BIN)/python -m pytest -n 2 -m "not spread"
-	$(BIN)/python -m pytest -m "spread and not attack"
+test: .venv/installed-test lint
+	$(PYTEST) -m "not spread"
+	$(PYTEST) -m "spread and not attack"
 
-attack: install
-	$(BIN)/python -m pytest -m attack
+attack: .venv/installed-test
+	$(BIN)/python -m pytest --timeout 900 -m attack
 
-bench: install
+bench: .venv/installed-test
 	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))
 
-lint: install
+lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -36,6 +36,7 @@ assert "lorakit.recipe" not in sys.modules  # the only reader of yaml, which tra
 """
 
 
+@pytest.mark.spread
 def test_gpu_rows_need_torch_transformers_and_peft_and_no_more() -> None:
     done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is what is found; and every cell of it, on every backend, trains what one process trains."""
+"""docs/support.md is up to date; and every cell of it, on every backend, trains as one process does."""
 
 import functools
 from collections.abc import Callable
@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import chat, write_rows
+from scripts.support_page import PAGE, page
 from tests.helpers import compatibility
-from tests.parallel.test_backends import launch
+from tests.helpers.compatibility import case_of
+from tests.helpers.ranks import Case, run_cases
+from tests.helpers.rows import write_uneven_rows
 
-Found = dict[tuple[str, str], str | None]
-CHOSEN = {  # what `make test` spreads over processes: every method, every kind, every target, not each with each
+pytestmark = pytest.mark.xdist_group("compatibility")
+
+CHOSEN = {  # those of `make test`: every method, every kind, every target, not each with each
     ("nf4", "lora"), ("int8", "lora"), ("fp4", "rslora"), ("nf4 in its files", "dora"), ("nf4", "init: pissa"),
     ("floats", "rsdora"), ("floats", "lora_fa"), ("floats", "init: olora"), ("floats", "embedding"),
     ("floats, tied head", "embedding and head alike"), ("floats, tied head", "trainable_tokens"),
@@ -21,7 +24,7 @@ CHOSEN = {  # what `make test` spreads over processes: every method, every kind,
     ("floats, experts", "target_parameters"), ("floats", "output head"),
 }  # fmt: skip
 
-RESUMED = [  # what lies in a checkpoint besides A and B: fixed starts, magnitudes, whole tensors, rows, experts
+RESUMED = [  # with tensors in a checkpoint besides A and B: fixed starts, magnitudes, full tensors, rows, experts
     ("nf4", "init: pissa"), ("floats", "lora_fa"), ("floats", "rsdora"), ("floats", "modules_to_save"),
     ("floats", "trainable_tokens"), ("floats, experts", "target_parameters"),
     ("floats, tied head", "embedding and head alike"),
@@ -30,57 +33,60 @@ RESUMED = [  # what lies in a checkpoint besides A and B: fixed starts, magnitud
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("support")
+    folder = tmp_path_factory.mktemp("compatibility")
     compatibility.make_bases(folder, tokenizer)
-    write_rows(folder / "rows.jsonl", [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(41)])
+    write_uneven_rows(folder / "rows.jsonl", 20)
     return folder
 
 
-@pytest.fixture(scope="module")
-def tried(folder: Path) -> Found:
-    return compatibility.found(folder)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
-def test_the_page_is_what_is_found(tried: Found) -> None:
-    assert compatibility.PAGE.read_text() == compatibility.page(tried)
-    works = [cell for cell, why in tried.items() if why is None and cell not in compatibility.NO_SENSE]
-    assert len(works) > 60
-    assert set(works) >= CHOSEN
+def test_the_page_is_up_to_date(folder: Path) -> None:
+    refusals = compatibility.refusals(folder)
+
+    assert PAGE.read_text() == page(refusals)
+    trainable = [cell for cell, why in refusals.items() if why is None and cell not in compatibility.ABSENT]
+    assert len(trainable) > 60
+    assert set(trainable) >= CHOSEN
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path, tried: Found) -> Callable[[bool], dict[str, Any]]:
-    """What one process gives, run when first asked for."""
-
-    def run(chosen: bool) -> dict[str, Any]:
-        whole = [compatibility.cell(*at) | {"steps": 4, "parallel": {"backend": "single"}} for at in RESUMED]
-        more = [case | {"name": f"{case['name']}-resumed"} for case in whole] if chosen else []
-        found = launch(folder, 1, [*cases(tried, "single", chosen=chosen), *more])
-        for at in RESUMED:
-            torch.save(found[name := compatibility.cell(*at)["name"]], folder / f"{name}.pt")
-        return found
-
-    return functools.cache(run)
-
-
-def resumed(folder: Path, backend: str) -> list[dict[str, Any]]:
-    """Steps 3 and 4 of runs whose first two one process took, where nothing is as it starts."""
-    started = [compatibility.cell(*at) for at in RESUMED]
+def cases_of(folder: Path, backend: str, *, chosen: bool) -> list[Case]:
+    """Two steps of the chosen cells, or of all that are not refused."""
+    ahead = {"prefetch_mb": 0.0} if backend == "zero3" else {}  # so small a base would be prefetched completely
+    cells = [(kind, feature) for kind in compatibility.KINDS for feature in compatibility.FEATURES]
     return [
-        case | {"name": f"{case['name']}-resumed", "resume": str(folder / f"{case['name']}.pt"), "steps": 4}
-        | {"parallel": {"backend": backend}}
-        for case in started
+        case_of(*cell) | {"steps": 2, "evaluate": False, "parallel": {"backend": backend, **ahead}}
+        for cell in cells
+        if (cell in CHOSEN if chosen else cell not in compatibility.ABSENT and compatibility.refusal(folder, *cell) is None)
     ]  # fmt: skip
 
 
-def cases(tried: Found, backend: str, *, chosen: bool) -> list[dict[str, Any]]:
-    ahead = {"prefetch_mb": 0.0} if backend == "zero3" else {}  # so small a base would all be fetched ahead
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Callable[[bool], dict[str, Any]]:
+    """The results of one process, computed at the first call; the chosen ones also saved, to be resumed from."""
+
+    @functools.cache
+    def run(chosen: bool) -> dict[str, Any]:
+        longer = [
+            case_of(*cell)
+            | {"name": f"{case_of(*cell)['name']}-resumed", "steps": 4, "parallel": {"backend": "single"}}
+            for cell in RESUMED
+            if chosen
+        ]
+        results = run_cases(folder, 1, [*cases_of(folder, "single", chosen=chosen), *longer])
+        for cell in RESUMED:
+            torch.save(results[name := case_of(*cell)["name"]], folder / f"{name}.pt")
+        return results
+
+    return run
+
+
+def resumed(folder: Path, backend: str) -> list[Case]:
+    """Steps 3 and 4 of runs whose first two were taken by one process, so that no tensor is as at the start."""
     return [
-        compatibility.cell(*at) | {"steps": 2, "parallel": {"backend": backend, **ahead}}
-        for at, why in tried.items()
-        if why is None and at not in compatibility.NO_SENSE and (not chosen or at in CHOSEN)
-    ]
+        case | {"name": f"{case['name']}-resumed", "resume": str(folder / f"{case['name']}.pt"), "steps": 4}
+        | {"evaluate": False, "parallel": {"backend": backend}}
+        for case in (case_of(*cell) for cell in RESUMED)
+    ]  # fmt: skip
 
 
 @pytest.mark.spread
@@ -92,23 +98,24 @@ def cases(tried: Found, backend: str, *, chosen: bool) -> list[dict[str, Any]]:
         *(pytest.param(backend, False, marks=pytest.mark.attack) for backend in compatibility.BACKENDS[1:]),
     ],
 )
-def test_two_processes_train_what_one_does(
-    backend: str, chosen: bool, folder: Path, tried: Found, alone: Callable[[bool], dict[str, Any]]
+def test_two_processes_train_as_one_does(
+    backend: str, chosen: bool, folder: Path, alone: Callable[[bool], dict[str, Any]]
 ) -> None:
     expected_of = alone(chosen)
-    found = launch(folder, 2, [*cases(tried, backend, chosen=chosen), *(resumed(folder, backend) if chosen else [])])
+    cases = [*cases_of(folder, backend, chosen=chosen), *(resumed(folder, backend) if chosen else [])]
+    results = run_cases(folder, 2, cases)
 
-    for name, got in found.items():
+    for name, result in results.items():
         expected = expected_of[name]
-        assert got["unreached"] == []
-        losses = torch.tensor(expected["losses"][-len(got["losses"]) :])
-        torch.testing.assert_close(torch.tensor(got["losses"]), losses, rtol=2e-5, atol=0)
-        assert got["adapter"].keys() == expected["adapter"].keys()
+        assert result["unreached"] == []
+        losses = torch.tensor(expected["losses"][-len(result["losses"]) :])
+        torch.testing.assert_close(torch.tensor(result["losses"]), losses, rtol=2e-5, atol=0)
+        assert result["adapter"].keys() == expected["adapter"].keys()
         for key, tensor in expected["adapter"].items():
             if key.endswith("c_attn.bias"):
                 continue  # a third of it has no gradient but rounding, as keys may be shifted; Adam makes steps of it
-            differs = (got["adapter"][key] - tensor).abs() > 2e-5 + 2e-3 * tensor.abs()
+            differs = (result["adapter"][key] - tensor).abs() > 2e-5 + 2e-3 * tensor.abs()
             assert differs.float().mean() < 1e-3, f"{name}: {key}"  # a gradient near zero may round to either sign
-    packed = compatibility.cell("nf4", "lora")["name"]
-    whole, part = (one[packed]["ranks"][0]["base_bytes"] for one in (expected_of, found))
-    assert part == whole if backend in ("ddp", "zero2") else 0.49 < part / whole < 0.55
+    nf4 = case_of("nf4", "lora")["name"]
+    full, shard = (one[nf4]["ranks"][0]["base_bytes"] for one in (expected_of, results))
+    assert shard == full if backend in ("ddp", "zero2") else 0.49 < shard / full < 0.55

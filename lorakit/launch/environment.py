@@ -1,7 +1,7 @@
-"""Read this process's rank, the group's size and the rendezvous from the launcher's environment variables.
+"""Read rank and rendezvous of this process from its launcher's environment variables. Imports no torch.
 
 Invariant: under every launcher the processes of a run get one size, one address, one port and distinct ranks.
-Variables that are missing or contradict each other are refused by name and value. Imports no torch.
+Variables that are missing or contradict each other are refused by name and value.
 """
 
 import re

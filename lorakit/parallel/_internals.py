@@ -1,6 +1,6 @@
 """Private names of torch, accelerate and DeepSpeed that the engines need. No other file of this folder uses one.
 
-Each function names the version it was read in and what breaks when a release removes the private name.
+Each heading names the version that was read, and each function the damage if a release removes the private name.
 tests/parallel/test_internals.py checks that all of them still exist.
 """
 

@@ -154,6 +154,7 @@ def test_doctor_finds_nothing_broken_here(run: Any) -> None:
     assert "dtype auto is" in out
 
 
+@pytest.mark.spread
 def test_sigterm_ends_training_with_exit_code_75_and_the_same_command_goes_on(recipe: Any, tmp_path: Path) -> None:
     path = recipe(train={"steps": 100_000, "save_every_steps": 1000, "eval_every_steps": 100_000})
     with start_python("-m", "lorakit.cli", "train", path, stdout=PIPE, stderr=PIPE) as process:

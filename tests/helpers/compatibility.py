@@ -1,16 +1,14 @@
-"""What goes with what: every kind of base with every method and target, tried; ``python -m tests.helpers.compatibility`` writes
-docs/support.md from what is found.
+"""Every kind of base with every method and target: cases to train, and whether lorakit refuses them.
+
+docs/support.md shows the refusals; scripts/support_page.py writes it.
 """
 
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -18,14 +16,12 @@ from transformers import (
     MixtralForCausalLM,
 )  # fmt: skip
 
-from lorakit.base.load import find_base
 from lorakit.base.loading import load_for_training
 from lorakit.errors import LorakitError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.recipe import BaseSection
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 BACKENDS = ("single", "ddp", "zero2", "zero3", "fsdp2")
 SHAPE: dict[str, Any] = {
     "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10,
@@ -61,25 +57,25 @@ FEATURES: dict[str, dict[str, Any]] = {
     "trainable_tokens": {"trainable_tokens": [10, 11, 12]},
     "target_parameters": {"target_parameters": "all-experts"},
 }
-NAMES = {"conv1d": {"EMBEDDING": "wpe", "ATTENTION": "c_attn", "NORM": "ln_f"}}
-USUAL = {"EMBEDDING": "embed_tokens", "ATTENTION": "q_proj", "NORM": "model.norm"}
+MODULES_OF = {"conv1d": {"EMBEDDING": "wpe", "ATTENTION": "c_attn", "NORM": "ln_f"}}
+USUAL_MODULES = {"EMBEDDING": "embed_tokens", "ATTENTION": "q_proj", "NORM": "model.norm"}
 EXPERTS = [kind for kind, settings in KINDS.items() if settings["base"] == "experts"]
-NO_SENSE = {  # features that speak of what a kind has not
-    *((kind, f"{what} alike") for what in ("embedding and head", "dora on both") for kind in KINDS if "tied" not in kind),
+ABSENT = {  # features of layers that a kind of base does not have
+    *((kind, f"{feature} alike") for feature in ("embedding and head", "dora on both") for kind in KINDS if "tied" not in kind),
     *((kind, "target_parameters") for kind in KINDS if kind not in EXPERTS),
     *((kind, "bias: all") for kind in EXPERTS), ("floats, tied head", "embedding"),
 }  # fmt: skip
 
 
 def make_bases(folder: Path, tokenizer: Any) -> None:
-    """One small random base of each kind."""
-    make_base(folder / "plain", tokenizer, **SHAPE | {"intermediate_size": 5000})  # packed, it is mostly bytes
+    """Write one small random base of each kind."""
+    make_base(folder / "plain", tokenizer, **SHAPE | {"intermediate_size": 5000})  # quantised, it is mostly bytes
     make_base(folder / "tied", tokenizer, **SHAPE, tie_word_embeddings=True)
     small = {"vocab_size": len(tokenizer), "initializer_range": 0.1}
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
     models = {
-        "conv1d": GPT2LMHeadModel(GPT2Config(n_embd=36, n_layer=2, n_head=3, n_positions=256, **small, **still)),
+        "conv1d": GPT2LMHeadModel(GPT2Config(n_embd=36, n_layer=2, n_head=3, n_positions=256, **small, **no_dropout)),
         "experts": MixtralForCausalLM(
             MixtralConfig(
                 hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -98,9 +94,9 @@ def make_bases(folder: Path, tokenizer: Any) -> None:
         tokenizer.save_pretrained(folder / name)
 
 
-def cell(kind: str, feature: str) -> dict[str, Any]:
-    """The settings of a cell, as tests.helpers.ranks takes them."""
-    names = USUAL | NAMES.get(KINDS[kind]["base"], {})
+def case_of(kind: str, feature: str) -> dict[str, Any]:
+    """Return the settings of a cell, as tests.helpers.ranks reads them."""
+    names = USUAL_MODULES | MODULES_OF.get(KINDS[kind]["base"], {})
     adapter = {
         key: [names.get(name, name) for name in value]
         if isinstance(value, list) and key != "trainable_tokens"
@@ -110,17 +106,17 @@ def cell(kind: str, feature: str) -> dict[str, Any]:
     return {"name": f"{kind}/{feature}".replace("/", "-").replace(" ", "_"), **KINDS[kind], "adapter": adapter}
 
 
-def tried(folder: Path, kind: str, feature: str) -> str | None:
-    """None when every tensor of the adapter gets a finite gradient; else why it is refused."""
-    case = cell(kind, feature)
-    place = folder / case["base"]
+def refusal(folder: Path, kind: str, feature: str) -> str | None:
+    """Return why lorakit refuses the cell, or None once every tensor of the adapter has a finite gradient."""
+    case = case_of(kind, feature)
+    base = folder / case["base"]
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
     spec = AdapterSpec(rank=3, **{k: tuple(v) if isinstance(v, list) else v for k, v in case["adapter"].items()})
     try:
-        model = load_for_training(section, place, torch.float32, torch.device("cpu"), sharded=False).model
+        model = load_for_training(section, base, torch.float32, torch.device("cpu"), sharded=False).model
         attach(model, find_targets(model, spec), spec, 0)
     except LorakitError as problem:
-        return str(problem).replace(f"{place}: ", "")
+        return str(problem).replace(f"{base}: ", "")
     torch.manual_seed(1)
     for tensor in adapter_tensors(model).values():
         tensor.data += 0.05 * torch.randn_like(tensor)
@@ -132,47 +128,10 @@ def tried(folder: Path, kind: str, feature: str) -> str | None:
     return None
 
 
-def page(refused: Mapping[tuple[str, str], str | None]) -> str:
-    """docs/support.md for what was found: (kind, feature) -> None, or why it is refused."""
-    lines = [
-        "# What goes with what",
-        "",
-        "Written by `python -m tests.helpers.compatibility` from what it tried; `tests/test_compatibility_matrix.py` fails when this page is not what"
-        " is found. Every `yes` is trained on one process there. With two processes on `ddp`, `zero2`, `zero3` and `fsdp2`"
-        " it is compared with one process: all cells by `make attack`, a choice of them on `zero3` and `fsdp2` by"
-        " `make test`. A refusal comes from `lorakit check`, before anything is loaded.",
-        "",
-        "| | " + " | ".join(KINDS) + " |",
-        "|---|" + "---|" * len(KINDS),
-    ]
-    notes: dict[str, int] = {}
-    for feature in FEATURES:
-        cells = []
-        for kind in KINDS:
-            why = refused[kind, feature]
-            if (kind, feature) in NO_SENSE:
-                cells.append("-")
-            elif why is None:
-                cells.append("yes")
-            else:
-                cells.append(f"no [{notes.setdefault(why, len(notes) + 1)}]")
-        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    lines += ["", "`-`: there is no such thing in this kind of base.", ""]
-    lines += [f"{number}. {why}" for why, number in notes.items()]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def found(folder: Path) -> dict[tuple[str, str], str | None]:
-    """Every cell that makes sense, tried."""
+def refusals(folder: Path) -> dict[tuple[str, str], str | None]:
+    """Try every cell but the absent ones, which have None."""
     return {
-        (kind, feature): None if (kind, feature) in NO_SENSE else tried(folder, kind, feature)
+        (kind, feature): None if (kind, feature) in ABSENT else refusal(folder, kind, feature)
         for kind in KINDS
         for feature in FEATURES
     }
-
-
-if __name__ == "__main__":
-    place = Path(tempfile.mkdtemp())
-    make_bases(place, AutoTokenizer.from_pretrained(find_base("builtin:tiny")))
-    PAGE.write_text(page(found(place)))
-    print(f"wrote {PAGE}")

@@ -248,13 +248,14 @@ def serve(control: socket.socket) -> None:
 
 
 def _fork(request: dict[str, Any], streams: Sequence[int]) -> int:
-    if pid := os.fork():
-        return pid
-    os.setsid()
-    for number, fd in enumerate(streams):
-        os.dup2(fd, number)
-    os.chdir(request["cwd"])
-    _become(request["arguments"], request["env"], ())
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+        os.chdir(request["cwd"])
+        _become(request["arguments"], request["env"], ())
+    return pid
 
 
 # --- in a child -----------------------------------------------------------------------------------------------------

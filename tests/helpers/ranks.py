@@ -133,11 +133,10 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
             report = engine.step(step, batches.step(step))
             losses.append(report.loss)
             norms.append(report.grad_norm)
-    evaluated = engine.evaluate(
-        (batch for rows in batches.eval_batches() for batch in batches.micro_batches(rows)), lambda: False
-    )
+    micro_batches = (batch for rows in batches.eval_batches() for batch in batches.micro_batches(rows))
     return {
-        "losses": losses, "norms": norms, "eval": evaluated, "adapter": engine.gather(),
+        "losses": losses, "norms": norms, "adapter": engine.gather(),
+        "eval": engine.evaluate(micro_batches, lambda: False) if case.get("evaluate", True) else None,
         "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]

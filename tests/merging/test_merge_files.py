@@ -23,6 +23,7 @@ from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, read_patch
 from lorakit.patch.weighted import open_weighted
 from tests.conftest import make_base, nearest
+from tests.helpers.fork_server import run_python
 from tests.helpers.models import build
 from tests.merging.test_merge import IDS, Q, exact, make_patch
 
@@ -57,6 +58,7 @@ merge(base, patch, out=out)
 """
 
 
+@pytest.mark.spread
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor_whatever_the_base(tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(
@@ -92,12 +94,12 @@ merge(base, patch, out=out)
 """
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("calls", [1, 2, 7, 12, 20, 26])
 def test_a_killed_merge_leaves_no_folder_and_is_finished_by_the_next(sharded: Path, tmp_path: Path, calls: int) -> None:
     patch, out = make_patch(sharded, tmp_path / "patch", torch.bfloat16), tmp_path / "out"
     uninterrupted = content(lorakit.merge(sharded, patch, out=tmp_path / "uninterrupted"))
-    command = [sys.executable, "-c", KILLED, str(sharded), str(patch), str(out), str(calls)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert run_python("-c", KILLED, sharded, patch, out, calls).returncode == -signal.SIGKILL
     assert not out.exists()
     progress = tmp_path / ".out.merging" / "progress.json"
     finished = json.loads(progress.read_text())["finished"] if progress.exists() else {}

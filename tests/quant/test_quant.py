@@ -198,6 +198,7 @@ print(peak_resident_bytes() - before, sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.spread
 @pytest.mark.slow
 def test_loading_never_has_a_full_base_in_floats_in_memory(tmp_path: Path, tokenizer: Any) -> None:
     folder = make_base(

@@ -19,6 +19,7 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.spread
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.filterwarnings("default")  # torch uses what it has deprecated

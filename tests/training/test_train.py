@@ -142,10 +142,11 @@ def test_a_signal_during_evaluation_loses_nothing(
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
+@pytest.mark.spread
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, tmp_path: Path) -> None:
-    whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 200, "save_every_steps": 5}))
-    path = recipe(output=str(tmp_path / "killed"), train={"steps": 200, "save_every_steps": 5})
+    whole, _ = train(recipe(output=str(tmp_path / "whole"), train={"steps": 60, "save_every_steps": 5}))
+    path = recipe(output=str(tmp_path / "killed"), train={"steps": 60, "save_every_steps": 5})
     command = ("-m", "lorakit.cli", "train", path)
     moments, killed = random.Random(0), 0
 
@@ -154,7 +155,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
             assert process.stdout is not None
             while not process.stdout.readline().startswith("base "):  # the summary: training begins
                 pass
-            time.sleep(moments.uniform(0, 1))
+            time.sleep(moments.uniform(0, 0.5))
             process.kill()
         killed += not (tmp_path / "killed" / "adapter_config.json").exists()
     ended = run_python(*command)
@@ -348,6 +349,7 @@ def test_files_of_others_are_neither_trained_over_nor_removed(recipe: Recipe, tm
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
+@pytest.mark.spread
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(recipe: Recipe, tmp_path: Path) -> None:
     with locked(tmp_path / "out"):
         ended = run_python("-m", "lorakit.cli", "train", recipe())
