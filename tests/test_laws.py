@@ -12,7 +12,7 @@ from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
 from lorakit.lora.merge_weight import Rounding, Update, merged_weight
-from tests.conftest import nearest
+from tests.helpers.rounding import nearest
 
 
 class Two(nn.Module):

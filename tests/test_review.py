@@ -15,9 +15,9 @@ import lorakit
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.files.base_files import open_base_files
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
 from tests.helpers.models import ARCHITECTURES, build
-from tests.merging.test_merge import IDS, make_patch
+from tests.helpers.patches import IDS, make_patch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

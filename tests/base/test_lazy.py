@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from lorakit.base.lazy import LazyTensors
 from lorakit.base.load import load_base, load_skeleton
@@ -24,38 +24,9 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
 from lorakit.lora import inject
 from lorakit.lora.inject import adapter_tensors
-from tests.helpers.models import ARCHITECTURES, SMALL
+from tests.helpers.models import CAUSAL, EXPERTS, scrambled
 
 CPU = torch.device("cpu")
-EXPERTS = SMALL | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-BASES: dict[str, dict[str, Any]] = {
-    name: settings for name, settings in ARCHITECTURES.items() if name not in ("bert", "t5")
-} | {
-    "qwen3_moe": EXPERTS | {"head_dim": 8},
-    "bert": ARCHITECTURES["bert"] | {"is_decoder": True},
-    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},  # keeps the router in float32
-    "gpt_oss": EXPERTS | {"head_dim": 8},  # keeps its norms in float32, for float16 only
-    "deepseek_v3": EXPERTS  # a buffer that is stored, and kept in float32
-    | {
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    },
-    "inkling2_text": EXPERTS | {"head_dim": 8},  # weights that are interleaved while they are loaded
-}  # fmt: skip
-if "inkling2_text" not in CONFIG_MAPPING:  # an older transformers
-    del BASES["inkling2_text"]
-
-
-def scrambled(architecture: str, **settings: Any) -> Any:
-    """A model in which no two values are likely to be the same, norms, biases and stored buffers included."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **BASES[architecture] | settings))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.normal_(0, 0.3)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +93,7 @@ IDS = torch.arange(3, 27).reshape(2, 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", CAUSAL)
 def test_every_range_is_that_of_the_full_base(name: str, dtype: torch.dtype, bases: Callable[[str], Path]) -> None:
     full, on_meta = assert_same_base(bases(name), dtype)
 
@@ -134,7 +105,7 @@ def test_every_range_is_that_of_the_full_base(name: str, dtype: torch.dtype, bas
     assert {key for key in vars(full) if str(vars(full)[key]) != str(vars(on_meta)[key])} == set()
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", CAUSAL)
 def test_a_filled_base_computes_what_the_full_base_does(name: str, bases: Callable[[str], Path]) -> None:
     folder = bases(name)
     full, on_meta = load_base(folder, torch.float32, CPU), load_on_meta(folder, torch.float32)
@@ -145,7 +116,7 @@ def test_a_filled_base_computes_what_the_full_base_does(name: str, bases: Callab
 
 def test_the_cases_hold_what_they_are_there_for(bases: Callable[[str], Path]) -> None:
     """Merged experts, recomputed tensors, mixed dtypes, tied weights, stored buffers: a law over none of them is empty."""
-    kinds = {name: kinds_of(load_on_meta(bases(name), torch.bfloat16)) for name in BASES}
+    kinds = {name: kinds_of(load_on_meta(bases(name), torch.bfloat16)) for name in CAUSAL}
     assert kinds["mixtral"] == kinds["qwen3_moe"] == {StoredTensor, Interleaved}
     assert kinds.get("inkling2_text", {StoredTensor, Recomputed}) == {StoredTensor, Recomputed}
     for name, dtype in (("ernie4_5_moe", torch.bfloat16), ("gpt_oss", torch.float16)):
@@ -526,7 +497,7 @@ def test_half_a_base_takes_the_memory_of_half_a_base(tmp_path: Path, bases: Call
     large = {
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 16384, "num_local_experts": 8,
     }  # fmt: skip
-    config = AutoConfig.for_model("mixtral", **BASES["mixtral"] | large)
+    config = AutoConfig.for_model("mixtral", **CAUSAL["mixtral"] | large)
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(folder)
     tensors: dict[str, torch.Tensor] = {}

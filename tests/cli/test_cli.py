@@ -16,8 +16,8 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.formats.convert import FORMATS
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
+from tests.helpers.patches import make_patch
 from tests.helpers.rows import chat, write_rows
-from tests.merging.test_merge import make_patch
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from lorakit.data.row_formats import parse_row_format
 from lorakit.data.rows import BadRow, parse_row
 from lorakit.errors import DataError
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
-from tests.conftest import chat, write_rows
+from tests.helpers.rows import chat, write_rows
 
 SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")
 CHATML = (

@@ -1,6 +1,5 @@
 """A combined patch equals the requested combination of its sources, up to the error it reports."""
 
-import json
 import math
 import shutil
 import sys
@@ -21,23 +20,12 @@ from lorakit.files.atomic import digest
 from lorakit.lora import low_rank as algebra
 from lorakit.lora.low_rank import LowRank
 from lorakit.patch import Caps, check_base, read_patch
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
 from tests.helpers.models import build
-from tests.merging.test_merge import CPU, IDS, make_patch
-from tests.patch.test_peft_patches import written
+from tests.helpers.patches import CPU, IDS, TENSORS, apart, deltas, make_patch, without_facts, written
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
-TENSORS = "adapter_model.safetensors"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")  # PEFT's own, when it writes
-
-
-def deltas(folder: Path) -> dict[str, Tensor]:
-    """Return module -> s B A, dense in float64."""
-    layers = read_patch(folder).layers
-    return {
-        name: layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
-        for name, layer in layers.items()
-    }
 
 
 def weighted(*pairs: tuple[Path, float]) -> dict[str, list[Tensor]]:
@@ -47,10 +35,6 @@ def weighted(*pairs: tuple[Path, float]) -> dict[str, list[Tensor]]:
         for name, delta in deltas(folder).items():
             by_module.setdefault(name, []).append(weight * delta)
     return by_module
-
-
-def apart(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).detach().norm() / expected.detach().norm())
 
 
 @pytest.fixture
@@ -299,17 +283,6 @@ def test_the_new_patch_stores_the_base_of_its_sources(
     made = patch.metadata["combined"]
     assert [one["sha256"] for one in made["sources"]] == [digest(folder / TENSORS) for folder in two]
     assert "sum: 1 one + 1 two" in (patch.folder / "README.md").read_text()
-
-
-def without_facts(folder: Path, copy: Path, change: Any = lambda facts: facts.clear()) -> Path:
-    """Copy a patch without lorakit's metadata, or with changed metadata."""
-    shutil.copytree(folder, copy)
-    facts = dict(read_patch(folder).metadata)
-    change(facts)
-    metadata = {"format": "pt"} | ({"lorakit": json.dumps(facts)} if facts else {})
-    save_file(load_file(copy / TENSORS), copy / TENSORS, metadata=metadata)
-    (copy / "lorakit.json").unlink(missing_ok=True)
-    return copy
 
 
 def test_patches_of_different_bases_are_refused_by_name(

@@ -1,15 +1,12 @@
 """The difference of two models is extracted as a patch: all of it, or an error that names the rest."""
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import lorakit
@@ -19,37 +16,10 @@ from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.inspection.diff import diff
 from lorakit.lora.low_rank import nearest_low_rank
 from lorakit.patch import check_base, read_patch
-from tests.conftest import make_base
-from tests.derive.test_combine import apart, deltas
+from tests.helpers.bases import make_base
+from tests.helpers.changed_models import NORM, WEIGHTS, Q, changed, nudged
 from tests.helpers.models import build
-from tests.merging.test_merge import CPU, IDS, make_patch
-
-WEIGHTS = "model.safetensors"
-NORM = "model.layers.0.input_layernorm.weight"
-Q = "model.layers.0.self_attn.q_proj"
-
-
-def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
-    """Copy a model with changed tensors and settings."""
-    shutil.copytree(base, folder)
-    tensors = load_file(base / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    if config:
-        settings = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(settings | config))
-    return folder
-
-
-def nudged(*names: str) -> Callable[[dict[str, Tensor]], object]:
-    """Return a function that adds noise to some tensors."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for name in names:
-            tensors[name] += 0.1 * torch.randn(tensors[name].shape, generator=generator)
-
-    return change
+from tests.helpers.patches import CPU, IDS, apart, deltas, make_patch
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from lorakit.formats.metadata import ConversionSource
 from lorakit.lora import METHODS
 from lorakit.patch import BaseShapes, PatchLayer, check_base, new_patch, read_patch, write_patch
 from tests.helpers.models import build, outputs
-from tests.merging.test_merge import make_patch
+from tests.helpers.patches import make_patch
 
 ROOT = Path(__file__).parents[2]
 TENSORS = "adapter_model.safetensors"

@@ -111,7 +111,8 @@ def refusal(folder: Path, kind: str, feature: str) -> str | None:
     case = case_of(kind, feature)
     base = folder / case["base"]
     section = BaseSection(model="base", quantize=case.get("quantize", "none"))
-    spec = AdapterSpec(rank=3, **{k: tuple(v) if isinstance(v, list) else v for k, v in case["adapter"].items()})
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in case["adapter"].items()}
+    spec = AdapterSpec(rank=3, **settings)
     try:
         model = load_for_training(section, base, torch.float32, torch.device("cpu"), sharded=False).model
         attach(model, find_targets(model, spec), spec, 0)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.lora.routing import Adapter
-from tests.conftest import make_base
-from tests.merging.test_merge import make_patch
+from tests.helpers.bases import make_base
+from tests.helpers.patches import make_patch
 
 IDS = torch.arange(5, 53).reshape(4, 12)
 

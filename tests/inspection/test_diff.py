@@ -16,11 +16,9 @@ from lorakit.derive.combine import combine
 from lorakit.errors import LorakitError
 from lorakit.inspection.diff import diff
 from lorakit.patch import read_patch
-from tests.conftest import make_base
-from tests.derive.test_combine import deltas, without_facts
-from tests.derive.test_extract import NORM, WEIGHTS, Q, changed, nudged
-from tests.merging.test_merge import CPU, make_patch
-from tests.patch.test_peft_patches import written
+from tests.helpers.bases import make_base
+from tests.helpers.changed_models import NORM, WEIGHTS, Q, changed, nudged
+from tests.helpers.patches import CPU, deltas, make_patch, without_facts, written
 
 TENSORS = "adapter_model.safetensors"
 

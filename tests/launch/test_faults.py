@@ -28,7 +28,8 @@ from lorakit.launch.launcher import launch
 from lorakit.parallel.setup import rendezvous_errors_explained
 from lorakit.run.metrics import read_metrics
 from lorakit.training.checkpoint import Checkpoints
-from tests.conftest import chat, make_base, write_rows
+from tests.helpers.bases import make_base
+from tests.helpers.rows import chat, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 

@@ -63,7 +63,9 @@ def test_all_linear_means_what_peft_means(architecture: str) -> None:
 
     theirs = peft_targets(model, target_modules="all-linear")
     # of a mixture of experts PEFT also takes routers and fused experts, which are no linear layers
-    assert targets_by_lorakit == {name for name in theirs if is_linear_like(dict(model.named_modules()).get(name, model))}
+    assert targets_by_lorakit == {
+        name for name in theirs if is_linear_like(dict(model.named_modules()).get(name, model))
+    }
 
 
 def peft_targets(model: Any, **config: Any) -> set[str]:

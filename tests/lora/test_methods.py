@@ -9,27 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.errors import PatchError, TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
 from lorakit.patch import read_patch, save_patch, write_patch
-from tests.helpers.models import ARCHITECTURES, SMALL
+from tests.helpers.models import build_variant
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64
-MOE = SMALL | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", SMALL),
-    "llama_biased": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}),
-    "llama_tied": ("llama", SMALL | {"tie_word_embeddings": True}),
-    "gpt2": ("gpt2", ARCHITECTURES["gpt2"]),
-    "gpt2_untied": ("gpt2", ARCHITECTURES["gpt2"] | {"tie_word_embeddings": False}),
-    "gemma3": ("gemma3_text", ARCHITECTURES["gemma3_text"] | {"tie_word_embeddings": False}),
-    "mixtral": ("mixtral", MOE),
-    "qwen3_moe": ("qwen3_moe", MOE | {"head_dim": 8, "decoder_sparse_step": 1}),
-    "gpt_oss": ("gpt_oss", MOE | {"head_dim": 8, "sliding_window": 8}),
-}
 
 
 @dataclass(frozen=True)
@@ -87,25 +75,13 @@ CASES = {
 }
 
 
-def build(name: str) -> Any:
-    torch.manual_seed(0)
-    architecture, settings = CONFIGS[name]
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(architecture, **settings), attn_implementation="eager"
-    )
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
-            parameter.data.normal_(1.0, 0.1)  # biases and norms that differ from each other
-    return model.eval()
-
-
 def logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
 def trained(case: Case) -> Any:
     """Return the case's model with an adapter that differs from its start."""
-    model = inject(build(case.model), **case.settings)
+    model = inject(build_variant(case.model), **case.settings)
     torch.manual_seed(5)
     for tensor in adapter_tensors(model).values():
         tensor.data += torch.randn_like(tensor) * 0.1
@@ -130,9 +106,9 @@ def peft_names(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_untrained_it_changes_nothing(name: str) -> None:
     case = CASES[name]
-    expected = logits(build(case.model))
+    expected = logits(build_variant(case.model))
 
-    assert torch.equal(logits(inject(build(case.model), **case.settings)), expected)
+    assert torch.equal(logits(inject(build_variant(case.model), **case.settings)), expected)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PEFT's own, on tied models and Conv1D
@@ -141,7 +117,7 @@ def test_peft_reads_what_is_saved_and_computes_the_same_gradients(name: str, tmp
     case = CASES[name]
     model = trained(case)
     save_patch(model, tmp_path / "patch")
-    peft = PeftModel.from_pretrained(build(case.model), tmp_path / "patch", is_trainable=True).eval()
+    peft = PeftModel.from_pretrained(build_variant(case.model), tmp_path / "patch", is_trainable=True).eval()
 
     got, expected = logits(model), logits(peft)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
@@ -177,7 +153,7 @@ def _alike(theirs: torch.Tensor, ours: torch.Tensor) -> list[torch.Tensor]:
 def test_what_peft_saves_is_read_and_written_back_as_it_was(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     save_patch(trained(case), tmp_path / "ours")
-    PeftModel.from_pretrained(build(case.model), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    PeftModel.from_pretrained(build_variant(case.model), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
 
     patch = read_patch(tmp_path / "theirs")
     write_patch(tmp_path / "again", patch)
@@ -200,7 +176,7 @@ def content(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_merged_files_and_a_loaded_patch_answer_as_the_trained_model(name: str, tmp_path: Path, tokenizer: Any) -> None:
     case = CASES[name]
-    build(case.model).save_pretrained(tmp_path / "base")
+    build_variant(case.model).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     model = trained(case)
     save_patch(model, tmp_path / "patch")
@@ -216,7 +192,7 @@ def test_merged_files_and_a_loaded_patch_answer_as_the_trained_model(name: str, 
         close(loaded(IDS, adapters="x").logits, expected, 3e-5)
         mixed = loaded(IDS, adapters=["x", None]).logits
         close(mixed[0], expected[0], 3e-5)
-        close(mixed[1], logits(build(case.model))[1], 3e-5)
+        close(mixed[1], logits(build_variant(case.model))[1], 3e-5)
         with loaded.merged("x") as copied:
             close(copied(IDS).logits, expected, 3e-5)
     else:
@@ -228,9 +204,9 @@ def test_merged_files_and_a_loaded_patch_answer_as_the_trained_model(name: str, 
 def test_a_start_at_a_part_of_the_weight_is_the_one_that_peft_makes(init: str) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model = inject(build("llama"), targets=["q_proj"], rank=3, alpha=6, init=init)
+    model = inject(build_variant("llama"), targets=["q_proj"], rank=3, alpha=6, init=init)
     peft = get_peft_model(
-        build("llama"), LoraConfig(target_modules=["q_proj"], r=3, lora_alpha=6, init_lora_weights=init)
+        build_variant("llama"), LoraConfig(target_modules=["q_proj"], r=3, lora_alpha=6, init_lora_weights=init)
     )
 
     theirs = dict(peft.named_parameters())
@@ -245,7 +221,7 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
     case = Case("llama", QV | {"method": "dora", "dropout": 0.5})
     model = trained(case).train()
     save_patch(model, tmp_path / "patch")
-    peft = PeftModel.from_pretrained(build("llama"), tmp_path / "patch", is_trainable=True).train()
+    peft = PeftModel.from_pretrained(build_variant("llama"), tmp_path / "patch", is_trainable=True).train()
 
     outputs = []
     for one in (model, peft):
@@ -295,7 +271,7 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused_and_leaves_the_model(
     model: str, settings: dict[str, Any], message: str
 ) -> None:
-    base = build(model)
+    base = build_variant(model)
     before = copy.deepcopy(base.state_dict())
 
     with pytest.raises(TargetError, match=message):
@@ -312,8 +288,10 @@ def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
 
     model = trained(Case("llama", QV))
     save_patch(model, tmp_path / "patch")
-    peft = PeftModel.from_pretrained(build("llama"), tmp_path / "patch", is_trainable=True)
-    ours = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=16.0)
+    peft = PeftModel.from_pretrained(build_variant("llama"), tmp_path / "patch", is_trainable=True)
+    ours = build_optimizer(
+        adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=16.0
+    )
     theirs = create_loraplus_optimizer(peft, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, weight_decay=0.0)
 
     for one, optimizer in ((model, ours), (peft, theirs)):

@@ -13,33 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lorakit
 from lorakit.base.load import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
-from lorakit.lora import METHODS, adapter_tensors, inject
-from lorakit.patch import read_patch, save_patch
-from tests.conftest import make_base, nearest
+from lorakit.lora import METHODS
+from tests.helpers.bases import make_base
 from tests.helpers.models import build
+from tests.helpers.patches import CPU, IDS, exact, make_patch
 
-CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj.weight"
-IDS = torch.arange(4, 40)[None]
-
-
-def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Path:
-    model = inject(load_base(base, dtype, CPU), **{"rank": 4, "alpha": 6} | options)
-    torch.manual_seed(seed)
-    for tensor in adapter_tensors(model).values():
-        tensor.data.normal_(std=0.1)
-    return save_patch(model, folder)
-
-
-def exact(W: torch.Tensor, *updates: tuple[Path, str, float]) -> torch.Tensor:
-    total = W.double()
-    for folder, module, weight in updates:
-        layer = read_patch(folder).layers[module]
-        V = W.double() + layer.scale * (layer.tensors["lora_B"].double() @ layer.tensors["lora_A"].double())
-        if not layer.plain:
-            V = layer.tensors["lora_magnitude_vector"].double()[:, None] * V / V.norm(dim=1, keepdim=True)
-        total = total + weight * (V - W.double())
-    return nearest(total, W.dtype)
 
 
 @pytest.mark.parametrize("method", METHODS)

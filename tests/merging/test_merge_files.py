@@ -22,10 +22,13 @@ from lorakit.merging.staging import staged
 from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, read_patch
 from lorakit.patch.weighted import open_weighted
-from tests.conftest import make_base, nearest
+from tests.helpers.bases import make_base
 from tests.helpers.fork_server import run_python
 from tests.helpers.models import build
-from tests.merging.test_merge import IDS, Q, exact, make_patch
+from tests.helpers.patches import IDS, exact, make_patch
+from tests.helpers.rounding import nearest
+
+Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,12 @@ from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
-from tests.conftest import make_base
-from tests.merging.test_merge import make_patch
-from tests.quant.test_quant import IDS, theirs
-from tests.training.test_train import train
+from tests.helpers.bases import make_base
+from tests.helpers.patches import make_patch
+from tests.helpers.quantized import theirs
+from tests.helpers.training import train
+
+IDS = torch.arange(3, 27).reshape(2, 12)
 
 Recipe = Callable[..., Path]
 CPU = torch.device("cpu")

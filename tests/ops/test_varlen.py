@@ -23,7 +23,7 @@ from lorakit.training import model_checks
 from lorakit.training.model_checks import enable_packing
 from lorakit.training.summary import _fallbacks
 from tests.helpers.models import SMALL
-from tests.ops.test_packed_attention import LENGTHS, a_model, packed
+from tests.helpers.packed_rows import LENGTHS, a_model, packed
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -48,7 +48,9 @@ def varlen_attn(
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         q, k = torch.arange(end - start)[:, None], torch.arange(end - start)
         mask = (k >= q - left) & (k <= q + right)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value[start:end]))
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value[start:end])
+        )
     return torch.cat(outputs)
 
 

@@ -23,8 +23,8 @@ from lorakit.parallel.streaming import StreamingEngine
 from lorakit.patch import read_patch
 from lorakit.planning import make_plan as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
-from tests.base.test_lazy import scrambled
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
+from tests.helpers.models import scrambled
 
 CPU = torch.device("cpu")
 LAYERS = 5

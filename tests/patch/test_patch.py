@@ -32,7 +32,7 @@ from lorakit.patch import (
     write_patch,
 )
 from lorakit.patch.patch import is_finite
-from tests.conftest import make_base
+from tests.helpers.bases import make_base
 
 CPU = torch.device("cpu")
 

@@ -8,46 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError
 from lorakit.patch import read_patch, write_patch
 from tests.helpers.models import build
+from tests.helpers.patches import peft_model, written
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PEFT's own
-
-
-def peft_model(
-    architecture: str, name: str = "default", *, tie: bool | None = None, seed: int = 0, **config: Any
-) -> Any:
-    """A PEFT model whose every saved tensor was changed, as after training."""
-    base = build(architecture, seed)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config), adapter_name=name).eval()
-    torch.manual_seed(7)
-    for key, parameter in model.named_parameters():
-        trained = (
-            "lora_" in key
-            or "modules_to_save" in key
-            or (config.get("bias", "none") != "none" and key.endswith("bias"))
-        )
-        if trained and parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def written(
-    folder: Path, architecture: str, tokenizer: Any, name: str = "default", **config: Any
-) -> tuple[Path, Path, Any]:
-    """(base folder, patch folder, the PEFT model)."""
-    base = folder / "base"
-    build(architecture).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    model = peft_model(architecture, name, **config)
-    model.save_pretrained(folder / "patch")
-    return base, folder / "patch" / ("" if name == "default" else name), model
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -34,9 +34,8 @@ from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.helpers.bases import make_base
 from tests.helpers.fork_server import run_python
 from tests.helpers.memory_counter import Alive
-from tests.helpers.models import build
+from tests.helpers.models import build, build_variant
 from tests.helpers.rows import write_rows
-from tests.lora.test_methods import build as build_kind
 
 BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 H200 = machine_with_gpu("H200", 2, 1, None)
@@ -223,7 +222,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps(name: str, tmp_path: Path) -> None:
     kind, width = KINDS[name], 60
-    build_kind(kind.model).save_pretrained(tmp_path)
+    build_variant(kind.model).save_pretrained(tmp_path)
     section, adapter = of(tmp_path, **kind.base), AdapterSection(rank=4, **kind.adapter)
 
     shapes = read_shapes(tmp_path, section, adapter, kind.dtype)
@@ -270,7 +269,7 @@ def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values
 
 
 def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
-    model = build_kind("mixtral")
+    model = build_variant("mixtral")
     model.save_pretrained(tmp_path)
     form = MicroBatch(1, 4, 4, packed=True, masked=False, row_lengths=(4,))
     plain, experts = (

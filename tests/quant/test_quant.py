@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TemporaryFailure
@@ -19,35 +19,17 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
 from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
-from tests.conftest import make_base
-from tests.training.test_train import stop_at, train
+from tests.helpers.bases import make_base
+from tests.helpers.quantized import HOW, theirs
+from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 27).reshape(2, 12)
-HOW = {
-    "nf4": {"quantize": "nf4", "double_quantize": False},
-    "nf4-double": {"quantize": "nf4"},
-    "fp4-double": {"quantize": "fp4"},
-    "int8": {"quantize": "int8"},
-}
 Recipe = Callable[..., Path]
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, **section: Any) -> Any:
     return load_for_training(BaseSection(model=str(folder), **section), folder, dtype, CPU, sharded=False).model
-
-
-def theirs(folder: Path, how: str, dtype: torch.dtype) -> Any:
-    """The base as transformers and bitsandbytes quantise it."""
-    settings = HOW[how]
-    if settings["quantize"] == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True)
-    else:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type=settings["quantize"], bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=settings.get("double_quantize", True),
-        )  # fmt: skip
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map="cpu")
 
 
 def dequantized(model: nn.Module) -> nn.Module:

@@ -24,24 +24,15 @@ from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
-from lorakit.recipe import load_recipe
 from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
-from lorakit.run.report import Report
 from lorakit.training.checkpoint import Checkpoints
 from tests.helpers.fork_server import DEVNULL, PIPE, run_python, start_python
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.training import stop_at, train
 
 Recipe = Callable[..., Path]
 PATCH_FILES = ("adapter_model.safetensors", "adapter_config.json", "lorakit.json", "README.md")
-
-
-def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
-    from lorakit.training.loop import run
-
-    said: list[str] = []
-    out = run(load_recipe(path, overrides), fresh=fresh, say=said.append)
-    return out, "\n".join(said)
 
 
 def patch_bytes(folder: Path) -> dict[str, bytes]:
@@ -80,19 +71,6 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without its speed."""
     lines = read_metrics(folder / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], number: int = signal.SIGTERM) -> None:
-    """Send this process a real signal as soon as one of the steps is done."""
-    original = Report.step
-
-    def step(self: Report, step: int, report: Any, seconds: float) -> None:
-        original(self, step, report, seconds)
-        if step in steps:
-            steps.remove(step)
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(Report, "step", step)
 
 
 @pytest.mark.parametrize("packing", [True, False])
