@@ -17,7 +17,11 @@ from benchmarks.turns import middle
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 PICTURE = PAGE.parent / "performance.png"
 BEGIN, END = "<!-- written by benchmarks/page.py -->", "<!-- to here -->"
-WORKS = {"even": "4 rows of 256 tokens, all label tokens", "half": "the same, half of them labels", "chat": "8 rows of mixed lengths"}
+WORKS = {
+    "even": "4 rows of 256 tokens, all label tokens",
+    "half": "the same, half of them labels",
+    "chat": "8 rows of mixed lengths",
+}
 
 
 def targets(results: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,8 +6,8 @@ Sides on the same rows: the frozen base alone, lorakit, PEFT in its best form (S
 fused AdamW) and PEFT as it comes, both in a loop without Trainer's extras, padded to the longest row. The adapters
 start from the same patch with B non-zero, and a result counts only when the loss of every step agrees.
 
-`even`: four rows of 256 tokens, all label tokens. `half`: the same, labels on the second half. `chat`: eight rows of mixed
-lengths (log-normal), labels on the second half of each; and lorakit once more on as many tokens in rows of one length.
+`even`: four rows of 256 tokens, all label tokens. `half`: the same, labels on the second half. `chat`: eight rows of
+mixed lengths (log-normal), labels on the second half of each; and lorakit once more on as many tokens in rows of one length.
 """
 
 import json

@@ -188,3 +188,32 @@ def test_the_choices_of_the_options_are_those_of_the_workflows() -> None:
     assert tuple(MODEL_DTYPES) == merge.DTYPES
     assert keys["quantize"] == generate.QUANTIZE
     assert set(generate.DTYPES) < set(keys["dtype"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["merge", "{base}", "{patch}", "--out", "{out}", "--seed", "0"],
+        ["merge", "{base}", "{patch}:nan", "--out", "{out}"],
+        ["merge", "{patch}", "builtin:tiny", "--out", "{out}"],
+        ["merge", "{base}", "{patch}", "--out", "{base}/out"],
+        ["generate", "{base}", "--prompt", "hi", "--temperature", "1e-40"],
+        ["generate", "{base}", "--prompt", "hi", "--temperature", "1", "--seed", "99999999999999999999"],
+        ["generate", "{base}", "--adapter", "a={patch}", "--each", "--use", "b", "--prompt", "x"],
+        ["score", "{base}", "--adapter", "a={patch}", "--data", "a={empty}"],
+        ["show", "{patches}"],
+        ["diff", "{patch}", "{patch}x"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + arguments[-2:]),
+)
+def test_arguments_that_contradict_files_or_each_other_end_in_one_block(
+    tmp_path: Path, base: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch = make_patch(base, tmp_path / "patches" / "p")
+    (tmp_path / "empty.jsonl").write_text("")
+    names = {"base": base, "patch": patch, "out": tmp_path / "out", "empty": tmp_path / "empty.jsonl",
+             "patches": tmp_path / "patches"}  # fmt: skip
+
+    assert main([argument.format(**names) for argument in arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"lorakit {arguments[0]}:")
+    assert not (tmp_path / "out").exists()

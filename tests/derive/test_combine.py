@@ -22,7 +22,7 @@ from lorakit.lora.low_rank import LowRank
 from lorakit.patch import Caps, check_base, read_patch
 from tests.helpers.bases import make_base
 from tests.helpers.models import build
-from tests.helpers.patches import CPU, IDS, TENSORS, apart, deltas, make_patch, without_facts, written
+from tests.helpers.patches import CPU, IDS, TENSORS, deltas, make_patch, relative_error, save_peft_patch, without_facts
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")  # PEFT's own, when it writes
@@ -52,7 +52,7 @@ def test_a_sum_is_the_weighted_sum_of_all_updates(two: tuple[Path, Path], tmp_pa
     assert expected.keys() == got.keys()
     assert len(got) == 8
     for name, parts in expected.items():
-        assert apart(got[name], sum(parts, torch.zeros(()))) < 1e-6
+        assert relative_error(got[name], sum(parts, torch.zeros(()))) < 1e-6
     layers = read_patch(out).layers
     assert {layers[Q].rank, layers[K].rank} == {7, 4}
     assert {layer.method for layer in layers.values()} == {"lora"}
@@ -67,9 +67,9 @@ def test_serving_the_combined_patch_is_serving_the_base_with_all_of_them_merged(
     served = lorakit.load(base, {"both": out}, dtype="float32")
     peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
     expected = merged(IDS).logits
-    assert apart(served(IDS, adapters="both").logits, expected) < 1e-5
-    assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
-    assert apart(served(IDS).logits, expected) > 1e-2
+    assert relative_error(served(IDS, adapters="both").logits, expected) < 1e-5
+    assert relative_error(peft(input_ids=IDS).logits, expected) < 1e-5
+    assert relative_error(served(IDS).logits, expected) > 1e-2
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}, {"how": "ties"}, {"how": "dare"}], ids=str)
@@ -108,7 +108,7 @@ def test_tensors_keep_their_bits_where_no_factor_has_to_go_into_them(base: Path,
 
 def test_a_weight_of_zero_leaves_a_patch_out(two: tuple[Path, Path], tmp_path: Path) -> None:
     out = combine(two[0], (two[1], 0), out=tmp_path / "sum")
-    assert {name: apart(delta, deltas(two[0])[name]) for name, delta in deltas(out).items()} == dict.fromkeys(
+    assert {name: relative_error(delta, deltas(two[0])[name]) for name, delta in deltas(out).items()} == dict.fromkeys(
         deltas(two[0]), 0.0
     )
 
@@ -141,7 +141,7 @@ def test_one_patch_can_be_brought_to_a_smaller_rank(two: tuple[Path, Path], tmp_
     out = combine((two[0], 0.5), out=tmp_path / "small", rank=2)
     for name, (exact,) in weighted((two[0], 0.5)).items():
         assert torch.linalg.matrix_rank(deltas(out)[name], rtol=1e-5) == 2
-        assert apart(deltas(out)[name], exact) < 0.9
+        assert relative_error(deltas(out)[name], exact) < 0.9
 
 
 def ties_by_hand(parts: list[Tensor], density: float) -> Tensor:
@@ -172,7 +172,7 @@ def test_ties_at_full_rank_is_the_papers_procedure_on_the_dense_updates(
     out = combine(*pairs, out=tmp_path / "ties", how="ties", density=density, rank=32)
 
     for name, parts in weighted(*pairs).items():
-        assert apart(deltas(out)[name], ties_by_hand(parts, density)) < 1e-6
+        assert relative_error(deltas(out)[name], ties_by_hand(parts, density)) < 1e-6
         assert read_patch(out).layers[name].rank == min(parts[0].shape)
     assert read_patch(out).metadata["combined"]["error"] < 1e-6
 
@@ -212,9 +212,9 @@ def test_dare_depends_on_its_seed_and_on_the_layer_and_keeps_all_at_density_one(
     )
 
     layers = [Q, Q.replace("layers.0", "layers.1")]
-    assert all(apart(same[name], other[name]) > 0.5 for name in layers)
+    assert all(relative_error(same[name], other[name]) > 0.5 for name in layers)
     assert not torch.equal(*(same[name].abs() < 1e-5 for name in layers))  # where neither patch kept an entry
-    assert all(apart(undropped[name], exact[name]) < 1e-6 for name in layers)
+    assert all(relative_error(undropped[name], exact[name]) < 1e-6 for name in layers)
 
 
 @pytest.mark.parametrize("how", ["ties", "dare"])
@@ -227,7 +227,7 @@ def test_without_a_rank_the_result_gets_the_ranks_of_its_sources_and_reports_the
     assert {name: layer.rank for name, layer in read_patch(small).layers.items()}[Q] == 7
     assert read_patch(small).layers[K].rank == 4
     for name, exact in deltas(full).items():
-        missing = apart(deltas(small)[name], exact)
+        missing = relative_error(deltas(small)[name], exact)
         rank = read_patch(small).layers[name].rank
         best = float(torch.linalg.svdvals(exact)[rank:].norm() / exact.norm())
         assert made["errors"][name] == pytest.approx(missing, abs=1e-6)
@@ -236,10 +236,10 @@ def test_without_a_rank_the_result_gets_the_ranks_of_its_sources_and_reports_the
 
 
 def test_embeddings_and_transposed_layers_of_other_programs_combine(tmp_path: Path, tokenizer: Any) -> None:
-    base, one, first = written(
+    base, one, first = save_peft_patch(
         tmp_path / "a", "gpt2", tokenizer, target_modules=["wte", "c_attn"], r=4, fan_in_fan_out=True
     )
-    _, two, second = written(
+    _, two, second = save_peft_patch(
         tmp_path / "b", "gpt2", tokenizer, target_modules=["wte", "c_fc"], r=3, fan_in_fan_out=True
     )
     said: list[str] = []
@@ -249,12 +249,14 @@ def test_embeddings_and_transposed_layers_of_other_programs_combine(tmp_path: Pa
 
     for folder in (out, small):
         expected = weighted((one, 0.6), (two, 0.4))
-        assert all(apart(delta, sum(expected[name], torch.zeros(()))) < 1e-5 for name, delta in deltas(folder).items())
+        assert all(
+            relative_error(delta, sum(expected[name], torch.zeros(()))) < 1e-5 for name, delta in deltas(folder).items()
+        )
         assert read_patch(folder).layers["transformer.wte"].embedding
         assert read_patch(folder).config.raw["fan_in_fan_out"] is True
         served = lorakit.load(base, {"x": folder}, dtype="float32")(IDS, adapters="x").logits
         peft = PeftModel.from_pretrained(build("gpt2"), folder).eval()
-        assert apart(peft(input_ids=IDS).logits, served) < 1e-5
+        assert relative_error(peft(input_ids=IDS).logits, served) < 1e-5
     parts = {"lora_embedding_A": "lora_A.weight", "lora_embedding_B": "lora_B.weight"}
     linear = shutil.copytree(two, tmp_path / "linear")
     tensors = load_file(two / TENSORS)
@@ -351,10 +353,10 @@ def test_patches_trained_in_other_dtypes_combine_where_nothing_contradicts(base:
 
 def test_full_tensors_are_copied_from_one_patch_alone(tmp_path: Path, tokenizer: Any) -> None:
     config: dict[str, Any] = {"target_modules": ["q_proj"]}
-    base, saved, _ = written(tmp_path / "a", "llama", tokenizer, **config, modules_to_save=["lm_head"])
-    _, plain, _ = written(tmp_path / "b", "llama", tokenizer, target_modules=["q_proj", "v_proj"], r=3)
-    _, biased, _ = written(tmp_path / "c", "opt", tokenizer, **config, bias="lora_only")
-    _, other, _ = written(tmp_path / "d", "opt", tokenizer, **config, r=2)
+    base, saved, _ = save_peft_patch(tmp_path / "a", "llama", tokenizer, **config, modules_to_save=["lm_head"])
+    _, plain, _ = save_peft_patch(tmp_path / "b", "llama", tokenizer, target_modules=["q_proj", "v_proj"], r=3)
+    _, biased, _ = save_peft_patch(tmp_path / "c", "opt", tokenizer, **config, bias="lora_only")
+    _, other, _ = save_peft_patch(tmp_path / "d", "opt", tokenizer, **config, r=2)
 
     out = combine(saved, (plain, 0.5), out=tmp_path / "sum")
     bias = combine(other, biased, out=tmp_path / "bias")
@@ -362,10 +364,10 @@ def test_full_tensors_are_copied_from_one_patch_alone(tmp_path: Path, tokenizer:
     assert torch.equal(read_patch(out).full_tensors["lm_head.weight"], read_patch(saved).full_tensors["lm_head.weight"])
     served = lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits
     peft = PeftModel.from_pretrained(build("llama"), out).eval()
-    assert apart(peft(input_ids=IDS).logits, served) < 1e-5
+    assert relative_error(peft(input_ids=IDS).logits, served) < 1e-5
     served = lorakit.load(tmp_path / "c" / "base", {"x": bias}, dtype="float32")(IDS, adapters="x").logits
     peft = PeftModel.from_pretrained(build("opt"), bias).eval()
-    assert apart(peft(input_ids=IDS).logits, served) < 1e-5
+    assert relative_error(peft(input_ids=IDS).logits, served) < 1e-5
     for adapters in ([(saved, 0.5), plain], [saved, without_facts(saved, tmp_path / "again", lambda f: f.update(x=1))]):
         with pytest.raises(MergeError, match=r"full tensors \(lm_head.weight\).* needs the base"):
             combine(*adapters, out=tmp_path / "none")

@@ -17,9 +17,9 @@ from lorakit.inspection.diff import diff
 from lorakit.lora.low_rank import nearest_low_rank
 from lorakit.patch import check_base, read_patch
 from tests.helpers.bases import make_base
-from tests.helpers.changed_models import NORM, WEIGHTS, Q, changed, nudged
+from tests.helpers.changed_models import NORM, WEIGHTS, Q, add_noise, copy_changed
 from tests.helpers.models import build
-from tests.helpers.patches import CPU, IDS, apart, deltas, make_patch
+from tests.helpers.patches import CPU, IDS, deltas, make_patch, relative_error
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_merged_patch_comes_back(base: Path, tuned: tuple[Path, Path], tmp_pat
 
     patch, expected_deltas = read_patch(out), deltas(tuned[0])
     assert patch.layers.keys() == expected_deltas.keys()
-    assert all(apart(delta, expected_deltas[name]) < 1e-4 for name, delta in deltas(out).items())
+    assert all(relative_error(delta, expected_deltas[name]) < 1e-4 for name, delta in deltas(out).items())
     assert {(layer.rank, layer.scale) for layer in patch.layers.values()} == {(4, 1.0)}
     made = patch.metadata["extracted"]
     assert 1 - 1e-8 < made["energy"] <= 1
@@ -45,10 +45,10 @@ def test_a_merged_patch_comes_back(base: Path, tuned: tuple[Path, Path], tmp_pat
     assert len(said) == 2 + len(expected_deltas)
     repeated = lorakit.merge(base, out, out=tmp_path / "again", dtype="float32")
     expected = lorakit.load(tuned[1], dtype="float32")(IDS).logits
-    assert apart(lorakit.load(repeated, dtype="float32")(IDS).logits, expected) < 1e-5
-    assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 1e-5
+    assert relative_error(lorakit.load(repeated, dtype="float32")(IDS).logits, expected) < 1e-5
+    assert relative_error(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 1e-5
     peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
-    assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
+    assert relative_error(peft(input_ids=IDS).logits, expected) < 1e-5
 
 
 def test_the_patch_stores_its_base(base: Path, tuned: tuple[Path, Path], tmp_path: Path, tokenizer: Any) -> None:
@@ -63,7 +63,7 @@ def test_the_patch_stores_its_base(base: Path, tuned: tuple[Path, Path], tmp_pat
 
 def test_the_reported_energy_is_the_energy_of_the_patch(base: Path, tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj"
-    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", f"{down}.weight"))
+    full = copy_changed(base, tmp_path / "full", add_noise(f"{Q}.weight", f"{down}.weight"))
 
     out = extract(base, full, rank=5, out=tmp_path / "found")
 
@@ -82,15 +82,15 @@ def test_the_reported_energy_is_the_energy_of_the_patch(base: Path, tmp_path: Pa
 
 def test_a_change_of_full_rank_comes_back_at_full_rank(base: Path, tmp_path: Path) -> None:
     names = ["model.embed_tokens.weight", "lm_head.weight", f"{Q}.weight"]
-    full = changed(base, tmp_path / "full", nudged(*names))
+    full = copy_changed(base, tmp_path / "full", add_noise(*names))
 
     out = extract(base, full, rank=32, out=tmp_path / "found")
 
     served = lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits
     peft = PeftModel.from_pretrained(load_base(base, torch.float32, CPU), out).eval()
     expected = lorakit.load(full, dtype="float32")(IDS).logits
-    assert apart(served, expected) < 1e-5
-    assert apart(peft(input_ids=IDS).logits, expected) < 1e-5
+    assert relative_error(served, expected) < 1e-5
+    assert relative_error(peft(input_ids=IDS).logits, expected) < 1e-5
     assert read_patch(out).layers["model.embed_tokens"].embedding
 
 
@@ -101,9 +101,11 @@ def test_models_of_other_dtypes_and_files_are_compared_by_their_values(
     def rounded(tensors: dict[str, Tensor]) -> None:
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
-    exact = changed(base, tmp_path / "rounded", rounded)
-    repeated = changed(base, tmp_path / "widened", lambda t: t.update({k: v.to(dtype).float() for k, v in t.items()}))
-    plus = changed(repeated, tmp_path / "plus", nudged(f"{Q}.weight"))
+    exact = copy_changed(base, tmp_path / "rounded", rounded)
+    repeated = copy_changed(
+        base, tmp_path / "widened", lambda t: t.update({k: v.to(dtype).float() for k, v in t.items()})
+    )
+    plus = copy_changed(repeated, tmp_path / "plus", add_noise(f"{Q}.weight"))
     load_base(plus, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
 
@@ -111,11 +113,11 @@ def test_models_of_other_dtypes_and_files_are_compared_by_their_values(
 
     D = load_file(plus / WEIGHTS)[f"{Q}.weight"].double() - load_file(exact / WEIGHTS)[f"{Q}.weight"].double()
     assert deltas(out).keys() == {Q}
-    assert apart(deltas(out)[Q], D) < 1e-6
+    assert relative_error(deltas(out)[Q], D) < 1e-6
 
 
 def test_a_change_of_no_linear_layer_is_refused_by_name_or_saved_in_full(base: Path, tmp_path: Path) -> None:
-    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", NORM, "model.norm.weight"))
+    full = copy_changed(base, tmp_path / "full", add_noise(f"{Q}.weight", NORM, "model.norm.weight"))
 
     with pytest.raises(
         PatchError, match=rf"in 2 tensors that get no low-rank update: {NORM}, model.norm.weight.*rest='save'"
@@ -132,9 +134,9 @@ def check_same_function(base: Path, full: Path, out: Path, folder: Path, plain: 
     """Check that the patch on the base equals the full model: served, merged and in PEFT."""
     expected = lorakit.load(full, dtype="float32")(IDS).logits
     merged = lorakit.merge(base, out, out=folder / "merged")
-    assert apart(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 2e-5
-    assert apart(lorakit.load(merged, dtype="float32")(IDS).logits, expected) < 2e-5
-    assert apart(PeftModel.from_pretrained(plain, out).eval()(input_ids=IDS).logits, expected) < 2e-5
+    assert relative_error(lorakit.load(base, {"x": out}, dtype="float32")(IDS, adapters="x").logits, expected) < 2e-5
+    assert relative_error(lorakit.load(merged, dtype="float32")(IDS).logits, expected) < 2e-5
+    assert relative_error(PeftModel.from_pretrained(plain, out).eval()(input_ids=IDS).logits, expected) < 2e-5
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -144,8 +146,8 @@ def test_a_fully_trained_model_comes_back_on_every_kind_of_layer(
 ) -> None:
     build(architecture).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    every = nudged(*sorted(set(load_file(tmp_path / "base" / WEIGHTS)) - {"embed_out.weight"}))
-    full = changed(tmp_path / "base", tmp_path / "full", every)
+    every = add_noise(*sorted(set(load_file(tmp_path / "base" / WEIGHTS)) - {"embed_out.weight"}))
+    full = copy_changed(tmp_path / "base", tmp_path / "full", every)
 
     out = extract(tmp_path / "base", full, rank=32, out=tmp_path / "found", rest="save")
 
@@ -156,11 +158,13 @@ def test_a_fully_trained_model_comes_back_on_every_kind_of_layer(
 def test_a_tied_embedding_is_changed_once_and_in_full(tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(base / WEIGHTS)
-    full = changed(base, tmp_path / "full", nudged(f"{Q}.weight", "model.embed_tokens.weight"))
-    twice = changed(
+    full = copy_changed(base, tmp_path / "full", add_noise(f"{Q}.weight", "model.embed_tokens.weight"))
+    twice = copy_changed(
         full, tmp_path / "twice", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 0})
     )
-    torn = changed(full, tmp_path / "torn", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    torn = copy_changed(
+        full, tmp_path / "torn", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    )
     untied = make_base(tmp_path / "untied", tokenizer)
 
     with pytest.raises(PatchError, match="in 1 tensors that get no low-rank update: model.embed_tokens.weight"):
@@ -177,7 +181,9 @@ def test_a_tied_embedding_is_changed_once_and_in_full(tmp_path: Path, tokenizer:
     assert patch.layers.keys() == {Q}
     assert torch.equal(patch.full_tensors["lm_head.weight"], patch.full_tensors["model.embed_tokens.weight"])
     check_same_function(base, full, out, tmp_path, load_base(base, torch.float32, CPU))
-    head = changed(full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    head = copy_changed(
+        full, tmp_path / "head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")})
+    )
     repeated = extract(base, head, rank=32, out=tmp_path / "again", rest="save")
     assert diff(out, repeated, lambda text: None)
 
@@ -188,23 +194,23 @@ def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
     nan = float("nan")
     cases: dict[str, tuple[Path, str]] = {
         "a tensor less": (
-            changed(base, tmp_path / "a", lambda t: t.pop(f"{Q}.weight")), f"{Q}.weight is missing in .*a$"
+            copy_changed(base, tmp_path / "a", lambda t: t.pop(f"{Q}.weight")), f"{Q}.weight is missing in .*a$"
         ),
         "a tensor more": (
-            changed(base, tmp_path / "b", lambda t: t.update(extra=torch.ones(1))), "extra is missing in .*llama$"
+            copy_changed(base, tmp_path / "b", lambda t: t.update(extra=torch.ones(1))), "extra is missing in .*llama$"
         ),
         "another shape": (
-            changed(base, tmp_path / "c", lambda t: t.update({NORM: torch.ones(31)})), rf"{NORM} is \(32,\) in .*, \(31,\)"
+            copy_changed(base, tmp_path / "c", lambda t: t.update({NORM: torch.ones(31)})), rf"{NORM} is \(32,\) in .*, \(31,\)"
         ),
         "quantised": (
-            changed(base, tmp_path / "d", lambda t: t.update({f"{Q}.weight": torch.ones(32, 32).to(torch.int8)})),
+            copy_changed(base, tmp_path / "d", lambda t: t.update({f"{Q}.weight": torch.ones(32, 32).to(torch.int8)})),
             rf"{Q}.weight is stored as \(32, 32\) torch.float32 and torch.int8: quantised",
         ),
         "no number": (
-            changed(base, tmp_path / "e", lambda t: t[f"{Q}.weight"].fill_(nan)), f"e: {Q}.weight holds values that are not"
+            copy_changed(base, tmp_path / "e", lambda t: t[f"{Q}.weight"].fill_(nan)), f"e: {Q}.weight holds values that are not"
         ),
-        "no number in a norm": (changed(base, tmp_path / "f", lambda t: t[NORM].fill_(nan)), f"f: {NORM} holds values"),
-        "another setting": (changed(base, tmp_path / "g", nudged(NORM), rms_norm_eps=0.5), "rms_norm_eps is 1e-06 in"),
+        "no number in a norm": (copy_changed(base, tmp_path / "f", lambda t: t[NORM].fill_(nan)), f"f: {NORM} holds values"),
+        "another setting": (copy_changed(base, tmp_path / "g", add_noise(NORM), rms_norm_eps=0.5), "rms_norm_eps is 1e-06 in"),
         "another width": (make_base(tmp_path / "h", tokenizer, intermediate_size=64), "intermediate_size is 48 in"),
     }  # fmt: skip
     build("gpt2").save_pretrained(tmp_path / "gpt2")
@@ -215,7 +221,7 @@ def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
     with pytest.raises(BaseModelError, match=f"{Q}.weight is missing in .*; extra is missing"):
         extract(cases["a tensor more"][0], cases["a tensor less"][0], rank=4, out=tmp_path / "found")
     more = cases["a tensor more"][0]
-    other = changed(more, tmp_path / "i", nudged("extra"))
+    other = copy_changed(more, tmp_path / "i", add_noise("extra"))
     with pytest.raises(PatchError, match="extra differs, and a patch cannot hold it: no layer has"):
         extract(more, other, rank=4, out=tmp_path / "found", rest="save")
     assert not (tmp_path / "found").exists()
@@ -224,7 +230,7 @@ def test_models_that_are_not_the_same_but_for_values_are_refused_by_name(
 def test_settings_that_change_no_logits_are_reported_and_not_refused(
     base: Path, tuned: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    folder = changed(tuned[1], tmp_path / "other", lambda t: None, eos_token_id=7, attention_dropout=0.5)
+    folder = copy_changed(tuned[1], tmp_path / "other", lambda t: None, eos_token_id=7, attention_dropout=0.5)
     (folder / "tokenizer.json").write_text('{"other": 1}')
     said: list[str] = []
 
@@ -239,7 +245,7 @@ def test_nothing_to_extract_impossible_ranks_and_existing_folders_are_refused(
     base: Path, tuned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "found"
-    norms = changed(base, tmp_path / "norms", nudged(NORM))
+    norms = copy_changed(base, tmp_path / "norms", add_noise(NORM))
     with pytest.raises(PatchError, match="no linear layer of .* differs"):
         extract(base, base, rank=4, out=out)
     with pytest.raises(PatchError, match="no linear layer of .* differs"):

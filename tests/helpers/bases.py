@@ -1,9 +1,10 @@
-"""Small random bases, as folders."""
+"""Small random bases, as folders, and the tensors in a folder."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -21,3 +22,7 @@ def make_base(folder: Path, tokenizer: Any, *, seed: int = 0, **settings: Any) -
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}

@@ -15,7 +15,7 @@ NORM = "model.layers.0.input_layernorm.weight"
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
+def copy_changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
     """Copy a model with changed tensors and settings."""
     shutil.copytree(base, folder)
     tensors = load_file(base / WEIGHTS)
@@ -27,7 +27,7 @@ def changed(base: Path, folder: Path, change: Callable[[dict[str, Tensor]], obje
     return folder
 
 
-def nudged(*names: str) -> Callable[[dict[str, Tensor]], object]:
+def add_noise(*names: str) -> Callable[[dict[str, Tensor]], object]:
     """Return a function that adds noise to some tensors."""
 
     def change(tensors: dict[str, Tensor]) -> None:

@@ -15,13 +15,13 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def a_model(architecture: str) -> Any:
+def model_of(architecture: str) -> Any:
     if architecture in ARCHITECTURES:
         return build(architecture)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **MORE[architecture])).eval()
 
 
-def packed() -> dict[str, torch.Tensor]:
+def packed_line() -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}

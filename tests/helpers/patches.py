@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lorakit.base.load import load_base
 from lorakit.lora import adapter_tensors, inject
@@ -22,6 +23,7 @@ TENSORS = "adapter_model.safetensors"
 
 
 def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Path:
+    """Save a patch whose tensors are all random, as after training; ``options`` are those of `inject`."""
     model = inject(load_base(base, dtype, CPU), **{"rank": 4, "alpha": 6} | options)
     torch.manual_seed(seed)
     for tensor in adapter_tensors(model).values():
@@ -30,6 +32,7 @@ def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, see
 
 
 def exact(W: torch.Tensor, *updates: tuple[Path, str, float]) -> torch.Tensor:
+    """Return W plus the weighted updates (patch, module, weight), summed in float64 and rounded once."""
     total = W.double()
     for folder, module, weight in updates:
         layer = read_patch(folder).layers[module]
@@ -49,7 +52,7 @@ def deltas(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def apart(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).detach().norm() / expected.detach().norm())
 
 
@@ -67,7 +70,7 @@ def without_facts(folder: Path, copy: Path, change: Any = lambda facts: facts.cl
 def peft_model(
     architecture: str, name: str = "default", *, tie: bool | None = None, seed: int = 0, **config: Any
 ) -> Any:
-    """A PEFT model whose every saved tensor was changed, as after training."""
+    """Return a PEFT model with every saved tensor changed, as after training."""
     base = build(architecture, seed)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config), adapter_name=name).eval()
     torch.manual_seed(7)
@@ -82,13 +85,24 @@ def peft_model(
     return model
 
 
-def written(
+def save_peft_patch(
     folder: Path, architecture: str, tokenizer: Any, name: str = "default", **config: Any
 ) -> tuple[Path, Path, Any]:
-    """(base folder, patch folder, the PEFT model)."""
+    """Save a base and a PEFT adapter on it; return base folder, patch folder and the PEFT model."""
     base = folder / "base"
     build(architecture).save_pretrained(base)
     tokenizer.save_pretrained(base)
     model = peft_model(architecture, name, **config)
     model.save_pretrained(folder / "patch")
     return base, folder / "patch" / ("" if name == "default" else name), model
+
+
+def save_trained_peft(folder: Path, base: Path, **config: Any) -> Any:
+    """Save a PEFT adapter on a base with every trainable tensor changed, and return the PEFT model."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**config)).eval()
+    torch.manual_seed(3)
+    for key, tensor in model.named_parameters():
+        if tensor.requires_grad and ("lora_" in key or "modules_to_save" in key):
+            tensor.data.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(folder)
+    return model

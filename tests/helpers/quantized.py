@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-HOW = {
+SCHEMES = {
     "nf4": {"quantize": "nf4", "double_quantize": False},
     "nf4-double": {"quantize": "nf4"},
     "fp4-double": {"quantize": "fp4"},
@@ -14,9 +14,9 @@ HOW = {
 }
 
 
-def theirs(folder: Path, how: str, dtype: torch.dtype) -> Any:
+def load_with_bitsandbytes(folder: Path, how: str, dtype: torch.dtype) -> Any:
     """The base as transformers and bitsandbytes quantise it."""
-    settings = HOW[how]
+    settings = SCHEMES[how]
     if settings["quantize"] == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:

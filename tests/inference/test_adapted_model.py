@@ -19,7 +19,8 @@ import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.lora.routing import Adapter
 from tests.helpers.bases import make_base
-from tests.helpers.patches import make_patch
+from tests.helpers.models import ARCHITECTURES, build
+from tests.helpers.patches import make_patch, save_trained_peft
 
 IDS = torch.arange(5, 53).reshape(4, 12)
 
@@ -312,3 +313,58 @@ def test_an_unloaded_adapter_is_let_go(model: Any) -> None:
 def memory_bytes() -> int:
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own
+def test_a_position_embedding_saved_in_full_gets_all_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("opt").save_pretrained(tmp_path / "base")
+    shutil.copy(Path(lorakit.__file__).parent / "assets" / "tiny" / "tokenizer.json", tmp_path / "base")
+    shutil.copy(Path(lorakit.__file__).parent / "assets" / "tiny" / "tokenizer_config.json", tmp_path / "base")
+    oracle = save_trained_peft(
+        tmp_path / "p", tmp_path / "base", target_modules=["q_proj"], modules_to_save=["embed_positions"]
+    )
+    ours = lorakit.load(tmp_path / "base", {"x": tmp_path / "p"}, dtype="float32")
+    ids = torch.arange(3, 17).reshape(2, 7)
+
+    def cached(model: Any, **how: Any) -> torch.Tensor:
+        start = model(input_ids=ids[:, :6], use_cache=True, **how)
+        mask = torch.ones(2, 7, dtype=torch.long)
+        step = model(input_ids=ids[:, 6:], past_key_values=start.past_key_values, attention_mask=mask, **how)
+        result: torch.Tensor = step.logits
+        return result
+
+    with torch.no_grad():
+        assert torch.allclose(cached(ours, adapters="x"), cached(oracle), atol=1e-5)
+    with pytest.raises(LorakitError, match="mixes rows|adapters cannot be chosen per row"):
+        ours(ids[:, :5].repeat(2, 1), adapters=["x", None, "x", None], position_ids=torch.arange(5)[None])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own
+def test_a_layer_saved_in_full_that_is_read_without_a_call_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    ARCHITECTURES["mamba"] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    build("mamba").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    del ARCHITECTURES["mamba"]
+    save_trained_peft(tmp_path / "p", tmp_path / "base", target_modules=["in_proj"], modules_to_save=["conv1d"])
+    with pytest.raises(PatchError, match="reads without calling the layer"):
+        lorakit.load(tmp_path / "base", {"x": tmp_path / "p"}, dtype="float32")
+
+
+def test_a_merged_block_ends_its_answers_where_the_base_does(tmp_path: Path, base: Path) -> None:
+    own = shutil.copytree(base, tmp_path / "base")
+    patch = make_patch(own, tmp_path / "p")
+    free = lorakit.load(own, {"x": patch}, dtype="float32")
+    answer = free.tokenizer(free.generate(["say it"], "x", max_new_tokens=12)[0], add_special_tokens=False)["input_ids"]
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": [answer[3]]}))
+
+    model = lorakit.load(own, {"x": patch}, dtype="float32")
+
+    expected = model.generate(["say it"], "x", max_new_tokens=12)
+    with model.merged("x") as merged:
+        assert (
+            merged.generate(["say it"], max_new_tokens=12)
+            == expected
+            != free.generate(["say it"], "x", max_new_tokens=12)
+        )

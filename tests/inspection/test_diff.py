@@ -17,8 +17,8 @@ from lorakit.errors import LorakitError
 from lorakit.inspection.diff import diff
 from lorakit.patch import read_patch
 from tests.helpers.bases import make_base
-from tests.helpers.changed_models import NORM, WEIGHTS, Q, changed, nudged
-from tests.helpers.patches import CPU, deltas, make_patch, without_facts, written
+from tests.helpers.changed_models import NORM, WEIGHTS, Q, add_noise, copy_changed
+from tests.helpers.patches import CPU, deltas, make_patch, save_peft_patch, without_facts
 
 TENSORS = "adapter_model.safetensors"
 
@@ -146,8 +146,8 @@ def test_patches_of_different_bases_are_not_the_same(patch: Path, tmp_path: Path
 
 def test_full_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any) -> None:
     config: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
-    _, one, _ = written(tmp_path / "a", "llama", tokenizer, **config)
-    _, small, _ = written(tmp_path / "b", "opt", tokenizer, target_modules=["q_proj"])
+    _, one, _ = save_peft_patch(tmp_path / "a", "llama", tokenizer, **config)
+    _, small, _ = save_peft_patch(tmp_path / "b", "opt", tokenizer, target_modules=["q_proj"])
     key = "base_model.model.lm_head.weight"
     two = retensored(one, tmp_path / "two", lambda t: t.update({key: t[key] * 2}))
     said = Said()
@@ -167,7 +167,7 @@ def test_full_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any
 def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp_path: Path) -> None:
     load_base(base, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
     shutil.copy(base / "tokenizer.json", tmp_path / "cut")
-    wide = changed(base, tmp_path / "wide", lambda t: t.update({NORM: t[NORM].bfloat16()}))
+    wide = copy_changed(base, tmp_path / "wide", lambda t: t.update({NORM: t[NORM].bfloat16()}))
     said = Said()
 
     assert diff(base, base, said)
@@ -182,7 +182,7 @@ def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp
 
 def test_tensors_that_differ_are_measured_one_by_one(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["lorakit.inspection.diff"], "BLOCK_ELEMENTS", 100)
-    other = changed(base, tmp_path / "other", nudged(f"{Q}.weight", NORM))
+    other = copy_changed(base, tmp_path / "other", add_noise(f"{Q}.weight", NORM))
     said = Said()
 
     assert not diff(base, other, said)
@@ -207,7 +207,7 @@ def test_missing_misshaped_and_broken_tensors_and_settings_differ(base: Path, tm
         tensors[NORM] = torch.ones(3)
         tensors["model.norm.weight"][0] = float("nan")
 
-    other = changed(base, tmp_path / "other", damage, rms_norm_eps=0.5, use_cache=False)
+    other = copy_changed(base, tmp_path / "other", damage, rms_norm_eps=0.5, use_cache=False)
     (other / "tokenizer.json").write_text("{}")
     said = Said()
 
@@ -231,7 +231,7 @@ def test_models_with_other_tokenizers_are_not_the_same(base: Path, tmp_path: Pat
 
 
 def test_settings_that_name_the_file_and_not_the_model_are_shown_and_no_difference(base: Path, tmp_path: Path) -> None:
-    other = changed(base, tmp_path / "other", lambda t: None, transformers_version="4", torch_dtype="float32")
+    other = copy_changed(base, tmp_path / "other", lambda t: None, transformers_version="4", torch_dtype="float32")
     said = Said()
     assert diff(base, other, said)
     assert json.loads(said.row("transformers_version")[2]) == "4"
@@ -245,3 +245,15 @@ def test_a_patch_and_a_model_are_not_compared(base: Path, patch: Path, tmp_path:
             diff(*pair, Said())
     with pytest.raises(LorakitError, match="no folder"):
         diff(base, tmp_path / "absent folder", Said())
+
+
+def test_integers_and_complex_tensors_are_told_apart(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "base", tokenizer)
+    tensors = load_file(base / "model.safetensors")
+    for name, one, two in (
+        ("int", torch.tensor([2**60]), torch.tensor([2**60 + 1])), ("complex", torch.tensor([1j]), torch.tensor([2j])),
+    ):  # fmt: skip
+        folders = [shutil.copytree(base, tmp_path / f"{name}{number}") for number in range(2)]
+        for folder, value in zip(folders, (one, two), strict=True):
+            save_file({**tensors, "buffer": value}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert not lorakit.diff(*folders, say=lambda text: None)

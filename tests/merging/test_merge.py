@@ -140,16 +140,6 @@ def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
             lorakit.merge(folder, patch, out=tmp_path / "merged", allow_base_mismatch=True)
 
 
-def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:
-    head = make_patch(base, tmp_path / "head", targets=["lm_head"])
-
-    out = lorakit.merge(base, head, out=tmp_path / "merged")
-
-    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
-    assert torch.equal(after["lm_head.weight"], exact(before["lm_head.weight"], (head, "lm_head", 1.0)))
-    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-
-
 def test_a_full_disk_leaves_finished_files_and_the_same_call_resumes(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,3 +160,22 @@ def test_a_full_disk_leaves_finished_files_and_the_same_call_resumes(
     monkeypatch.setattr(os, "fsync", fsync)
     lorakit.merge(base, patch, out=tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "patch"]
+
+
+@pytest.mark.parametrize("weights", [(1e-30,), (1e-12,)])
+def test_a_merge_that_moves_no_stored_value_is_refused(
+    tmp_path: Path, tokenizer: Any, weights: tuple[float, ...]
+) -> None:
+    base = make_base(tmp_path / "base", tokenizer, dtype=torch.bfloat16)
+    patch = make_patch(base, tmp_path / "p", torch.bfloat16)
+    with pytest.raises(MergeError, match="nothing would change"):
+        lorakit.merge(base, (patch, weights[0]), out=tmp_path / "out")
+    with pytest.raises(MergeError, match="named twice; to apply it with weight 2"):
+        lorakit.merge(base, (patch, 1.0), (patch, -1.0), out=tmp_path / "out")
+
+
+def test_a_small_update_survives_a_conversion(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "base", tokenizer)
+    patch = make_patch(base, tmp_path / "p")
+    out = lorakit.merge(base, (patch, 1e-4), out=tmp_path / "out", dtype="bfloat16")
+    assert any(line["changed"] for line in json.loads((out / "merge.json").read_text())["merged"])

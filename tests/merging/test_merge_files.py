@@ -13,19 +13,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.errors import LorakitError, MergeError, PatchError
+from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.merging.staging import staged
 from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, read_patch
 from lorakit.patch.weighted import open_weighted
-from tests.helpers.bases import make_base
+from tests.helpers.bases import make_base, tensors_of
 from tests.helpers.fork_server import run_python
 from tests.helpers.models import build
-from tests.helpers.patches import IDS, exact, make_patch
+from tests.helpers.patches import exact, make_patch
 from tests.helpers.rounding import nearest
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -42,10 +42,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 LIMITED = """
@@ -148,8 +144,8 @@ def test_files_of_another_merge_are_not_reused(sharded: Path, tmp_path: Path, mo
     lorakit.merge(sharded, two, out=tmp_path / "out", say=said.append)
 
     assert not any("finished before" in line for line in said)
-    after = tensors(tmp_path / "out")
-    assert torch.equal(after[Q], exact(tensors(sharded)[Q], (two, Q.removesuffix(".weight"), 1.0)))
+    after = tensors_of(tmp_path / "out")
+    assert torch.equal(after[Q], exact(tensors_of(sharded)[Q], (two, Q.removesuffix(".weight"), 1.0)))
 
 
 def test_a_finished_file_that_was_changed_is_written_anew(
@@ -201,7 +197,7 @@ def test_a_merge_can_convert_on_the_way(sharded: Path, tmp_path: Path, name: str
 
     out = lorakit.merge(sharded, patch, out=tmp_path / "out", dtype=name, verify=True)
 
-    before, after = tensors(sharded), tensors(out)
+    before, after = tensors_of(sharded), tensors_of(out)
     for key, W in before.items():
         W = W.double()
         if "q_proj" in key:
@@ -238,7 +234,7 @@ def test_the_ledger_lists_every_change_and_its_rounding_loss(sharded: Path, tmp_
     ledger = json.loads((out / "merge.json").read_text())
     assert [(a["path"], a["weight"]) for a in ledger["adapters"]] == [(str(one), 1.0), (str(two), -0.5)]
     assert len(ledger["merged"]) == 6
-    before, after = tensors(sharded), tensors(out)
+    before, after = tensors_of(sharded), tensors_of(out)
     for line in ledger["merged"]:
         sources = [(one, 1.0), (two, -0.5)] if "q_proj" in line["layer"] else [(one, 1.0)]
         deltas = [
@@ -293,61 +289,6 @@ def test_verifying_finds_a_merge_that_is_wrong(base: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_head_gets_a_tensor_of_its_own_only_on_request(tmp_path: Path, tokenizer: Any) -> None:
-    tied = make_base(tmp_path / "tied", tokenizer, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_pretrained(tied).save_pretrained(tied, max_shard_size="200KB")
-    (tied / "model.safetensors").unlink()
-    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(tied), LoraConfig(target_modules=["lm_head"])).eval()
-    for key, tensor in peft.named_parameters():
-        if "lora_" in key:
-            tensor.data.normal_(std=0.1)
-    peft.save_pretrained(tmp_path / "patch")
-
-    with pytest.raises(MergeError, match="changes lm_head and not model.embed_tokens in the same way"):
-        lorakit.merge(tied, tmp_path / "patch", out=tmp_path / "out")
-    out = lorakit.merge(tied, tmp_path / "patch", out=tmp_path / "out", untie=True)
-
-    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-    before, after = tensors(tied), tensors(out)
-    assert after.keys() - before.keys() == {"lm_head.weight"}
-    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-    plain = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert torch.allclose(plain(IDS).logits, peft(input_ids=IDS).logits, atol=1e-4)
-    assert json.loads((out / "merge.json").read_text())["untied"] is True
-
-
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_new_tokens_come_with_their_tokenizer(tmp_path: Path, tokenizer: Any, tie: bool) -> None:
-    base = make_base(tmp_path / "base", tokenizer, tie_word_embeddings=tie)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    grown = AutoTokenizer.from_pretrained(base)
-    grown.add_tokens(["<one>", "<two>"])
-    model.resize_token_embeddings(len(grown), mean_resizing=False)
-    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"],
-                                            ensure_weight_tying=tie)).eval()  # fmt: skip
-    for key, tensor in peft.named_parameters():
-        if "lora_" in key or "modules_to_save" in key:
-            tensor.data.add_(torch.randn_like(tensor) * 0.05)
-    peft.save_pretrained(tmp_path / "patch")
-    new = torch.tensor([[5, len(grown) - 2, len(grown) - 1, 7]])
-
-    with pytest.raises(MergeError, match=rf"has {len(grown)} rows, the base {len(tokenizer)}, .* holds no tokenizer"):
-        lorakit.merge(base, tmp_path / "patch", out=tmp_path / "out")
-    with pytest.raises(PatchError, match="does not fit"):
-        lorakit.load(base, {"x": tmp_path / "patch"}, dtype="float32")
-    grown.save_pretrained(tmp_path / "patch")
-    with pytest.raises(LorakitError, match="weight 1"):
-        lorakit.merge(base, (tmp_path / "patch", 0.5), out=tmp_path / "out")
-    out = lorakit.merge(base, tmp_path / "patch", out=tmp_path / "out")
-
-    merged = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert merged.config.vocab_size == len(grown) == len(AutoTokenizer.from_pretrained(out))
-    assert merged.config.tie_word_embeddings is tie
-    assert torch.allclose(merged(new).logits, peft(input_ids=new).logits, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_full_tensors_of_several_patches_are_weighted_differences(tmp_path: Path, tokenizer: Any) -> None:
     build("llama").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -363,7 +304,7 @@ def test_full_tensors_of_several_patches_are_weighted_differences(tmp_path: Path
 
     out = lorakit.merge(tmp_path / "base", (folders[0], 0.5), (folders[1], 2.0), out=tmp_path / "out")
 
-    before, after = tensors(tmp_path / "base"), tensors(out)
+    before, after = tensors_of(tmp_path / "base"), tensors_of(out)
     W = before["lm_head.weight"].double()
     full_tensors = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
     assert torch.equal(after["lm_head.weight"], (W + 0.5 * (full_tensors[0] - W) + 2.0 * (full_tensors[1] - W)).float())
@@ -388,7 +329,7 @@ def test_a_full_tensor_is_copied_and_not_a_sum_that_could_round(tmp_path: Path, 
 
     out = lorakit.merge(tmp_path / "base", tmp_path / "patch", out=tmp_path / "out")
 
-    assert tensors(out)["lm_head.weight"][0, 0] == torch.tensor(1e-30)
+    assert tensors_of(out)["lm_head.weight"][0, 0] == torch.tensor(1e-30)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system")
@@ -401,3 +342,34 @@ def test_the_target_may_be_on_another_file_system(sharded: Path, tmp_path: Path)
         assert content(target / "out") == uninterrupted
     finally:
         shutil.rmtree(target, ignore_errors=True)
+
+
+def test_inputs_that_change_under_a_merge_are_noticed(tmp_path: Path, base: Path) -> None:
+    own = shutil.copytree(base, tmp_path / "base")
+    one, two = make_patch(own, tmp_path / "one"), make_patch(own, tmp_path / "two", seed=1)
+
+    def replace(text: str) -> None:
+        (two / "adapter_model.safetensors").replace(one / "adapter_model.safetensors")
+
+    with pytest.raises(MergeError, match="changed while it was merged; nothing was written"):
+        lorakit.merge(own, one, out=tmp_path / "out", say=replace)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_is_not_bound_to_another_modules_tensor(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "base", tokenizer)
+    patch = make_patch(base, tmp_path / "p", targets=["lm_head"])
+    tensors = load_file(base / "model.safetensors")
+    tensors["draft.lm_head.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"no tensors for 'lm_head.weight'"):
+        lorakit.merge(base, patch, out=tmp_path / "out", allow_base_mismatch=True)
+
+
+@pytest.mark.parametrize("setting", [{"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_act": "nope"}])
+def test_a_broken_config_is_an_error_that_names_the_folder(tmp_path: Path, base: Path, setting: dict[str, Any]) -> None:
+    own = shutil.copytree(base, tmp_path / "base")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(BaseModelError, match="transformers cannot load it"):
+        lorakit.merge(own, make_patch(base, tmp_path / "p"), out=tmp_path / "out")

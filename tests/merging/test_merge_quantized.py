@@ -18,7 +18,7 @@ from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.patches import make_patch
-from tests.helpers.quantized import theirs
+from tests.helpers.quantized import load_with_bitsandbytes
 from tests.helpers.training import train
 
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -96,7 +96,7 @@ def test_three_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Pa
 def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any, how: str) -> None:
     """With nothing but a quantised folder: train, load, merge, merge and requantise."""
     folder = tmp_path / "quantized"
-    theirs(base, "nf4-double" if how == "nf4" else "int8", torch.float32).save_pretrained(
+    load_with_bitsandbytes(base, "nf4-double" if how == "nf4" else "int8", torch.float32).save_pretrained(
         folder, max_shard_size="100KB"
     )
     tokenizer.save_pretrained(folder)

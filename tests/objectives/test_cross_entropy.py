@@ -127,7 +127,8 @@ def test_label_positions_are_not_read_from_the_device(chunked: bool) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "transform", [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=2.0), LogitTransform(scale=3.0, cap=1.5)]
+    "transform",
+    [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=2.0), LogitTransform(scale=3.0, cap=1.5)],
 )
 def test_in_float32_it_is_the_float64_result_to_a_millionth(transform: LogitTransform) -> None:
     torch.manual_seed(0)

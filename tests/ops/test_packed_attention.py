@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
-from tests.helpers.packed_rows import LENGTHS, MORE, a_model, packed
+from tests.helpers.packed_rows import LENGTHS, MORE, model_of, packed_line
 
 CAUSAL = ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "mixtral"]
 
@@ -30,8 +30,8 @@ class Squares(TorchDispatchMode):
 
 @pytest.mark.parametrize("architecture", [*CAUSAL, *MORE])
 def test_packed_rows_give_the_outputs_and_gradients_that_they_give_alone(architecture: str) -> None:
-    model = a_model(architecture)
-    inputs = packed()
+    model = model_of(architecture)
+    inputs = packed_line()
     each = zip(*(inputs[key].split(LENGTHS, dim=1) for key in ("input_ids", "position_ids")), strict=True)
     alone = torch.cat([model(input_ids=i, position_ids=p, use_cache=False).logits for i, p in each], 1)
     gradients = torch.autograd.grad(alone.square().sum(), list(model.parameters()), allow_unused=True)
@@ -50,7 +50,7 @@ def test_packed_rows_give_the_outputs_and_gradients_that_they_give_alone(archite
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
 def test_no_mask_over_a_full_line_is_formed(architecture: str) -> None:
-    model = a_model(architecture)
+    model = model_of(architecture)
     ids = torch.randint(3, 64, (1, 60))
     positions = torch.arange(20).repeat(3)[None]
     with Squares(side=60) as as_before, torch.no_grad():
@@ -64,7 +64,7 @@ def test_no_mask_over_a_full_line_is_formed(architecture: str) -> None:
 
 
 def test_padded_rows_and_a_cache_are_attended_as_before() -> None:
-    model = a_model("mistral")
+    model = model_of("mistral")
     ids = torch.randint(3, 64, (2, 10))
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
@@ -78,20 +78,20 @@ def test_padded_rows_and_a_cache_are_attended_as_before() -> None:
 
 
 def test_a_line_without_row_lengths_is_attended_as_before() -> None:
-    model = a_model("mistral")
-    before = model(**packed()).logits
+    model = model_of("mistral")
+    before = model(**packed_line()).logits
 
     enable_packed_attention(model)
 
-    assert torch.equal(model(**packed()).logits, before)
+    assert torch.equal(model(**packed_line()).logits, before)
 
 
 def test_it_can_be_undone() -> None:
-    model = a_model("llama")
-    before = model(**packed()).logits
+    model = model_of("llama")
+    before = model(**packed_line()).logits
 
     enable_packed_attention(model)
     disable_packed_attention(model)
 
-    assert torch.equal(model(**packed()).logits, before)
+    assert torch.equal(model(**packed_line()).logits, before)
     assert model.config._attn_implementation == "sdpa"

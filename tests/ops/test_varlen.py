@@ -23,7 +23,7 @@ from lorakit.training import model_checks
 from lorakit.training.model_checks import enable_packing
 from lorakit.training.summary import _fallbacks
 from tests.helpers.models import SMALL
-from tests.helpers.packed_rows import LENGTHS, a_model, packed
+from tests.helpers.packed_rows import LENGTHS, model_of, packed_line
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -94,7 +94,7 @@ def heads(query: int = 4, key: int = 2, size: int = 8, **more: Any) -> list[torc
 
 
 def with_gradients(model: Any, rows: RowLengths) -> list[torch.Tensor]:
-    logits = model(**packed(), use_cache=False, row_lengths=rows).logits
+    logits = model(**packed_line(), use_cache=False, row_lengths=rows).logits
     assert rows.was_used
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [logits.detach(), *torch.autograd.grad(logits.square().sum(), parameters)]
@@ -109,7 +109,7 @@ def with_gradients(model: Any, rows: RowLengths) -> list[torch.Tensor]:
     ],
 )  # fmt: skip
 def test_one_call_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str, windows: Any) -> None:
-    model = qwen2() if architecture == "qwen2" else a_model(architecture)
+    model = qwen2() if architecture == "qwen2" else model_of(architecture)
     assert enable_packed_attention(model)
     calls = Calls()
 
@@ -123,7 +123,7 @@ def test_one_call_gives_the_outputs_and_gradients_of_rows_one_by_one(architectur
 
 
 def test_rows_within_a_window_are_plainly_causal() -> None:
-    model = a_model("mistral")
+    model = model_of("mistral")
     enable_packed_attention(model)
     calls = Calls()
     ids = torch.randint(3, 64, (1, 8))
@@ -135,12 +135,12 @@ def test_rows_within_a_window_are_plainly_causal() -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "llama4_text"])
 def test_caps_sinks_and_chunks_are_left_to_rows_one_by_one(architecture: str) -> None:
-    model = a_model(architecture)
+    model = model_of(architecture)
     enable_packed_attention(model)
     calls = Calls()
-    expected = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
+    expected = model(**packed_line(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
 
-    logits = model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
+    logits = model(**packed_line(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel())).logits
 
     chunked = [CAUSAL] if architecture == "llama4_text" else []  # its layers without chunks
     assert set(calls.windows) <= set(chunked)
@@ -249,12 +249,12 @@ def test_a_rule_that_cannot_be_evaluated_in_blocks_has_no_window() -> None:
 
 
 def test_a_model_with_eager_attention_has_no_kernel() -> None:
-    model = a_model("llama")
+    model = model_of("llama")
     model.set_attn_implementation("eager")
     enable_packed_attention(model)
     calls = Calls()
 
-    model(**packed(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel()))
+    model(**packed_line(), use_cache=False, row_lengths=RowLengths(LENGTHS, calls.kernel()))
 
     assert calls.windows == []
 
@@ -415,9 +415,9 @@ def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size:
 @on_a_gpu
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2"])
 def test_a_model_on_a_gpu_gives_the_outputs_and_gradients_of_rows_one_by_one(architecture: str) -> None:
-    model = (qwen2() if architecture == "qwen2" else a_model(architecture)).to(CUDA, torch.bfloat16)
+    model = (qwen2() if architecture == "qwen2" else model_of(architecture)).to(CUDA, torch.bfloat16)
     enable_packed_attention(model)
-    inputs = {name: tensor.to(CUDA) for name, tensor in packed().items()}
+    inputs = {name: tensor.to(CUDA) for name, tensor in packed_line().items()}
     outputs = []
     for kernel in (None, varlen_kernel(CUDA)):
         logits = model(**inputs, use_cache=False, row_lengths=RowLengths(LENGTHS, kernel)).logits

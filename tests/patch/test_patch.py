@@ -33,6 +33,7 @@ from lorakit.patch import (
 )
 from lorakit.patch.patch import is_finite
 from tests.helpers.bases import make_base
+from tests.helpers.patches import make_patch
 
 CPU = torch.device("cpu")
 
@@ -368,3 +369,25 @@ def test_pickles_and_missing_folders_are_refused(tmp_path: Path, patch: Path) ->
         read_patch(patch)
     with pytest.raises(PatchError, match="absent: no such folder"):
         read_patch(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["q_proj"]}, "v_proj is not selected by the patch's target_modules"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "k_proj"]},
+            "k_proj is selected by target_modules, and the patch holds no",
+        ),
+        ({"exclude_modules": ["q_proj"]}, "q_proj is not selected"),
+        ({"layers_to_transform": [1]}, "layers.0.self_attn.q_proj is not selected"),
+    ],
+)
+def test_tensors_and_the_settings_that_select_them_agree(
+    tmp_path: Path, base: Path, changes: dict[str, Any], message: str
+) -> None:
+    patch = make_patch(base, tmp_path / "p", targets=["q_proj", "v_proj"])
+    config = json.loads((patch / "adapter_config.json").read_text())
+    (patch / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(PatchError, match=message):
+        lorakit.load(base, {"x": patch}, dtype="float32")

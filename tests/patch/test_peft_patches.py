@@ -15,7 +15,7 @@ import lorakit
 from lorakit.errors import LorakitError, PatchError
 from lorakit.patch import read_patch, write_patch
 from tests.helpers.models import build
-from tests.helpers.patches import peft_model, written
+from tests.helpers.patches import peft_model, save_peft_patch
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PEFT's own
@@ -61,7 +61,7 @@ def test_what_peft_writes_is_served_merged_and_written_back(
     case: str, name: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     architecture, config = CASES[case]
-    base, folder, peft = written(tmp_path, architecture, tokenizer, name, **config)
+    base, folder, peft = save_peft_patch(tmp_path, architecture, tokenizer, name, **config)
     with torch.no_grad():
         expected = peft(input_ids=IDS).logits
         plain = build(architecture)(input_ids=IDS).logits

@@ -20,7 +20,7 @@ from lorakit.patch import read_patch
 from lorakit.quant.bnb import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
-from tests.helpers.quantized import HOW, theirs
+from tests.helpers.quantized import SCHEMES, load_with_bitsandbytes
 from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")
@@ -50,11 +50,11 @@ def dequantized(model: nn.Module) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SCHEMES)
 def test_weights_are_quantised_to_the_bits_of_bitsandbytes(
     base: Path, tmp_path: Path, how: str, dtype: torch.dtype
 ) -> None:
-    ours, other = loaded(base, dtype, **HOW[how]), theirs(base, how, dtype)
+    ours, other = loaded(base, dtype, **SCHEMES[how]), load_with_bitsandbytes(base, how, dtype)
 
     quantized = {name for name, layer in ours.named_modules() if isinstance(layer, QuantLinear)}
     assert len(quantized) == 14
@@ -80,9 +80,9 @@ def test_weights_are_quantised_to_the_bits_of_bitsandbytes(
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SCHEMES)
 def test_gradients_are_those_of_the_dequantised_weights(base: Path, how: str, dtype: torch.dtype, method: str) -> None:
-    model = loaded(base, dtype, **HOW[how])
+    model = loaded(base, dtype, **SCHEMES[how])
     oracle = dequantized(model)
     for one in (model, oracle):
         inject(one, rank=3, method=method)
@@ -111,7 +111,7 @@ def test_a_quantisation_that_is_not_possible_is_refused(base: Path, tmp_path: Pa
     with pytest.raises(BaseModelError, match=r"base.skip_modules: 'dwn_proj' matches no module.*down_proj"):
         loaded(base, quantize="nf4", skip_modules=("dwn_proj",))
     folder = tmp_path / "quantized"
-    theirs(base, "nf4-double", torch.float32).save_pretrained(folder)
+    load_with_bitsandbytes(base, "nf4-double", torch.float32).save_pretrained(folder)
     with pytest.raises(
         BaseModelError, match="quantised in its files .nf4 with quantised scales., and base.quantize asks for int8"
     ):
@@ -221,7 +221,7 @@ def test_a_damaged_quantised_file_is_refused_before_anything_is_dequantised(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    theirs(base, how, torch.float32).save_pretrained(tmp_path)
+    load_with_bitsandbytes(base, how, torch.float32).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors, "model.layers.0.self_attn.q_proj.weight")
     save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
