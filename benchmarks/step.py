@@ -7,7 +7,8 @@ fused AdamW) and PEFT as it comes, both in a loop without Trainer's extras, padd
 start from the same patch with B non-zero, and a result counts only when the loss of every step agrees.
 
 `even`: four rows of 256 tokens, all label tokens. `half`: the same, labels on the second half. `chat`: eight rows of
-mixed lengths (log-normal), labels on the second half of each; and lorakit once more on as many tokens in rows of one length.
+mixed lengths (log-normal), labels on the second half of each; and lorakit once more on as many tokens in rows of one
+length.
 """
 
 import json
