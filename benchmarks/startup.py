@@ -62,10 +62,10 @@ def rows_file() -> Path:
     return path
 
 
-def until_first_step(command: list[str], stepped: Any) -> dict[str, float]:
+def until_first_step(command: list[str], stepped: Any, checkout: Path | None = None) -> dict[str, float]:
     """Seconds until ``stepped(process)``; the process is ended then."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    began, pipe = time.perf_counter(), subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=checkout)
     stepped(process)
     seconds = time.perf_counter() - began
     process.kill()
@@ -88,23 +88,31 @@ def told(process: subprocess.Popen[str]) -> None:
         raise SystemExit("the script ended before its first step")
 
 
+def fresh_output() -> Path:
+    """A folder that is not there yet."""
+    return scratch() / f"startup-{time.time_ns()}"
+
+
+def lorakit_side(base: Path, rows: Path, checkout: Path | None = None) -> dict[str, float]:
+    """`lorakit train` of this checkout, or of another."""
+    folder, recipe = fresh_output(), scratch() / "startup.yaml"
+    recipe.write_text(RECIPE.format(base=base, rows=rows, out=folder))
+    command = python("-m", "lorakit.cli", "train", str(recipe))
+    return until_first_step(command, lambda process: written(process, folder / "metrics.jsonl"), checkout)
+
+
+def trainer_side(base: Path, rows: Path) -> dict[str, float]:
+    """The script with PEFT and Trainer."""
+    return until_first_step(python("-c", TRAINER, str(base), str(rows), str(fresh_output())), told)
+
+
 def measure(pairs: int) -> dict[str, Any]:
     """Both commands and the import of torch, in turn."""
     base, rows = make_base(scratch(), "tiny", torch.float32), rows_file()
-
-    def out() -> Path:
-        return scratch() / f"startup-{time.time_ns()}"
-
-    def lorakit() -> dict[str, Any]:
-        folder, recipe = out(), scratch() / "startup.yaml"
-        recipe.write_text(RECIPE.format(base=base, rows=rows, out=folder))
-        command = python("-m", "lorakit.cli", "train", str(recipe))
-        return until_first_step(command, lambda process: written(process, folder / "metrics.jsonl"))
-
     found = take_turns({
         "torch": lambda: until_first_step(python("-c", "import torch"), lambda process: process.wait()),
-        "lorakit": lorakit,
-        "peft": lambda: until_first_step(python("-c", TRAINER, str(base), str(rows), str(out())), told),
+        "lorakit": lambda: lorakit_side(base, rows),
+        "peft": lambda: trainer_side(base, rows),
     }, pairs)  # fmt: skip
     return {"shape": "tiny", **found}
 

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import peak_bytes, python
@@ -21,13 +22,16 @@ def serve(step: Step, **ready: Any) -> None:
 
 
 class Side:
-    """A module's ``side(*arguments)``, which ends in ``serve``; ``ready`` is what it said before its first round."""
+    """A module's ``side(*arguments)``, which ends in ``serve``; ``ready`` is what it said before its first round.
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    ``checkout``: the folder whose modules it imports; the current one when none is given.
+    """
+
+    def __init__(self, module: str, *arguments: str, checkout: Path | None = None) -> None:
         call = f"import sys; from {module} import side; side(*sys.argv[1:])"
         self._module, pipe = module, subprocess.PIPE
         self._process = subprocess.Popen(
-            python("-c", call, *arguments), stdin=pipe, stdout=pipe, stderr=pipe, text=True
+            python("-c", call, *arguments), stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=checkout
         )
         self.ready = self._answer()
 
