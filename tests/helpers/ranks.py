@@ -35,7 +35,7 @@ from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
-STEPS = 8
+STEPS = 6
 """Of a case that names no other number."""
 
 
