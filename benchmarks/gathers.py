@@ -28,6 +28,7 @@ def rank(backend: str, base: str) -> None:
     from lorakit.data import collate
     from lorakit.launch.environment import detect_world
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+    from lorakit.ops.fuse import fuse_model
     from lorakit.parallel import StepSettings, open_engine
     from lorakit.parallel.optimizer import build_optimizer
     from lorakit.parallel.process_group import destroy_process_group
@@ -38,6 +39,7 @@ def rank(backend: str, base: str) -> None:
     loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, sharded=True)
     spec = AdapterSpec(rank=16)
     attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
+    fuse_model(loaded.model)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
     whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)

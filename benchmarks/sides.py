@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lorakit.lora import adapter_tensors, inject
+from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
@@ -44,6 +45,7 @@ class Rows(list[Row]):
 def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> SingleEngine:
     """lorakit's own engine for packed rows, with an adapter of these values on the model."""
     inject(model, rank=RANK, alpha=2.0 * RANK)
+    fuse_model(model)
     put(adapter, adapter_tensors(model))
     engine = SingleEngine(device, Group(), "single")
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)

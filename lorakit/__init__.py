@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lorakit.inspection.diff import diff
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merging.merge import merge
+    from lorakit.ops.fuse import fuse_model
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
     from lorakit.training.start import train
@@ -29,6 +30,7 @@ _MODULES: Final = {
     "convert": "lorakit.formats.convert",
     "diff": "lorakit.inspection.diff",
     "extract": "lorakit.derive.extract",
+    "fuse_model": "lorakit.ops.fuse",
     "inject": "lorakit.lora",
     "load": "lorakit.inference.adapted_model",
     "load_recipe": "lorakit.recipe",
@@ -41,7 +43,7 @@ _MODULES: Final = {
 
 __all__ = [
     "AdaptedModel", "Caps", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
-    "inject", "load", "load_recipe", "merge", "read_patch", "save_patch", "train", "write_patch",
+    "fuse_model", "inject", "load", "load_recipe", "merge", "read_patch", "save_patch", "train", "write_patch",
 ]  # fmt: skip
 
 

@@ -12,13 +12,12 @@ from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
 from lorakit.lora.init import INITS, RANDOM, init_factors
-from lorakit.lora.linear import LoraLinear, TiedLoraHead, use_plain_lora
+from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TiedTokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
-from lorakit.ops.fuse import fuse_model
 
 ReadWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model that is on the meta device still"""
@@ -99,8 +98,6 @@ def attach(
     spec: AdapterSpec,
     seed: int,
     read_weight: ReadWeight | None = None,
-    *,
-    compiled: bool = False,
 ) -> nn.Module:
     """Put an untrained adapter on each of `targets`, and freeze everything else, in place. Returns the same model.
 
@@ -108,7 +105,6 @@ def attach(
     name, so that they do not depend on device, order or number of processes.
 
     `read_weight`: returns the values of parameters of a model on the meta device; None: they are in the model.
-    `compiled`: the model is for torch.compile, so its parts are not fused, and LoRA runs in plain operations.
 
     Raises:
         TargetError: the spec's other targets do not fit this model, which is then unchanged.
@@ -129,7 +125,6 @@ def attach(
         _attach_tokens(model, extras.token_rows, spec.trainable_tokens, read_weight)
     if extras.tied is not None:
         _tie_head(model, *extras.tied, spec)
-    (use_plain_lora if compiled else fuse_model)(model)
     return model
 
 

@@ -4,10 +4,9 @@ Plain LoRA is y = x W^T + b + s (x A^T) B^T, as in Hu et al. 2021 (arXiv 2106.09
 W (out, in), A (r, in), B (out, r), and the scale s = alpha / r. A starts random and B at zero, so that training starts
 at the base.
 
-In training, low-rank methods on linear layers (lora, rslora, lora_fa) run the fused form of this formula,
-`ops.lora_linear`, which saves less for backward. `apply_low_rank` below is the same formula in plain operations.
-`lora.linear.LoraLinear` calls it for embeddings, for PiSSA and OLoRA, under autocast, under torch.compile, and where x
-and W have different dtypes. DoRA has an `apply` of its own. The tests compare the two forms.
+A row's `apply` is the formula in plain operations, and its `fused` the same in one autograd function that saves less
+for backward. A layer runs `fused` where it can, and `apply` for embeddings, for PiSSA and OLoRA, under autocast, under
+torch.compile, and where x and W have different dtypes. The tests compare the two.
 
 A new method is one row in METHODS; the laws in tests/test_laws.py run over the whole table.
 """
@@ -15,31 +14,19 @@ A new method is one row in METHODS; the laws in tests/test_laws.py run over the 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorakit.lora.layer_inputs import LayerInputs
+from lorakit.ops.lora_linear import can_fuse, lora_linear
+
 Tensors = Mapping[str, Tensor]
 """an adapter's tensors for one layer, by PEFT's names: lora_A (r, in), lora_B (out, r), and others of the method"""
 MAGNITUDE: Final = "lora_magnitude_vector"
-
-
-@dataclass(frozen=True)
-class LayerInputs:
-    """Everything that a method may read of a layer in one forward pass. x' is x after dropout."""
-
-    y: Tensor
-    """x W^T + b, (..., out)"""
-    product: Callable[[], Tensor]
-    """() -> x' W^T, without b"""
-    shrink: Callable[[Tensor], Tensor]
-    """A -> x' A^T, (..., r)"""
-    shrink_without_dropout: Callable[[Tensor], Tensor]
-    """A -> x A^T, (..., r)"""
-    weight_times: Callable[[Tensor], Tensor]
-    """A -> W A^T (out, r), without gradient"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +40,8 @@ class Method:
     """(alpha, r) -> s"""
     apply: Callable[[LayerInputs, Tensors, float], Tensor]
     """(inputs, tensors, s) -> the adapted y"""
+    fused: Callable[[LayerInputs, Tensors, float], Tensor | None] | None
+    """the same, saving less for backward; returns None where only `apply` can; None: the method has no such form"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
     """(W or full rows of W, float64; tensors; s) -> the same rows of the merged W; may overwrite W"""
     extra_tensors: Callable[[Tensor], dict[str, Tensor]] | None = None
@@ -63,8 +52,6 @@ class Method:
     """names of fixed tensors that can be computed from W at any time, so that no file holds them"""
     additive: bool = True
     """True if the change of W does not depend on W"""
-    low_rank: bool = True
-    """True if `apply` is y + s (x' A^T) B^T and nothing else, so that `ops.lora_linear` may replace it"""
 
 
 def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
@@ -74,12 +61,29 @@ def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     or B is trained (decision 0017).
     """
     # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
-    dtype = inputs.y.dtype
-    delta = F.linear(inputs.shrink(tensors["lora_A"].to(dtype)), tensors["lora_B"].to(dtype))
+    y, dropped = inputs.y(), inputs.dropped()
+    delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     if "lora_A0" in tensors:
-        A0, B0 = tensors["lora_A0"].to(dtype), tensors["lora_B0"].to(dtype)
-        delta = delta - F.linear(inputs.shrink_without_dropout(A0), B0)
-    return torch.add(inputs.y, delta, alpha=s)
+        A0, B0 = tensors["lora_A0"].to(y.dtype), tensors["lora_B0"].to(y.dtype)
+        delta = delta - F.linear(inputs.shrink(inputs.x, A0), B0)
+    return torch.add(y, delta, alpha=s)
+
+
+def fused_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None:
+    """Return `apply_low_rank` by `ops.lora_linear`, or None where that cannot compute it."""
+    weight = inputs.layer._parameters.get("weight")
+    if weight is None or "lora_A0" in tensors or not can_fuse(inputs.x, weight):
+        return None
+    return lora_linear(
+        inputs.x,
+        partial(inputs.kind.dequantized, inputs.layer),  # not `inputs.weight`, which would keep x until backward
+        inputs.bias,
+        tensors["lora_A"],
+        tensors["lora_B"],
+        s,
+        transposed=inputs.kind.transposed,
+        dropout=inputs.dropout,
+    )
 
 
 def merge_low_rank(W: Tensor, tensors: Tensors, s: float) -> Tensor:
@@ -105,12 +109,11 @@ def apply_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     |V| has no gradient, as in section 4.3 of the source. Dropout acts on the change of y alone, as in PEFT.
     Source: Liu et al. 2024 (arXiv 2402.09353), equation 5.
     """
-    dtype = inputs.y.dtype
-    A, B = tensors["lora_A"], tensors["lora_B"]
+    y, dropped = inputs.y(), inputs.dropped()
     gain = dora_gain(tensors, inputs.weight_times, s)
-    delta = F.linear(inputs.shrink(A.to(dtype)), B.to(dtype))
+    delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
-    return inputs.y + (gain - 1).to(dtype) * inputs.product() + (gain * s).to(dtype) * delta
+    return y + (gain - 1).to(y.dtype) * inputs.product(dropped, y) + (gain * s).to(y.dtype) * delta
 
 
 def dora_gain(tensors: Tensors, weight_times: Callable[[Tensor], Tensor], s: float) -> Tensor:
@@ -139,18 +142,18 @@ def row_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
     return torch.where(zero, 1.0, magnitude / norm.masked_fill(zero, 1.0))
 
 
-LORA = Method(scale=lambda alpha, r: alpha / r, apply=apply_low_rank, merge=merge_low_rank)
+LORA = Method(scale=lambda alpha, r: alpha / r, apply=apply_low_rank, fused=fused_low_rank, merge=merge_low_rank)
 RSLORA = replace(LORA, scale=lambda alpha, r: alpha / math.sqrt(r))  # Kalajdzievski 2023 (arXiv 2312.03732)
 LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.03303)
 DORA = replace(
     LORA,
     apply=apply_dora,
+    fused=None,
     merge=merge_dora,
     extra_tensors=row_norms,
     fixed=("weight_norm",),
     derived=("weight_norm",),
     additive=False,
-    low_rank=False,
 )
 RSDORA = replace(DORA, scale=RSLORA.scale)
 

@@ -4,7 +4,7 @@ Autograd would also save act(gate(x)) and the product: half of the MLP's saved b
 An MLP is replaced only if its forward has exactly this code (`ops.source_match`), so its outputs keep their bits.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
@@ -18,11 +18,10 @@ EXPRESSION: Final = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_pro
 SOURCES: Final = {f"return {EXPRESSION}", f"down_proj = {EXPRESSION}; return down_proj"}
 
 
-def fuse_gated_mlps(model: nn.Module) -> None:
-    """Replace the forward of every gated MLP of a model. Outputs keep their bits."""
-    for module in model.modules():
-        if is_gated_mlp(module):
-            module.forward = partial(_forward, module)
+def resembles_gated_mlp(module: nn.Module) -> bool:
+    """True if a module has the products of a gated MLP, by their usual names."""
+    has_gate = any(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "gate_up_proj"))
+    return has_gate and isinstance(getattr(module, "down_proj", None), nn.Module)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -31,6 +30,11 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if not isinstance(activation, nn.Module) or any(True for _ in activation.parameters()):
         return False  # `_GatedProduct` returns no gradient for an activation's own parameters
     return forward_source(module) in SOURCES
+
+
+def fused_mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor]:
+    """Return the forward that replaces a gated MLP's own."""
+    return _forward
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:

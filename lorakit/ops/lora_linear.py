@@ -25,8 +25,11 @@ GetWeight = Callable[[], Tensor]
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
     """True if `lora_linear` computes the product of this x and stored weight as plain torch would.
 
-    W must be frozen, and x and W of one dtype or W quantised. Under autocast, torch chooses a dtype for each operation.
+    W must be frozen, and x and W of one dtype or W quantised: so not an embedding's, whose x is token ids. Under
+    autocast, torch chooses a dtype for each operation; torch.compile fuses plain operations itself.
     """
+    if torch.compiler.is_compiling() or not x.is_floating_point():
+        return False
     device = x.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     same_dtype = x.dtype == weight.dtype or not weight.is_floating_point()

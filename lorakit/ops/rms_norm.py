@@ -4,14 +4,14 @@ y = w * x / sqrt(mean(x^2) + eps), in float32 with one temporary tensor (Zhang a
 Autograd would also save a float32 copy of x, and the normalised x before it is multiplied by w.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.source_match import forward_source
+from lorakit.ops.source_match import forward_source, normalized_source
 
 NORMALIZE: Final = (
     "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32);"
@@ -25,11 +25,9 @@ ROUNDED_LAST: Final = {
 """source of a norm's forward -> True if it multiplies by w in float32 and rounds to x's dtype last (OLMo 2)"""
 
 
-def fuse_rms_norms(model: nn.Module) -> None:
-    """Replace the forward of every RMS norm of known code. Outputs keep their bits."""
-    for module in model.modules():
-        if is_rms_norm(module):
-            module.forward = partial(_forward, module, ROUNDED_LAST[forward_source(module)])
+def resembles_rms_norm(module: nn.Module) -> bool:
+    """True if a module is an RMS norm by its name."""
+    return type(module).__name__.endswith("RMSNorm")
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -37,12 +35,18 @@ def is_rms_norm(module: nn.Module) -> bool:
     return forward_source(module) in ROUNDED_LAST
 
 
-def _forward(module: Any, rounded_last: bool, hidden_states: Tensor) -> Tensor:
-    if module.weight.requires_grad:  # read in every call, because a norm may become trainable after it was fused
-        trainable: Tensor = type(module).forward(module, hidden_states)
-        return trainable
-    y: Tensor = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
-    return y
+def fused_norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor]:
+    """Return the forward that replaces a norm's own where w is frozen."""
+    rounded_last = ROUNDED_LAST[normalized_source(cls.forward)]
+
+    def forward(module: Any, hidden_states: Tensor) -> Tensor:
+        if module.weight.requires_grad:  # read in every call, because a norm may become trainable after it was fused
+            trainable: Tensor = cls.forward(module, hidden_states)
+            return trainable
+        y: Tensor = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
+        return y
+
+    return forward
 
 
 @final

@@ -3,8 +3,9 @@
 (a, b) -> (a cos - b sin, b cos + a sin) for the two halves a, b of every head (Su et al. 2021, arXiv 2104.09864).
 """
 
-from functools import cache
-from types import FunctionType, MethodType
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -23,31 +24,40 @@ SOURCES: Final = {
 """name of a function in a model's module -> its source; transformers has one copy of both in each model's file"""
 
 
-def fuse_rope(model: nn.Module) -> None:
-    """Replace the forward of every attention that uses rotary positions of known code. Outputs keep their bits."""
-    for module in model.modules():
-        if uses_rope(module):
-            module.forward = MethodType(_with_fused_rope(type(module).forward), module)
+def resembles_rope(module: nn.Module) -> bool:
+    """True if a module's forward calls a global function `apply_rotary_pos_emb`, whatever its code."""
+    forward = type(module).forward
+    return isinstance(forward, FunctionType) and "forward" not in vars(module) and NAME in forward.__code__.co_names
 
 
 def uses_rope(module: nn.Module) -> bool:
-    """True if a module's forward calls the global function `apply_rotary_pos_emb`, and that has the known code."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or "forward" in vars(module) or NAME not in forward.__code__.co_names:
+    """True if a module's forward calls the global `apply_rotary_pos_emb`, and that has the known code."""
+    if not resembles_rope(module):
         return False
-    names = forward.__globals__
+    names = type(module).forward.__globals__
     return all(name in names and normalized_source(names[name]) == source for name, source in SOURCES.items())
 
 
-@cache
-def _with_fused_rope(forward: FunctionType) -> FunctionType:
-    """Return a copy of a forward in which the name `apply_rotary_pos_emb` means `apply_rope`.
+def fused_rope_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a copy of a class's forward in which the name `apply_rotary_pos_emb` means `apply_rope`.
 
-    The model's module itself is not patched, because models that are not adapted share its globals.
+    The model's module itself is not patched, because models that are not adapted share its globals. The copy has a
+    snapshot of them: once another library has patched one that it uses, the class's own forward runs instead.
     """
-    names = forward.__globals__ | {NAME: apply_rope}
-    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    fused.__kwdefaults__ = forward.__kwdefaults__
+    forward = cls.forward
+    assert isinstance(forward, FunctionType)
+    names = forward.__globals__
+    used = {name: names[name] for name in (*forward.__code__.co_names, *SOURCES) if name in names}
+    copied = FunctionType(
+        forward.__code__, names | {NAME: apply_rope}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+
+    @wraps(forward)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        is_patched = any(names.get(name) is not value for name, value in used.items())
+        return (forward if is_patched else copied)(*args, **kwargs)
+
     return fused
 
 

@@ -25,6 +25,7 @@ from lorakit.files.dtypes import DTYPE_OF_CODE, parse_dtype
 from lorakit.files.safetensors import read_header
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
+from lorakit.ops.fuse import fuse_model
 from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
@@ -132,7 +133,7 @@ def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype:
 
 
 def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
-    """Build the base of a folder in ``dtype`` or quantised, with an adapter, on the meta device."""
+    """Build the base of a folder in ``dtype`` or quantised, with an adapter, on the meta device, its parts fused."""
     model = load_skeleton(folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -140,7 +141,9 @@ def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, d
     spec = adapter_spec(adapter, folder)
     targets = find_targets(model, spec)
     with torch.device("meta"):
-        return attach(model, targets, spec, seed=0)
+        attach(model, targets, spec, seed=0)
+    fuse_model(model)
+    return model
 
 
 def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes:

@@ -59,12 +59,14 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
     from lorakit.objectives.cross_entropy import LossModel, loss_sum
+    from lorakit.ops.fuse import fuse_model
     from lorakit.parallel.optimizer import build_optimizer
 
     with contextlib.suppress(BaseModelError):  # a base may be planned from its config alone, without a tokenizer
         tokenizer = load_tokenizer(folder)  # noqa: F841 - resident, as in a run
     model = load_base(find_base("builtin:tiny"), MODEL_DTYPES[dtype], torch.device("cpu"))
     attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
+    fuse_model(model)
     optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     positions = torch.arange(TOKENS // 2).repeat(2)[None]
     ids = torch.ones_like(positions)

@@ -19,12 +19,13 @@ from lorakit.files.base_files import open_base_files
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.record import open_record
-from lorakit.training.job import check_vocabulary
+from lorakit.training.job import NOT_FUSED, check_vocabulary
 from lorakit.training.model_checks import check_positions
 
 SHOWN_CHARACTERS = 1200
@@ -75,12 +76,14 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     num_targets = len(targets) + len(experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
+    fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
     trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
     if (note := coverage.note(spec)) is not None:
         say(f"note       {note}")
-    say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base\n")
+    say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base")
+    say(f"fused      {fused}\n")
     say(f"{'layer kind':<20} {'adapted':>8} {'of':>6}")
     for kind in coverage.kinds:
         say(f"{kind.name:<20} {kind.adapted:>8} {kind.count:>6}")

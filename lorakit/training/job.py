@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, f
 from lorakit.lora.coverage import Coverage, coverage_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint
@@ -36,13 +37,15 @@ from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import check_positions, enable_packing, verify_chunked_loss
 
+NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
+
 
 @dataclass(frozen=True)
 class AdaptedBase:
     """A base with an untrained adapter on it.
 
     coverage: share of the base's products that the adapter changes. note: a sentence for the user if that share is
-    small, else None. num_parameters: of the base.
+    small, else None. num_parameters: of the base. fused: the parts that run fused; None under train.compile.
     """
 
     base: LoadedBase
@@ -50,6 +53,7 @@ class AdaptedBase:
     note: str | None
     num_parameters: int
     num_trainable: int
+    fused: FuseReport | None
 
 
 @dataclass(frozen=True)
@@ -165,9 +169,10 @@ def load_adapted_base(
     # before `attach`, which adds parameters that are not the base's
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
-    attach(model, targets, spec, recipe.train.seed, base.read_weight, compiled=recipe.train.compile)
+    attach(model, targets, spec, recipe.train.seed, base.read_weight)
+    fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
-    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable)
+    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable, fused)
 
 
 def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:

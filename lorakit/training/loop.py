@@ -226,6 +226,7 @@ def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: 
         engine=ranks[0],
         ranks=ranks[1:],
         total_steps=job.total_steps,
+        fused=job.adapted.fused.facts() if job.adapted.fused else {},
         **({"auto": why} if why else {}),
     )
 

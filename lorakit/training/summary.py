@@ -5,7 +5,7 @@ from typing import Any
 from lorakit.run.report import perplexity
 from lorakit.training.checkpoint import Progress
 from lorakit.training.finish import chosen_step
-from lorakit.training.job import Job
+from lorakit.training.job import NOT_FUSED, Job
 
 
 def announce(text: str) -> None:
@@ -26,6 +26,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
         ("targets", _targets(job)),
         *([("note", job.adapted.note)] if job.adapted.note else []),
         ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
+        ("fused", str(job.adapted.fused or NOT_FUSED)),
         ("rows", _rows(job)),
         (
             "held out",

@@ -38,6 +38,7 @@ def test_check_says_what_a_recipe_would_do(run: Any, recipe: Any, rows: Path) ->
     for part in (
         "q_proj                      2      2",
         "lm_head                     0      1",
+        "fused      mlp 2/2, rms_norm 5/5, rope 2/2",
         "steps      12 of 6 rows",
     ):
         assert part in out, out

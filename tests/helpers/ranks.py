@@ -26,6 +26,7 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
@@ -92,6 +93,7 @@ def build(engine: Engine, base: Path, case: Case) -> None:
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
     attach(model, find_targets(model, spec), spec, 0, loaded.read_weight)
+    fuse_model(model)
     if case.get("checkpointing"):
         checkpoint_layers(model, offload=case["checkpointing"] == "offload")
     optimizer = partial(

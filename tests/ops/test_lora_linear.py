@@ -131,7 +131,7 @@ def test_methods_that_are_more_than_a_low_rank_product_are_not_fused(settings: d
     model = inject(nn.Sequential(nn.Linear(8, 8)), rank=2, **settings)
     layer = model[0]
     assert isinstance(layer, LoraLinear)
-    assert layer.fused == fused
+    assert ("LoraLinearFunction" in type(layer(torch.randn(3, 8)).grad_fn).__name__) == fused
 
 
 def test_dropout_has_the_requested_probability_and_the_same_mean() -> None:

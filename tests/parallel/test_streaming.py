@@ -16,6 +16,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
 from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_layers
 from lorakit.parallel.optimizer import build_optimizer
@@ -49,6 +50,7 @@ def engine_on(
     loaded = load_for_training(section, folder, torch.float32, engine.device, sharded=engine.shards_base)
     adapter = AdapterSpec(rank=3, **spec)
     attach(loaded.model, find_targets(loaded.model, adapter), adapter, 0, loaded.read_weight)
+    fuse_model(loaded.model)
     for number, tensor in enumerate(adapter_tensors(loaded.model).values()):
         tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.05
     if checkpointing:

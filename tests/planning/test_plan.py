@@ -21,6 +21,7 @@ from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.optimizer import build_optimizer
@@ -112,6 +113,7 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
     model = load_base(base, torch.float32, torch.device("cpu"))
     spec = AdapterSpec(**section.model_dump())
     attach(model, find_targets(model, spec), spec, seed=0)
+    fuse_model(model)
     model.train()
 
     form = MicroBatch(lines, width, lines * width, packed=packed, masked=True, row_lengths=rows)
@@ -232,6 +234,7 @@ def test_what_is_held_and_kept_for_backward_is_what_a_real_model_holds_and_keeps
     model = load_for_training(section, tmp_path, kind.dtype, torch.device("cpu"), sharded=False).model
     spec = adapter_spec(adapter, tmp_path)
     attach(model, find_targets(model, spec), spec, seed=0)
+    fuse_model(model)
     learnt = adapter_tensors(model)
     known = {id(tensor) for tensor in learnt.values()}
     assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters() if id(p) not in known)

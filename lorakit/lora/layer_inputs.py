@@ -1,0 +1,49 @@
+"""One forward pass of an adapted layer, as the formulas of `lora.methods` read it."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorakit.lora.layer_kinds import LayerKind
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What a method may read. x' is x after dropout."""
+
+    layer: nn.Module
+    """holds W, perhaps quantised"""
+    kind: LayerKind
+    x: Tensor
+    """(..., in); token ids for an embedding"""
+    bias: Tensor | None
+    dropout: float
+    """probability of a zero in x'; 0 outside training"""
+
+    def y(self) -> Tensor:
+        """Return x W^T + b, (..., out)."""
+        return self.kind.run(self.layer, self.x, self.bias)
+
+    def dropped(self) -> Tensor:
+        """Return x'. Each call draws another mask."""
+        return F.dropout(self.x, self.dropout) if self.dropout > 0 else self.x
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x W^T without b, for x or x'. `y`: of `self.y()`, from which the product of x is known."""
+        if x is not self.x:
+            return self.kind.run(self.layer, x, None)
+        return y if self.bias is None else y - self.bias
+
+    def shrink(self, x: Tensor, A: Tensor) -> Tensor:
+        """Return x A^T, (..., r), for x or x'."""
+        return self.kind.shrink(self.layer, x, A)
+
+    def weight(self) -> Tensor:
+        """Return the stored weight as floats: (out, in), or (in, out) where the kind is transposed."""
+        return self.kind.dequantized(self.layer)
+
+    def weight_times(self, A: Tensor) -> Tensor:
+        """Return W A^T, (out, r)."""
+        W = self.weight()
+        return (A.to(W.dtype) @ (W if self.kind.transposed else W.T)).T
