@@ -275,6 +275,8 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str], inherited:
         logging.disable(logging.NOTSET)
         gc.enable()
         sys.modules["numpy"].random.seed()
+        # here, while there is one thread: torch makes its pool anew after a fork, and fails where two threads do so at once
+        sys.modules["torch"].set_num_threads(1)
         subprocess.Popen = ForkingPopen  # type: ignore[misc]
         code = _outcome(arguments)
     finally:
