@@ -71,9 +71,19 @@ def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
 
 def fused_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_low_rank` by `ops.lora_linear`, or None where that cannot compute it."""
-    weight = inputs.layer._parameters.get("weight")
-    if weight is None or "lora_A0" in tensors or not can_fuse(inputs.x, weight):
+    if "lora_A0" in tensors or not has_fused_product(inputs):
         return None
+    return fused_product(inputs, tensors, s, None)
+
+
+def has_fused_product(inputs: LayerInputs) -> bool:
+    """True if `ops.lora_linear` computes this layer's product as plain torch would."""
+    weight = inputs.layer._parameters.get("weight")
+    return weight is not None and can_fuse(inputs.x, weight)
+
+
+def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor | None) -> Tensor:
+    """Return x W^T + b + s (x' A^T) B^T, times a gain if there is one."""
     return lora_linear(
         inputs.x,
         partial(inputs.kind.dequantized, inputs.layer),  # not `inputs.weight`, which would keep x until backward
@@ -83,6 +93,7 @@ def fused_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | 
         s,
         transposed=inputs.kind.transposed,
         dropout=inputs.dropout,
+        gain=gain,
     )
 
 
@@ -114,6 +125,16 @@ def apply_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
     return y + (gain - 1).to(y.dtype) * inputs.product(dropped, y) + (gain * s).to(y.dtype) * delta
+
+
+def fused_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None:
+    """Return `apply_dora` by `ops.lora_linear` for a layer without bias and dropout, else None.
+
+    With a bias, an untrained adapter would not keep y's bits. With dropout there are two products with W.
+    """
+    if inputs.bias is not None or inputs.dropout > 0 or not has_fused_product(inputs):
+        return None
+    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.weight_times, s))
 
 
 def dora_gain(tensors: Tensors, weight_times: Callable[[Tensor], Tensor], s: float) -> Tensor:
@@ -148,7 +169,7 @@ LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.0330
 DORA = replace(
     LORA,
     apply=apply_dora,
-    fused=None,
+    fused=fused_dora,
     merge=merge_dora,
     extra_tensors=row_norms,
     fixed=("weight_norm",),

@@ -8,6 +8,8 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 - of x, nothing is saved where `ops.recompute` can recompute it; otherwise x itself, without a copy in another dtype;
 - dropout saves its seed instead of its mask;
 - of W, only the function that returns it is saved.
+
+With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
 """
 
 from collections.abc import Callable
@@ -46,15 +48,18 @@ def lora_linear(
     *,
     transposed: bool,
     dropout: float,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
     `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `dropout`: probability of a zero in x'.
+    `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
     """
+    assert gain is None or (bias is None and dropout == 0)
     # from torch's global CPU generator, which the engine seeds for every micro-batch (decision 0004)
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else None
     recomputed = recomputable(x) if torch.is_grad_enabled() else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, recomputed)  # type: ignore[no-untyped-call]
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, recomputed, gain)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -82,6 +87,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         dropout: float,
         seed: int | None,
         recomputed: RecomputedInput | None,
+        gain: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
@@ -91,10 +97,13 @@ class _LoraLinearFunction(torch.autograd.Function):
             y += bias
         W = weight().to(x.dtype)
         y.addmm_(rows, W if transposed else W.T)
-        ctx.save_for_backward(A, B, S, *([rows] if recomputed is None else []))
+        ctx.save_for_backward(A, B, S, *([rows] if recomputed is None else []), *([] if gain is None else [gain, y]))
+        ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight, ctx.s, ctx.transposed, ctx.dropout, ctx.seed = weight, s, transposed, dropout, seed
         ctx.recomputed = recomputed
+        if gain is not None:
+            y = (y * gain).to(y.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -104,7 +113,11 @@ class _LoraLinearFunction(torch.autograd.Function):
         shape = (*outer[0].shape[:-1], A.shape[1])
         dy = outer[0].reshape(-1, outer[0].shape[-1])
         needs_dx, _, needs_dbias, needs_dA, needs_dB = ctx.needs_input_grad[:5]
-        dx = dbias = dA = dB = None
+        dx = dbias = dA = dB = dgain = None
+        if ctx.has_gain:
+            gain, product = saved[-2:]
+            dgain = (dy * product).sum(0, dtype=gain.dtype)
+            dy = (dy * gain).to(dy.dtype)
         D = dy @ (B * ctx.s).to(dy.dtype)
         if needs_dB:
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
@@ -119,4 +132,4 @@ class _LoraLinearFunction(torch.autograd.Function):
             dx = dx.view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None, None
+        return dx, None, dbias, dA, dB, None, None, None, None, None, dgain

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lorakit.lora import LoraLinear, adapter_tensors, inject
+from lorakit.lora import METHODS, LoraLinear, adapter_tensors, inject
 from lorakit.ops.lora_linear import apply_dropout, lora_linear
 
 SIZES = {"T": 24, "in": 16, "out": 12, "r": 4}
@@ -148,3 +148,28 @@ def test_torch_compiles_it_without_a_break() -> None:
         warnings.simplefilter("ignore")
         explained = torch._dynamo.explain(model)(torch.randn(3, 8))
     assert explained.graph_break_count == 0
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.fused is not None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_fused_form_of_a_method_is_its_formula(method: str, dtype: torch.dtype) -> None:
+    model = inject(nn.Sequential(nn.Linear(16, 12, bias=False)), rank=4, method=method, init="kaiming")
+    layer = model[0]
+    assert isinstance(layer, LoraLinear)
+    for number, tensor in enumerate(layer.adapter_tensors().values()):
+        tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)), alpha=0.3)
+    model.to(dtype)
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
+    trained = [x, *layer.adapter_tensors().values()]
+    weights = torch.randn(7, 12, generator=torch.Generator().manual_seed(8)).to(dtype)
+    fused, row = layer(x), METHODS[method]
+    plain = row.apply(layer.inputs(x), layer.tensors(), layer.scale)
+
+    assert "LoraLinearFunction" in type(fused.grad_fn).__name__
+    limit = 1e-6 if dtype is torch.float64 else 2e-2
+    results = [
+        (fused, plain),
+        *zip(*(torch.autograd.grad((y * weights).sum(), trained) for y in (fused, plain)), strict=True),
+    ]
+    for one, other in results:
+        assert (one - other).norm() <= limit * other.norm()
