@@ -216,8 +216,13 @@ class AdaptedModel:
     @contextmanager
     def _seeded_sampling(self, seed: int) -> Iterator[None]:
         # transformers samples from torch's global generator, so only one seeded call may run at a time
-        with self._sampling, torch.random.fork_rng():
-            torch.manual_seed(seed)
+        device = next(self.model.parameters()).device
+        gpus = [device] if device.type == "cuda" else []
+        with self._sampling, torch.random.fork_rng(gpus):
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:  # this one alone, because torch.manual_seed seeds those of other users too
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
             yield
 
     def _resolve(self, adapters: Adapters) -> Route:

@@ -140,6 +140,7 @@ def _attach_linear(
 
     def W() -> Tensor:
         weight = read_weight(f"{target.name}.weight") if read_weight else target.kind.dequantized(layer).detach()
+        weight = weight if weight.is_meta else weight.cpu()  # where every backend and device gives the same start
         return weight.T if target.kind.transposed else weight
 
     s = method.scale(target.alpha, target.rank)

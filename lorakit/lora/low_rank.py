@@ -116,7 +116,7 @@ def nearest_low_rank(D: Tensor, rank: int, seed: int = 0) -> LowRankFit:
         U, S, Vh = torch.linalg.svd(D, full_matrices=False)
     else:
         with torch.random.fork_rng(devices=[]):  # because svd_lowrank takes no generator
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every GPU's generator too
             U, S, V = torch.svd_lowrank(D, q=rank + OVERSAMPLES, niter=ITERATIONS)
         Vh = V.T
     near = _balanced(U, S, Vh, rank).to(torch.float32)

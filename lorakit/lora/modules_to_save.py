@@ -84,7 +84,7 @@ class TrainableTokens(AdapterModule):
         self.embed_scale = getattr(base, "embed_scale", None)
         positions = torch.full((base.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
         positions[list(tokens)] = torch.arange(len(tokens))
-        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("positions", _beside(base.weight, positions), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = nn.functional.embedding(ids, self.get_parameter("weight"))
@@ -103,12 +103,18 @@ class TiedTokenHead(AdapterModule):
         super().__init__(head)
         self.out_features, self.in_features = embedding.num_embeddings, embedding.embedding_dim
         self.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
-        self.register_buffer("tokens", torch.tensor(embedding.tokens), persistent=False)
+        tokens = _beside(embedding.get_parameter("weight"), torch.tensor(embedding.tokens))
+        self.register_buffer("tokens", tokens, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, tokens = self.get_parameter("weight"), self.get_buffer("tokens")
         y = nn.functional.linear(x, weight, self._parameters.get("bias"))
         return replace_logit_rows(y, x, weight, tokens, self.get_parameter("trainable_tokens_delta"))
+
+
+def _beside(weight: Tensor, indices: Tensor) -> Tensor:
+    """Return indices on a weight's device; on the CPU beside one on meta, because no file has their values to read."""
+    return indices if weight.is_meta else indices.to(weight.device)
 
 
 def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:

@@ -80,30 +80,37 @@ class Route:
 
     rows: tuple[Adapter | None, ...]
     stacks: dict[str, StackedAdapters | None] = field(default_factory=dict, repr=False)
+    _groups: dict[torch.device, list[tuple[Adapter, slice | Tensor]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
         """True if every row has the same adapter."""
         return all(adapter is self.rows[0] for adapter in self.rows)
 
-    @cached_property
-    def groups(self) -> list[tuple[Adapter, slice | Tensor]]:
-        """(adapter, its rows): a slice for adjacent rows, because slicing copies nothing, else their indices."""
-        rows_of: dict[Adapter, list[int]] = {}
-        for row, adapter in enumerate(self.rows):
-            if adapter is not None:
-                rows_of.setdefault(adapter, []).append(row)
-        return [
-            (a, slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows))
-            for a, rows in rows_of.items()
-        ]
+    def groups(self, device: torch.device) -> list[tuple[Adapter, slice | Tensor]]:
+        """Return (adapter, its rows): a slice for adjacent rows, because slicing copies nothing, else their indices.
+
+        Indices are made on the device once: from the host they would be sent for every layer and token.
+        """
+        if device not in self._groups:
+            rows_of: dict[Adapter, list[int]] = {}
+            for row, adapter in enumerate(self.rows):
+                if adapter is not None:
+                    rows_of.setdefault(adapter, []).append(row)
+            self._groups[device] = [(adapter, _row_index(rows, device)) for adapter, rows in rows_of.items()]
+        return self._groups[device]
 
     def stack(self, layer: str, x: Tensor) -> StackedAdapters | None:
         """Return a layer's stacked adapters, in x's dtype; None if one of them is more than a low-rank update."""
         if layer not in self.stacks:
-            slots = [(adapter, adapter.slots[layer]) for adapter, _ in self.groups if layer in adapter.slots]
+            slots = [(adapter, adapter.slots[layer]) for adapter, _ in self.groups(x.device) if layer in adapter.slots]
             self.stacks[layer] = _stack(self.rows, slots, x) if all(slot.is_low_rank for _, slot in slots) else None
         return self.stacks[layer]
+
+
+def _row_index(rows: list[int], device: torch.device) -> slice | Tensor:
+    is_adjacent = rows[-1] - rows[0] == len(rows) - 1
+    return slice(rows[0], rows[-1] + 1) if is_adjacent else torch.tensor(rows, device=device)
 
 
 def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> StackedAdapters:
@@ -133,10 +140,11 @@ class SlotHook:
         if route.is_uniform:
             slot = None if route.rows[0] is None else route.rows[0].slots.get(self.name)
             return y if slot is None else self._apply_slot(slot, layer, args, kwargs, y, slice(None))
-        slots = [(adapter.slots[self.name], rows) for adapter, rows in route.groups if self.name in adapter.slots]
+        x, num_rows = _layer_input(args, kwargs), len(route.rows)
+        groups = route.groups(x.device)
+        slots = [(adapter.slots[self.name], rows) for adapter, rows in groups if self.name in adapter.slots]
         if not slots:
             return y
-        x, num_rows = _layer_input(args, kwargs), len(route.rows)
         per_row = isinstance(y, Tensor) and x.shape[0] == y.shape[0] == num_rows
         # experts get tokens of all rows in the order of their routing, whose number may equal that of the rows
         if not per_row or ".experts." in self.name:

@@ -142,7 +142,11 @@ class Masks:
     def for_rows(self, lengths: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Return the mask of each row; None for a causal one that attention computes itself."""
         if self._rows is None:
-            self._rows = tuple(self._for_row(*span) for span in _row_spans(lengths))
+            spans = list(_row_spans(lengths))
+            causal = self._are_causal(spans) if self._skip_causal else [False] * len(spans)
+            self._rows = tuple(
+                None if skip else self._mask_of_row(*span) for skip, span in zip(causal, spans, strict=True)
+            )
         return self._rows
 
     def window(self, lengths: Sequence[int]) -> Window | None:
@@ -153,13 +157,11 @@ class Masks:
         if self._window is None:
             size = self._arguments.get("local_size")
             size = None if size is None or max(lengths) <= size else int(size)
-            is_causal = self._skip_causal and self._is_causal(_row_spans(lengths), size)
+            is_causal = self._skip_causal and all(self._are_causal(_row_spans(lengths), size))
             self._window = ((CAUSAL if size is None else (size - 1, 0)) if is_causal else None,)
         return self._window[0]
 
-    def _for_row(self, start: int, length: int) -> Tensor | None:
-        if self._skip_causal and self._is_causal([(start, length)]):
-            return None
+    def _mask_of_row(self, start: int, length: int) -> Tensor | None:
         span = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
         mask = self._mask(**{**self._arguments, **span, "allow_is_causal_skip": False})
         if mask is None or mask.dtype != torch.bool:
@@ -168,23 +170,27 @@ class Masks:
         dtype = self._arguments.get("dtype", torch.float32)
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
-    def _is_causal(self, rows: Iterable[tuple[int, int]], window: int | None = None) -> bool:
-        """True if each token of these rows attends to its row up to itself, or to the last `window` tokens of that.
+    def _are_causal(self, rows: Iterable[tuple[int, int]], window: int | None = None) -> list[bool]:
+        """Return for each row if its tokens attend to the row up to themselves, or to the last `window` tokens of that.
 
-        The model's rule is evaluated, not its name, because models combine rules.
+        The model's rule is evaluated, not its name, because models combine rules. Python waits for a device once.
         """
-        if self._arguments.get("use_vmap"):
-            return False  # a rule for single indices, which cannot be evaluated on blocks
+        if self._arguments.get("use_vmap"):  # a rule for single indices, which cannot be evaluated on blocks
+            return [False for _ in rows]
         rule, device = self._arguments["mask_function"], self._arguments["device"]
-        zero = torch.zeros((), dtype=torch.long, device=device)
+        # (1, 1) and not a scalar, because torch reads a scalar index back from the device
+        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         agreed = []
         for start, length in rows:
             keys = torch.arange(start, start + length, device=device)
+            blocks = []
             for queries in keys.split(BLOCK):
                 q, k = queries[:, None], keys[None, :]
                 expected = k <= q if window is None else (k <= q) & (k > q - window)
-                agreed.append((rule(zero, zero, q, k) == expected).all())
-        return bool(torch.stack(agreed).all())  # one read from the device for all blocks
+                blocks.append((rule(zero, zero, q, k) == expected).all())
+            agreed.append(torch.stack(blocks).all())
+        causal: list[bool] = torch.stack(agreed).tolist()
+        return causal
 
 
 def _row_spans(lengths: Sequence[int]) -> Iterable[tuple[int, int]]:

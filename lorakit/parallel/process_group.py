@@ -90,7 +90,7 @@ def init_process_group(
             f" it is {world.rank} of {world.size}"
         )
     # nccl sends tensors of GPUs only, and Group's are on the CPU
-    on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo")
+    on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     return accelerator, Group(world.rank, world.size, world.local_rank, on_cpu)
 
 
