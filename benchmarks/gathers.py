@@ -28,6 +28,7 @@ def rank(backend: str, base: str) -> None:
     from lorakit.data import collate
     from lorakit.launch.environment import detect_world
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+    from lorakit.objectives.cross_entropy import LossModel
     from lorakit.ops.fuse import fuse_model
     from lorakit.parallel import StepSettings, open_engine
     from lorakit.parallel.optimizer import build_optimizer
@@ -43,7 +44,7 @@ def rank(backend: str, base: str) -> None:
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
     whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.fill)
+    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
     for step in range(3):
         rows = rows_of(Path(base), "even", 2 * step + engine.rank)
         engine.step(step, [collate(rows, list(range(len(rows))), packing=True)])  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lorakit.lora import adapter_tensors, inject
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.ops.varlen import varlen_kernel
@@ -49,8 +50,9 @@ def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torc
     put(adapter, adapter_tensors(model))
     engine = SingleEngine(device, Group(), "single")
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(model, build, StepSettings(0, CLIP, lambda step: RATE))
-    engine.loss_model.packed_attention, engine.loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
+    loss_model = LossModel(model)
+    engine.prepare(loss_model, build, StepSettings(0, CLIP, lambda step: RATE))
+    loss_model.packed_attention, loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine
 
 

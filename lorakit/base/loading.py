@@ -41,11 +41,6 @@ class LoadedBase:
     """None: the model has its weights"""
 
     @property
-    def fill(self) -> Callable[[str, int, Tensor], None] | None:
-        """``LazyBase.fill``, for an engine that shards the base; None if the model has its weights."""
-        return self.weights.fill if self.weights else None
-
-    @property
     def read_weight(self) -> Callable[[str], Tensor] | None:
         """``LazyBase.read_weight``, for adapters that start from base values; None if the model has its weights."""
         return self.weights.read_weight if self.weights else None

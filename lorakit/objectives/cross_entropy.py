@@ -1,7 +1,8 @@
-"""The loss of a micro-batch: cross-entropy summed over label tokens, in float32.
+"""The cross-entropy of every label token of a micro-batch, in float32. Objectives are made of these (objective.py).
 
 Where no tensor of the output head is trainable, logits are computed in chunks of label positions, each with its
-gradient: no tensor of tokens x vocabulary is ever formed (decision 0020).
+gradient: no tensor of tokens x vocabulary is ever formed (decision 0020). The gradient of any function of the losses is
+that gradient, row by row, times the function's own.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
+from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
@@ -38,16 +40,17 @@ class LogitTransform:
 
 @final
 class LossModel(nn.Module):
-    """A model as training calls it: token ids and labels in, the sum of the label tokens' losses out.
+    """A model as training calls it: token ids and labels in, the loss of each label token out, and if it was a hit.
 
     `chunked`: compute logits for a chunk of label positions at a time, never tokens x vocabulary.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
+    `objective`: what the engine minimises over these losses.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = SFT) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.objective = model, objective
         self.head = loss_head(model)
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
@@ -59,8 +62,11 @@ class LossModel(nn.Module):
         row_lengths: RowLengths | None = None,
         label_positions: Tensor | None = None,
         **inputs: Tensor,
-    ) -> Tensor:
-        """Return the sum of token losses, a float32 scalar; without labels, the logits (lines, tokens, vocabulary)."""
+    ) -> Any:
+        """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
+
+        A hit is 1 where the label has the largest logit, else 0, without gradient.
+        """
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel = self.kernel
@@ -71,25 +77,21 @@ class LossModel(nn.Module):
         if self.chunked:
             assert self.head is not None
             hidden: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            summed: Tensor = self.head(hidden, labels, label_positions)
-            return summed
+            return self.head(hidden, labels, label_positions)
         logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
-        return F.cross_entropy(logits.float(), labels, reduction="sum")
+        hits = (logits.detach().argmax(-1) == labels).float()
+        return F.cross_entropy(logits.float(), labels, reduction="none"), hits
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the sum of token losses of a `LossModel`, a scalar.
-
-    Not the mean, because the normaliser is the number of label tokens of all ranks and micro-batches of a step.
-    """
+def token_scores(model: nn.Module, batch: Batch) -> Scores:
+    """Return what a `LossModel` says of a micro-batch. `model`: the engine's wrapper of it, or itself."""
     inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
     rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
-    summed: Tensor = model(**inputs, **rows, label_positions=batch.label_positions)
-    return summed
+    return Scores(*model(**inputs, **rows, label_positions=batch.label_positions))
 
 
 def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,12 +121,12 @@ class LossHead(nn.Module):
         self.register_parameter("bias", head.bias)
         self.transform = transform
 
-    def forward(self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the float32 sum of the label tokens' losses, for hidden (..., width) and labels (...)."""
+    def forward(self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...)."""
         hidden, labels = select_labelled(hidden, labels, positions)
         weight = self.get_parameter("weight")
-        summed: Tensor = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.transform)  # type: ignore[no-untyped-call]
-        return summed
+        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.transform)  # type: ignore[no-untyped-call]
+        return losses, hits
 
 
 def loss_head(model: nn.Module) -> LossHead | None:
@@ -150,17 +152,18 @@ def logit_transform(model: nn.Module) -> LogitTransform:
 
 @final
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Linear layer and summed cross-entropy. Forward computes the gradient of `hidden` too, from the same logits.
+    """Linear layer and cross-entropy of each label. Forward computes the gradient of `hidden` too, from these logits.
 
-    Saved for backward is that gradient, (labels, width), instead of logits, (labels, vocabulary).
+    Saved for backward is that gradient, (labels, width), instead of logits, (labels, vocabulary). A label's loss
+    depends on its own hidden state alone, so backward multiplies each row by the gradient of that label's loss.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        summed = torch.zeros((), device=hidden.device)
+        losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
         size = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * weight.shape[0])
         size = max(1, size - size % CHUNK_MULTIPLE or size)
@@ -170,8 +173,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             z, slope = _transformed(F.linear(hidden[chunk], weight, bias).float(), transform)
             # in place from here, because torch.logsumexp would allocate a second chunk
             largest, target_logits = z.amax(1, keepdim=True), z.gather(1, targets)
+            hits[chunk] = (target_logits == largest)[:, 0]
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
-            summed += (total.log() + largest - target_logits).sum()
+            losses[chunk] = (total.log() + largest - target_logits)[:, 0]
             if gradient is not None:
                 # d loss / d logits = softmax - one-hot
                 z.div_(total).scatter_add_(1, targets, z.new_full(targets.shape, -1.0))
@@ -182,13 +186,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
         ctx.save_for_backward(gradient)
         ctx.gradient_scale = gradient_scale
-        return summed
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return (gradient.float() * (outer[0] / ctx.gradient_scale)).to(gradient.dtype), None, None, None, None
+        factors = (outer[0] / ctx.gradient_scale)[:, None]
+        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lorakit.base.lazy import LazyBase
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
@@ -27,7 +28,7 @@ class DdpEngine(SingleEngine):
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(loss_model.model))
         prepared: nn.Module = self._accelerator.prepare(loss_model)
         return prepared

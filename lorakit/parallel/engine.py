@@ -1,7 +1,7 @@
 """The interface between the training loop and the place where training runs.
 
-The loop uses these names and no others, so it never contains a backend's name. `step` is one verb because DeepSpeed
-fuses backward, clipping and update.
+The loop uses these names and no others, so it never contains a backend's name. There are no smaller verbs than
+`accumulate` and `update`, because DeepSpeed fuses unscaling, clipping and update.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
@@ -20,7 +21,8 @@ from lorakit.parallel.group import Group
 class StepReport:
     """The numbers of one optimizer step, over all ranks.
 
-    loss: mean per label token. grad_norm: 2-norm of the adapter's gradient before clipping.
+    loss: of the objective; for `sft` the mean per label token. grad_norm: 2-norm of the adapter's gradient before
+    clipping. metrics: the objective's own, by name.
     """
 
     loss: float
@@ -28,6 +30,15 @@ class StepReport:
     learning_rate: float
     num_tokens: int
     num_label_tokens: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The objective's loss and metrics of some micro-batches, over all ranks."""
+
+    loss: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,18 @@ class StepSettings:
     scales_loss: bool = False
 
 
-FillParameter = Callable[[str, int, Tensor], None]
-"""(name, start, out): fills `out` from the base's files with a flattened parameter's elements from `start` on."""
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Full tensors on the CPU, so independent of backend and number of processes. The frozen base is never among them.
+
+    adapter: by tensor name, float32. optimizer: as `<tensor name>.<part>`.
+    """
+
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
 
 
 class NonFiniteStep(Exception):
@@ -61,8 +81,7 @@ class Engine(Protocol):
     """One process's part of a run: model, optimizer and the messages between ranks.
 
     set_phase: called with the current activity, which the watchdog puts into error messages. shards_base: True if the
-    base must be built on meta, because `prepare` reads only this rank's part of each tensor. loss_model: the model and
-    its loss, there after `prepare`.
+    base must be built on meta, because `prepare` reads only this rank's part of each tensor.
     """
 
     rank: int
@@ -71,37 +90,56 @@ class Engine(Protocol):
     group: Group
     set_phase: Callable[[str], None]
     shards_base: bool
-    loss_model: LossModel
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, fill: FillParameter | None = None
+        self,
+        loss_model: LossModel,
+        optimizer: BuildOptimizer,
+        settings: StepSettings,
+        weights: LazyBase | None = None,
     ) -> None:
-        """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective."""
+        """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective.
+
+        loss_model: the adapted model and the objective to minimise. weights: of a base on meta.
+        """
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        """Run optimizer step `index`, counted from 0, on this rank's micro-batches. Collective.
+        """Run optimizer step `index`, counted from 0, on this rank's micro-batches: `accumulate`, then `update`.
 
-        Law: the update equals that of one process given the micro-batches of every rank, with loss = sum of token
-        losses / number of label tokens, both over all ranks and micro-batches.
+        Collective. Law: the update equals that of one process given the micro-batches of every rank, with the loss of
+        `objectives.objective`: sums over all ranks and micro-batches, divided by counts over the same.
 
         Raises:
             NonFiniteStep: on every rank. Nothing was updated.
         """
 
-    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
-        """Return the mean loss per label token over all ranks, or None once `stop` is True on any rank. Collective."""
+    def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:
+        """Compute the gradient of step `index`. Call it once before each `update`. Collective.
+
+        Raises:
+            NonFiniteStep: on every rank.
+        """
+
+    def update(self, rate: float) -> float:
+        """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
+
+        Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
+        """
+
+    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
+        """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""
 
-    def gather(self) -> dict[str, Tensor]:
+    def adapter_state_dict(self) -> dict[str, Tensor]:
         """Return the full adapter tensors, by name, in float32 on the CPU. Never includes the base. Collective."""
 
-    def gather_optimizer(self) -> dict[str, Tensor]:
-        """Return the full optimizer state on the CPU, as `<tensor name>.<part>`. Collective."""
+    def state_dict(self) -> EngineState:
+        """Return everything that a checkpoint holds of this engine. Collective."""
 
-    def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Load the results of `gather` and `gather_optimizer`, of any backend and number of processes."""
+    def load_state_dict(self, state: EngineState) -> None:
+        """Load the result of `state_dict`, of any backend and number of processes."""
 
     def layout(self) -> dict[str, Any]:
         """Return the facts of this rank as they were measured: engine, device, and resident bytes by category."""

@@ -19,12 +19,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from lorakit.base.layers import gather_groups
+from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import move_buffers, to_cpu
@@ -41,7 +42,7 @@ class Fsdp2Engine(SingleEngine):
         self._parallel = parallel
         super().__init__(device, group, parallel.backend)
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -53,7 +54,7 @@ class Fsdp2Engine(SingleEngine):
             )
         fully_shard(loss_model, mesh=mesh, offload_policy=policy)  # last, for parameters outside the layers
         self._shard_device = torch.device("cpu") if offload else self.device
-        materialize_shards(loss_model, self._shard_device, self.rank, fill)
+        materialize_shards(loss_model, self._shard_device, self.rank, weights)
         move_buffers(model, self.device)  # with offload, materialize_shards has moved them to the CPU
         self._optimizer = build(adapter_tensors(model))  # after sharding, because parameters are replaced by DTensors
         return loss_model
@@ -77,7 +78,7 @@ class Fsdp2Engine(SingleEngine):
             shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
-    def gather(self) -> dict[str, Tensor]:
+    def adapter_state_dict(self) -> dict[str, Tensor]:
         return {name: _full_tensor(tensor, self.device) for name, tensor in checkpoint_tensors(self._model).items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -99,7 +100,8 @@ class Fsdp2Engine(SingleEngine):
     def _shard_like(self, value: Tensor, like: DTensor) -> Tensor:
         """Return a full value of the optimizer's state as a DTensor sharded like `like`; a step count as it is."""
         if value.shape != like.shape:
-            return value.clone()
+            # AdamW's step count too: its fused kernel reads it on the parameter's device
+            return value.to(self._shard_device, copy=True)
         local = shard_rows(value, self.world_size, self.rank).to(self._shard_device)
         # shape and stride are given, because from_local would assume that all ranks have equally many rows
         return DTensor.from_local(
@@ -107,13 +109,13 @@ class Fsdp2Engine(SingleEngine):
         )
 
     def resident_bytes(self) -> dict[str, int]:
-        for module in self.loss_model.modules():
+        for module in self._loss_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the outermost group stays gathered after forward
         return super().resident_bytes()
 
     def describe(self) -> dict[str, Any]:
-        num_groups = sum(isinstance(module, FSDPModule) for module in self.loss_model.modules())
+        num_groups = sum(isinstance(module, FSDPModule) for module in self._loss_model.modules())
         all_sharded = all(isinstance(p, DTensor) for p in self._model.parameters())
         return {
             "engine": f"FSDPModule ({num_groups} groups)" if num_groups else type(self._model).__name__,
@@ -121,7 +123,7 @@ class Fsdp2Engine(SingleEngine):
         }
 
 
-def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, fill: FillParameter | None) -> None:
+def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, weights: LazyBase | None) -> None:
     """Allocate the shards that are on meta, and read this rank's rows of the base into them.
 
     No rank ever has a full tensor of the base in memory.
@@ -134,12 +136,12 @@ def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, f
     for name in names_on_meta:
         parameter = parameters[name]
         assert isinstance(parameter, DTensor)
-        assert fill is not None
+        assert weights is not None
         shard = parameter.to_local()
         if shard.numel():  # the last ranks have no rows of a tensor that has fewer rows than there are ranks
             row_numel = parameter.numel() // parameter.shape[0]
             start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * row_numel
-            fill(name, start, shard.detach())
+            weights.fill(name, start, shard.detach())
 
 
 def shard_rows(full: Tensor, num_ranks: int, rank: int) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.base.layers import repeated_layers
+from lorakit.base.lazy import LazyBase
 from lorakit.parallel._internals import is_in_backward
-from lorakit.parallel.engine import FillParameter
 
 ALIGNMENT_BYTES: Final = 64
 Wait = Callable[[], object]
@@ -66,10 +66,10 @@ class StreamedLayer:
         """Yield the parameters on meta, with shape and dtype."""
         return (tensor.meta for tensor in self._tensors)
 
-    def read_into(self, slot: Tensor, fill: FillParameter) -> None:
+    def read_into(self, slot: Tensor, weights: LazyBase) -> None:
         """Read the values of all parameters into a slot."""
         for tensor in self._tensors:
-            fill(tensor.name, 0, tensor.view_in(slot))
+            weights.fill(tensor.name, 0, tensor.view_in(slot))
 
     def bind(self, slot: Tensor) -> None:
         """Make the parameters views of a slot that contains their values."""
@@ -111,22 +111,22 @@ class FileSource:
     Files are read with `pread` and not mapped, because mapped pages count as resident memory until they are dropped.
     """
 
-    def __init__(self, fill: FillParameter) -> None:
-        self._fill, self._reader = fill, ThreadPoolExecutor(1, "base")
+    def __init__(self, weights: LazyBase) -> None:
+        self._weights, self._reader = weights, ThreadPoolExecutor(1, "base")
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        return self._reader.submit(layer.read_into, slot, self._fill).result
+        return self._reader.submit(layer.read_into, slot, self._weights).result
 
 
 @final
 class HostSource:
     """Pinned host memory with all layers, copied to the GPU by a second CUDA stream while the first one computes."""
 
-    def __init__(self, fill: FillParameter, layers: Sequence[StreamedLayer]) -> None:
+    def __init__(self, weights: LazyBase, layers: Sequence[StreamedLayer]) -> None:
         self._copies = torch.cuda.Stream()
         self._host = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
         for layer, host in self._host.items():
-            layer.read_into(host, fill)
+            layer.read_into(host, weights)
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
         # the kernels of the layer that was in this slot may still be queued: the copy must not overtake them

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
-from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.stepping import BaseEngine, state_to_cpu, state_to_device, to_cpu
 
@@ -21,7 +22,7 @@ class SingleEngine(BaseEngine):
     DDP and FSDP2 extend this class, because their optimizers are torch's too.
     """
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(loss_model.model))
         return loss_model
 
@@ -48,7 +49,7 @@ class SingleEngine(BaseEngine):
         """Scale the gradients down to a norm of `limit` if theirs is larger. Returns their norm before that."""
         return float(torch.nn.utils.clip_grad_norm_(tensors, limit))
 
-    def gather(self) -> dict[str, Tensor]:
+    def adapter_state_dict(self) -> dict[str, Tensor]:
         return {name: to_cpu(tensor) for name, tensor in checkpoint_tensors(self._model).items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
 """One optimizer step, written once for every backend. A backend fills in sharding, backward and update.
 
-Law: the update equals that of one process given the micro-batches of all ranks, with
+Law: the update equals that of one process given the micro-batches of all ranks, with the loss of
+`objectives.objective`: for `sft` the sum of token losses / the number of label tokens, over all micro-batches.
 
-    loss = sum of token losses / number of label tokens, both over all ranks and micro-batches.
-
-The number of label tokens is summed over the ranks before the first forward, because a rank's rows may have more
-labels than another's: a mean of the ranks' means would weight tokens unequally.
+The counts that divide are summed over the ranks before the first forward, because a rank's rows may have more labels
+than another's: a mean of the ranks' means would weight tokens unequally.
 """
 
 import hashlib
@@ -13,21 +12,31 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
-from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.parallel.accounting import Collectives
-from lorakit.parallel.engine import BuildOptimizer, FillParameter, NonFiniteStep, StepReport, StepSettings
+from lorakit.parallel.engine import (
+    BuildOptimizer,
+    EngineState,
+    LossReport,
+    NonFiniteStep,
+    StepReport,
+    StepSettings,
+)
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
+from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
 
 
@@ -48,7 +57,7 @@ class BaseEngine(ABC):
     # --- hooks of a backend ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         """Shard the model, fill its parameters, build the optimizer. Returns the module to call for a forward pass."""
 
     @abstractmethod
@@ -63,7 +72,7 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def gather(self) -> dict[str, Tensor]: ...
+    def adapter_state_dict(self) -> dict[str, Tensor]: ...
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -99,9 +108,15 @@ class BaseEngine(ABC):
     # --- shared by all backends --------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, optimizer: BuildOptimizer, settings: StepSettings, fill: FillParameter | None = None
+        self,
+        loss_model: LossModel,
+        optimizer: BuildOptimizer,
+        settings: StepSettings,
+        weights: LazyBase | None = None,
     ) -> None:
-        self.loss_model, self._model, self._settings = LossModel(model).train(), model, settings
+        model = loss_model.model
+        self._loss_model, self._model = loss_model.train(), model
+        self._objective, self._settings = loss_model.objective, settings
         self._without_gradient, self._all_had_gradient = set(adapter_tensors(model)), False
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -114,34 +129,31 @@ class BaseEngine(ABC):
             self.resident_base_bytes(base),
         )
         with quiet_libraries():
-            self._wrapped = self.wrap(self.loss_model, optimizer, fill)
+            self._wrapped = self.wrap(loss_model, optimizer, weights)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        num_labels, num_tokens = self.group.all_reduce_sum(
-            sum(batch.num_label_tokens for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
-        )
+        counts = count_step(self._objective, micro_batches, self.group)
         rate = self._settings.learning_rate(index)
         while True:  # more than once only in float16, after an overflow
             with self._collectives.counting():
-                losses = self._forward_and_backward(index, micro_batches, num_labels)
-                loss = self.group.all_reduce_sum(float(torch.stack(losses).sum()))[0] / num_labels
-                if not math.isfinite(loss):  # raised before the update, so that the adapter stays as it was
-                    raise NonFiniteStep(loss, math.nan, self._suspect_rows(micro_batches, losses))
+                report = self._accumulate(index, micro_batches, counts)
                 grad_norm = self.update(rate)
             if math.isfinite(grad_norm):
                 break
             if not self._scale.back_off():
-                raise NonFiniteStep(loss, grad_norm, self._suspect_rows(micro_batches, losses))
+                raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         self._scale.record_good_step()
         if self._collectives.counts_are_new():
             self.group.run_on_all(lambda: verify_step(self._expected, self.layout()))
-        return StepReport(loss, grad_norm, rate, int(num_tokens), int(num_labels))
+        return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
 
-    def _forward_and_backward(self, index: int, micro_batches: Sequence[Batch], num_labels: float) -> list[Tensor]:
-        """Return the summed token loss of each micro-batch of this rank."""
-        losses = []
+    def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:
+        return self._accumulate(index, micro_batches, count_step(self._objective, micro_batches, self.group))
+
+    def _accumulate(self, index: int, micro_batches: Sequence[Batch], counts: StepCounts) -> LossReport:
+        sums = ScoreSums(self._objective)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for number, batch in enumerate(micro_batches):
@@ -149,14 +161,21 @@ class BaseEngine(ABC):
                 position = number * self.world_size + self.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, position))
                 with self.micro_batch(last=number == len(micro_batches) - 1):
-                    loss = loss_sum(self._wrapped, batch.to(self.device))
-                    self.backward(loss / num_labels * self._scale.value)
-                losses.append(loss.detach())
-        return losses
+                    scores = token_scores(self._wrapped, batch.to(self.device))
+                    terms = self._objective.terms(scores)
+                    shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
+                    self.backward(reduce(torch.add, shares) * self._scale.value)
+                sums.add(scores, terms, batch)
+        report = LossReport(*sums.reduce(self.group))
+        if not math.isfinite(report.loss):  # raised before the update, so that the adapter stays as it was
+            raise NonFiniteStep(report.loss, math.nan, self._suspect_rows(micro_batches, sums.terms))
+        return report
 
-    def _suspect_rows(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the rows, over all ranks, of micro-batches whose loss is not finite. If there are none, all rows."""
-        nonfinite = [batch for batch, loss in zip(micro_batches, losses, strict=True) if not math.isfinite(float(loss))]
+    def _suspect_rows(self, micro_batches: Sequence[Batch], terms: Sequence[tuple[Tensor, ...]]) -> tuple[int, ...]:
+        """Return the rows, over all ranks, of micro-batches with a term that is not finite; all rows if all are."""
+        nonfinite = [
+            batch for batch, own in zip(micro_batches, terms, strict=False) if not all(map(torch.isfinite, own))
+        ]
         rows_by_rank = self.group.all_gather(
             (
                 [row for batch in nonfinite for row in batch.row_indices],
@@ -166,20 +185,19 @@ class BaseEngine(ABC):
         suspects = tuple(row for suspect, _ in rows_by_rank for row in suspect)
         return suspects or tuple(row for _, all_rows in rows_by_rank for row in all_rows)
 
-    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> float | None:
-        total, num_label_tokens = 0.0, 0
+    def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
+        sums = ScoreSums(self._objective)
         self._wrapped.eval()
         try:
             with torch.no_grad():
                 for batch in micro_batches:
                     if self.group.any(stop()):  # decided together: forward is collective where the base is sharded
                         return None
-                    total += float(loss_sum(self._wrapped, batch.to(self.device)))
-                    num_label_tokens += batch.num_label_tokens
+                    scores = token_scores(self._wrapped, batch.to(self.device))
+                    sums.add(scores, self._objective.terms(scores), batch)
         finally:
             self._wrapped.train()
-        total, num_labels = self.group.all_reduce_sum(total, num_label_tokens)
-        return total / num_labels
+        return LossReport(*sums.reduce(self.group))
 
     def record_gradient(self, names: Iterable[str]) -> None:
         """Note that these adapter tensors have had a gradient."""
@@ -192,21 +210,21 @@ class BaseEngine(ABC):
             self._all_had_gradient = not self._without_gradient
         return sorted(self._without_gradient)
 
-    def gather_optimizer(self) -> dict[str, Tensor]:
-        return self.optimizer_state() | self._scale.state()
+    def state_dict(self) -> EngineState:
+        return EngineState(self.adapter_state_dict(), self.optimizer_state() | self._scale.state())
 
-    def restore(self, adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: EngineState) -> None:
         tensors = checkpoint_tensors(self._model)
-        if adapter.keys() != tensors.keys():
-            raise RunError(f"the checkpoint holds other tensors: {sorted(adapter.keys() ^ tensors.keys())[:4]}")
-        state: dict[str, dict[str, Tensor]] = {}
-        for key, value in optimizer.items():
+        if state.adapter.keys() != tensors.keys():
+            raise RunError(f"the checkpoint holds other tensors: {sorted(state.adapter.keys() ^ tensors.keys())[:4]}")
+        parts_by_name: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.optimizer.items():
             name, _, part = key.rpartition(".")
             if name:  # the loss scale has none
-                state.setdefault(name, {})[part] = value
-        self.load_state(adapter, state)
-        self._scale.restore(optimizer.get(LOSS_SCALE_KEY))
-        self.record_gradient(state)  # an optimizer has state only for tensors that have had a gradient
+                parts_by_name.setdefault(name, {})[part] = value
+        self.load_state(state.adapter, parts_by_name)
+        self._scale.restore(state.optimizer.get(LOSS_SCALE_KEY))
+        self.record_gradient(parts_by_name)  # an optimizer has state only for tensors that have had a gradient
 
     def layout(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
-from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_ids, streamed_layers
 from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import move_buffers
@@ -26,14 +27,14 @@ class StreamingEngine(SingleEngine):
 
     shards_base = True
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         layers = streamed_layers(loss_model.model)
-        if fill is None or not layers:
+        if weights is None or not layers:
             raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
-        source = HostSource(fill, layers) if self.device.type == "cuda" else FileSource(fill)
+        source = HostSource(weights, layers) if self.device.type == "cuda" else FileSource(weights)
         ids = streamed_ids(layers)
         self._stream = LayerStream(layers, source, self.device)
-        fill_resident(loss_model, ids, fill, self.device)
+        fill_resident(loss_model, ids, weights, self.device)
         self._optimizer = build(adapter_tensors(loss_model.model))
         return loss_model
 
@@ -56,7 +57,7 @@ class StreamingEngine(SingleEngine):
         return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
 
 
-def fill_resident(loss_model: LossModel, streamed: Container[int], fill: FillParameter, device: torch.device) -> None:
+def fill_resident(loss_model: LossModel, streamed: Container[int], weights: LazyBase, device: torch.device) -> None:
     """Allocate and read every parameter on meta that is not streamed, and move the others to the device.
 
     A parameter that several modules share (a tied head) stays one parameter. streamed: ids of the streamed ones.
@@ -72,6 +73,6 @@ def fill_resident(loss_model: LossModel, streamed: Container[int], fill: FillPar
                 continue
             if id(tensor) not in filled:
                 filled[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-                fill(names[id(tensor)], 0, filled[id(tensor)].detach())
+                weights.fill(names[id(tensor)], 0, filled[id(tensor)].detach())
             module.register_parameter(key, filled[id(tensor)])
     move_buffers(loss_model.model, device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.launch.environment import World
 from lorakit.launch.quiet import quiet_libraries
@@ -27,7 +28,7 @@ from lorakit.parallel._internals import (
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
 from lorakit.parallel.deepspeed_requirements import announce_compile, check_deepspeed, disable_shm_comm
-from lorakit.parallel.engine import BuildOptimizer, FillParameter
+from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import init_process_group
 from lorakit.parallel.stepping import BaseEngine, move_buffers, to_cpu
@@ -57,13 +58,13 @@ class ZeroEngine(BaseEngine):
         drop_transformers_config(plugin)  # transformers would shard the base while building it
         super().__init__(device, group, parallel.backend)
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, fill: FillParameter | None) -> nn.Module:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         limit, model = self._settings.max_grad_norm, loss_model.model
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
             return_freed_memory(self.device)  # layers are gathered and freed all the time
-            partition(loss_model, config, self.group, fill)
+            partition(loss_model, config, self.group, weights)
             move_buffers(model, self.device)
         adapter = adapter_tensors(model)
         # hooks, because DeepSpeed moves each gradient to its own buffers: `tensor.grad` is empty after backward
@@ -97,7 +98,7 @@ class ZeroEngine(BaseEngine):
             return math.nan
         return float(self._wrapped.get_global_grad_norm())  # type: ignore[operator]
 
-    def gather(self) -> dict[str, Tensor]:
+    def adapter_state_dict(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {
@@ -146,7 +147,7 @@ class ZeroEngine(BaseEngine):
         """
         for master in flat_masters(self._zero, self._stage):
             state = self._zero.optimizer.state[master]
-            state["step"] = steps.clone()
+            state["step"] = steps.to(master.device, copy=True)  # where AdamW's fused kernel reads it
             for part in MOMENTS:
                 if part not in state:
                     state[part] = torch.zeros_like(master)

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import gather_after_updates, partition_parameter, set_persistent, shard_of
-from lorakit.parallel.engine import FillParameter
 from lorakit.parallel.group import Group
 
 
-def partition(loss_model: LossModel, config: dict[str, Any], group: Group, fill: FillParameter | None) -> None:
-    """Shard every parameter over the ranks, DeepSpeed's way. `fill` reads this rank's part of those on meta."""
+def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weights: LazyBase | None) -> None:
+    """Shard every parameter over the ranks, DeepSpeed's way. `weights` reads this rank's part of those on meta."""
     import deepspeed
 
     init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(loss_model), enabled=True)
     for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
-            assert fill is not None
-            parameter = _replace_parameter(loss_model, parameter, _read_own_range(name, parameter, group, fill))
+            assert weights is not None
+            parameter = _replace_parameter(loss_model, parameter, _read_own_range(name, parameter, group, weights))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         partition_parameter(init, parameter, persistent=parameter.requires_grad)
@@ -77,7 +77,7 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     return start, min(start + size, num_elements)
 
 
-def _read_own_range(name: str, parameter: nn.Parameter, group: Group, fill: FillParameter) -> nn.Parameter:
+def _read_own_range(name: str, parameter: nn.Parameter, group: Group, weights: LazyBase) -> nn.Parameter:
     """Return a parameter of the full shape in which only this rank's range has values.
 
     DeepSpeed wants a full tensor to cut its shard from. `torch.empty` only reserves addresses: memory that is never
@@ -86,7 +86,7 @@ def _read_own_range(name: str, parameter: nn.Parameter, group: Group, fill: Fill
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
     start, stop = shard_range(parameter.numel(), group)
     if start < stop:
-        fill(name, start, values.view(-1)[start:stop])
+        weights.fill(name, start, values.view(-1)[start:stop])
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lorakit.base.layers import checkpoint_layers
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
-from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops._internals import storage_id
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.planning.model_shapes import adapted_skeleton, largest_layer_list
@@ -142,14 +142,14 @@ def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, li
 def _measure_training_step(loss_model: LossModel, batch: MicroBatch) -> LiveBytes:
     counter = MemoryCounter(_without_needless_mask(loss_model, batch), loss_model.model)
     with counter, FlashAttentionMode(), _mark_head_phase(loss_model, counter):
-        loss_sum(loss_model, _meta_batch(batch)).backward()
+        token_scores(loss_model, _meta_batch(batch)).losses.sum().backward()
     return LiveBytes(counter.saved, counter.peak["head"] - counter.saved, counter.peak["layer"] - counter.saved)
 
 
 def _count_evaluation(loss_model: LossModel, batch: MicroBatch) -> LiveBytes:
     counter = MemoryCounter(_without_needless_mask(loss_model, batch), loss_model.model)
     with counter, FlashAttentionMode(), torch.no_grad():
-        loss_sum(loss_model, _meta_batch(batch))
+        token_scores(loss_model, _meta_batch(batch))
     return LiveBytes(0.0, max(counter.peak.values()), 0.0)
 
 

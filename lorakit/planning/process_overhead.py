@@ -58,7 +58,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     from lorakit.files.dtypes import MODEL_DTYPES
     from lorakit.lora import AdapterSpec, attach, find_targets
     from lorakit.lora.inject import adapter_tensors
-    from lorakit.objectives.cross_entropy import LossModel, loss_sum
+    from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model
     from lorakit.parallel.optimizer import build_optimizer
 
@@ -70,7 +70,7 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     positions = torch.arange(TOKENS // 2).repeat(2)[None]
     ids = torch.ones_like(positions)
-    loss_sum(LossModel(model), Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).backward()
+    token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), TOKENS, TOKENS)).losses.sum().backward()
     optimizer.step()
     # the matrix library allocates its buffers for larger products only, and never frees them
     _ = torch.ones(TOKENS, 1024, dtype=MODEL_DTYPES[dtype]) @ torch.ones(1024, 1024, dtype=MODEL_DTYPES[dtype])

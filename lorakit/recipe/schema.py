@@ -7,7 +7,7 @@ description in the JSON schema, so editors show it.
 import json
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -194,6 +194,11 @@ class TrainSection(Section):
         return self
 
 
+class ObjectiveSection(Section):
+    name: Literal["sft"] = "sft"
+    """What is minimised. `sft`: the mean cross-entropy of the label tokens."""
+
+
 class Recipe(Section):
     """One training run."""
 
@@ -202,6 +207,7 @@ class Recipe(Section):
     data: DataSection
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
+    objective: ObjectiveSection = ObjectiveSection()
     output: Name
     """Folder of the run, to which the patch is written."""
 
@@ -276,3 +282,17 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
             " lower it"
         )
     return min(10, total_steps // 10) if requested is None else requested
+
+
+def default_values() -> dict[str, Any]:
+    """Return a recipe of nothing but the keys that have a default, as JSON has them."""
+    sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    return {
+        name: {
+            key: json.loads(json.dumps(field.get_default(call_default_factory=True)))
+            for key, field in section.model_fields.items()
+            if not field.is_required()
+        }
+        for name, section in sections.items()
+        if isinstance(section, type) and issubclass(section, Section)
+    }

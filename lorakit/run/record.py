@@ -13,6 +13,7 @@ from typing import Any, Final
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
 from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.recipe.schema import default_values
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
@@ -85,7 +86,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         )
     try:
         values = json.loads(path.read_text())
-        before = flatten(values["recipe"])
+        # a run of an older lorakit has no keys that are newer: it did what their defaults say
+        before = flatten(default_values()) | flatten(values["recipe"])
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
     now = flatten(recipe)

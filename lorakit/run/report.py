@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lorakit.parallel import StepReport
+from lorakit.parallel import LossReport, StepReport
 from lorakit.run.display import Display, display
 from lorakit.run.metrics import Metrics
 from lorakit.run.trackers import Trackers
@@ -24,15 +24,17 @@ class Report:
         values = {
             "loss": report.loss, "learning_rate": report.learning_rate, "grad_norm": report.grad_norm,
             "tokens": report.num_tokens, "label_tokens": report.num_label_tokens,
-            "tokens_per_second": round(report.num_tokens / seconds, 1),
+            "tokens_per_second": round(report.num_tokens / seconds, 1), **report.metrics,
         }  # fmt: skip
         self._metrics.write({"step": number, **values})
         self._trackers.log(values, number)
 
-    def evaluation(self, number: int, loss: float) -> None:
-        """Report the held-out loss after step ``number``."""
-        values = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-        self._shown.say(f"step {number}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}")
+    def evaluation(self, number: int, report: LossReport) -> None:
+        """Report loss and metrics of the held-out rows after step ``number``."""
+        values = {"eval_loss": report.loss, "eval_perplexity": perplexity(report.loss)}
+        values |= {f"eval_{name}": value for name, value in report.metrics.items()}
+        shown = [f"perplexity {values['eval_perplexity']:.3f}", *(f"{k} {v:.3f}" for k, v in report.metrics.items())]
+        self._shown.say(f"step {number}: held-out loss {report.loss:.4f}, {', '.join(shown)}")
         self._metrics.write({"step": number, **values})
         self._trackers.log(values, number)
 
@@ -42,7 +44,7 @@ class NullReport:
 
     def step(self, number: int, report: StepReport, seconds: float) -> None: ...
 
-    def evaluation(self, number: int, loss: float) -> None: ...
+    def evaluation(self, number: int, report: LossReport) -> None: ...
 
 
 @contextmanager

@@ -6,7 +6,7 @@ highest step whose manifest verifies. There is no pointer file, because one coul
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
-from lorakit.parallel import Engine
+from lorakit.parallel import Engine, EngineState
 
 
 @dataclass
@@ -46,16 +46,14 @@ class Checkpoints:
         """Write a checkpoint of this step, unless there is one, and delete the oldest ones. Collective."""
         target = self._path(progress.step)
         if not engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
-            adapter, optimizer = engine.gather(), engine.gather_optimizer()
-            engine.group.run_on_rank_0(lambda: self._commit(target, adapter, optimizer, progress))
+            state = engine.state_dict()
+            engine.group.run_on_rank_0(lambda: self._commit(target, state, progress))
 
-    def _commit(
-        self, target: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], progress: Progress
-    ) -> None:
+    def _commit(self, target: Path, state: EngineState, progress: Progress) -> None:
         remove_folder(target)  # one of the same step that does not verify
         with atomic_folder(target) as staging:
-            _write(staging / "adapter.safetensors", adapter)
-            _write(staging / "optimizer.safetensors", optimizer)
+            _write(staging / "adapter.safetensors", state.adapter)
+            _write(staging / "optimizer.safetensors", state.optimizer)
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
@@ -78,16 +76,17 @@ class Checkpoints:
         newest = engine.group.run_on_rank_0(self._read_newest)
         if newest is None:
             return None
-        progress, adapter, optimizer = newest
-        engine.restore(adapter, optimizer)
+        progress, state = newest
+        engine.load_state_dict(state)
         return progress
 
-    def _read_newest(self) -> tuple[Progress, dict[str, Tensor], dict[str, Tensor]] | None:
+    def _read_newest(self) -> tuple[Progress, EngineState] | None:
         newest = self.newest()
         if newest is None:
             return None
         progress, folder = newest
-        return progress, _read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors")
+        state = EngineState(_read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors"))
+        return progress, state
 
     def adapter_of(self, step: int) -> dict[str, Tensor]:
         """Return the adapter tensors of a step's checkpoint."""
@@ -106,7 +105,7 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}"
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(path, "wb") as file:
         write_tensors(file, tensors, {"format": "pt"})
 

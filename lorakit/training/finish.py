@@ -29,7 +29,7 @@ def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> N
     """
     group = job.engine.group
     # the best step's adapter is in its checkpoint, unless the best step is the last one
-    tensors = job.engine.gather() if chosen_step(job.recipe, progress) == progress.step else None
+    tensors = job.engine.adapter_state_dict() if chosen_step(job.recipe, progress) == progress.step else None
     ranks = group.all_gather(job.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
     group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks))
 
@@ -70,7 +70,7 @@ def write_results(
         "step": step,
     }
     patch = patch_from_model(
-        job.model,
+        job.loss_model.model,
         tensors if tensors is not None else job.checkpoints.adapter_of(step),
         metadata=facts,
         base_model=recipe.base.model,

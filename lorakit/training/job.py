@@ -27,6 +27,8 @@ from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, f
 from lorakit.lora.coverage import Coverage, coverage_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import OBJECTIVES
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
@@ -66,7 +68,7 @@ class Job:
 
     recipe: Recipe
     output: Path
-    model: nn.Module
+    loss_model: LossModel
     engine: Engine
     dtype: DtypeChoice
     adapted: AdaptedBase
@@ -114,7 +116,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
     job = Job(
         recipe=recipe,
         output=output,
-        model=model,
+        loss_model=LossModel(model, OBJECTIVES[recipe.objective.name]),
         engine=engine,
         dtype=dtype,
         adapted=adapted,
@@ -127,9 +129,10 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
     )
     group.run_on_all(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job)
-    verify_chunked_loss(engine.loss_model, job.batches, engine.device, group)
+    # after the engine has filled the base, and before a step: what the checks choose is read in every forward
+    verify_chunked_loss(job.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
-        enable_packing(engine.loss_model, job.batches, engine.device)
+        enable_packing(job.loss_model, job.batches, engine.device)
     # last, so that the checks above do not compile
     return replace(job, compiled=CompiledLayers(model)) if recipe.train.compile else job
 
@@ -237,7 +240,7 @@ def _prepare_engine(job: Job) -> None:
     """Give the engine the model, the optimizer's settings and the learning rate's schedule."""
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
-        checkpoint_layers(job.model, offload=settings.activation_offload)
+        checkpoint_layers(job.loss_model.model, offload=settings.activation_offload)
     optimizer = partial(
         build_optimizer,
         name=settings.optimizer,
@@ -255,4 +258,4 @@ def _prepare_engine(job: Job) -> None:
     )
     scales_loss = job.dtype.dtype is torch.float16
     step_settings = StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss)
-    job.engine.prepare(job.model, optimizer, step_settings, job.adapted.base.fill)
+    job.engine.prepare(job.loss_model, optimizer, step_settings, job.adapted.base.weights)

@@ -166,9 +166,10 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
     assert sampler is not None
     job.engine.set_phase(f"step {progress.step}: held-out rows")
     micro_batches = (batch for rows in sampler.eval_batches() for batch in sampler.micro_batches(rows))
-    loss = job.engine.evaluate(micro_batches, stop.is_requested)
-    if loss is None:
+    result = job.engine.evaluate(micro_batches, stop.is_requested)
+    if result is None:
         return False
+    loss = result.loss
     if not math.isfinite(loss):
         raise RunError(
             f"step {progress.step}: the held-out loss is {loss}; look at the rows of data.eval, or lower"
@@ -184,7 +185,7 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
         progress.best_eval_loss, progress.best_step, progress.evals_without_gain = loss, progress.step, 0
     elif progress.step > 0:
         progress.evals_without_gain += 1
-    report.evaluation(progress.step, loss)
+    report.evaluation(progress.step, result)
     return improved and job.recipe.train.select == "best"
 
 

@@ -113,7 +113,7 @@ def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: to
         labels[:, 1::2] = IGNORE_INDEX
         positions = torch.arange(0, ids.shape[1], 2, device=device)
         with torch.no_grad():
-            loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions))
+            loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions)[0].sum())
             expected = float(F.cross_entropy(loss_model(input_ids=ids)[0].float(), labels[0], reduction="sum"))
         # no early return: forward is collective where the base is sharded
         matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected

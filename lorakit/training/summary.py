@@ -62,7 +62,7 @@ def _targets(job: Job) -> str:
 
 def _fallbacks(job: Job) -> list[tuple[str, str]]:
     """Return a line for each fast or lean part that this model or device does not allow, with the reason."""
-    loss_model = job.engine.loss_model
+    loss_model = job.loss_model
     lines = []
     if not loss_model.chunked:
         trainable_head = loss_model.head is None

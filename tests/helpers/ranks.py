@@ -26,9 +26,12 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.objectives import objective
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import Objective
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
-from lorakit.parallel import Engine, StepSettings, open_engine
+from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
@@ -38,6 +41,18 @@ Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
 STEPS = 6
 """Of a case that names no other number."""
+OBJECTIVES = {
+    **objective.OBJECTIVES,
+    # two terms with normalisers of their own, the second not linear in the losses
+    "two terms": Objective(
+        counts=lambda batch: (float(batch.num_label_tokens), float(len(batch.row_indices))),
+        terms=lambda scores: (scores.losses.sum(), scores.losses.square().sum() * 0.05),
+        metrics={
+            "accuracy": lambda scores, batch: (scores.hits.sum(), float(batch.num_label_tokens)),
+            "loss_per_row": lambda scores, batch: (scores.losses.detach().sum(), float(len(batch.row_indices))),
+        },
+    ),
+}
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -101,10 +116,10 @@ def build(engine: Engine, base: Path, case: Case) -> None:
         loraplus_lr_ratio=case.get("ratio"),
     )  # fmt: skip
     engine.prepare(
-        model,
+        LossModel(model, OBJECTIVES[case.get("objective", "sft")]),
         optimizer,
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
-        loaded.fill,
+        loaded.weights,
     )
     if "loss_scale" in case:
         engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
@@ -127,19 +142,20 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])
-        engine.restore(saved["adapter"], saved["optimizer"])
+        engine.load_state_dict(EngineState(saved["adapter"], saved["optimizer"]))
         first = len(saved["losses"])
-    losses, norms = [], []
+    losses, norms, metrics = [], [], []
     with count_recomputed() as recomputed:
         for step in range(first, case.get("steps", STEPS)):
             report = engine.step(step, batches.step(step))
             losses.append(report.loss)
             norms.append(report.grad_norm)
+            metrics.append(list(report.metrics.values()))
     micro_batches = (batch for rows in batches.eval_batches() for batch in batches.micro_batches(rows))
     return {
-        "losses": losses, "norms": norms, "adapter": engine.gather(),
-        "eval": engine.evaluate(micro_batches, lambda: False) if case.get("evaluate", True) else None,
-        "optimizer": engine.gather_optimizer(), "unreached": engine.tensors_without_gradient(),
+        "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
+        "eval": engine.evaluate(micro_batches, lambda: False).loss if case.get("evaluate", True) else None,
+        "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]
         "recomputed": sum(recomputed),

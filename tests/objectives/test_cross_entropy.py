@@ -16,7 +16,7 @@ from lorakit import inject
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.lora import adapter_tensors
 from lorakit.objectives import cross_entropy
-from lorakit.objectives.cross_entropy import LogitTransform, LossHead, LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LogitTransform, LossHead, LossModel, token_scores
 from tests.helpers.models import SMALL, build
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_the_plain_ones(kind: str) -> None:
 
     called = LossModel(model)
     assert called.chunked
-    loss = loss_sum(called, batch)
+    loss = token_scores(called, batch).losses.sum()
 
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for one, other in zip(torch.autograd.grad(loss / 7, tensors), gradients, strict=True):
@@ -84,10 +84,10 @@ def test_a_micro_batch_of_labels_alone_or_of_none_has_the_same_graph() -> None:
     graphs, losses = [], []
     for labels in (batch.labels, batch.input_ids, torch.full_like(batch.labels, IGNORE_INDEX)):
         with_positions = replace(batch, labels=labels).to(torch.device("cpu"))
-        losses.append(loss_sum(called, with_positions))
+        losses.append(token_scores(called, with_positions).losses.sum())
         graphs.append(nodes(losses[-1].grad_fn))
         losses[-1].backward()
-        assert losses[-1] == loss_sum(called, with_positions)
+        assert losses[-1] == token_scores(called, with_positions).losses.sum()
     assert graphs[0] == graphs[1] == graphs[2]
     assert losses[2] == 0
 
@@ -119,7 +119,7 @@ def test_label_positions_are_not_read_from_the_device(chunked: bool) -> None:
     losses = []
     for each, expected in ((batch, True), (with_positions, False)):
         with CountDeviceReads() as reads:
-            losses.append(loss_sum(called, each))
+            losses.append(token_scores(called, each).losses.sum())
             losses[-1].backward()
         assert (reads.number > 0) is expected
     assert losses[0] == losses[1]
@@ -140,7 +140,7 @@ def test_in_float32_it_is_the_float64_result_to_a_millionth(transform: LogitTran
     expected = F.cross_entropy(logits, labels, reduction="sum")
     expected.backward()
 
-    loss = LossHead(linear, transform)(hidden, labels)
+    loss = LossHead(linear, transform)(hidden, labels)[0].sum()
     loss.backward()
 
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -167,7 +167,7 @@ def test_no_tensor_grows_with_vocabulary_times_tokens(monkeypatch: pytest.Monkey
     head = LossHead(nn.Linear(4, 1000, bias=False).requires_grad_(False), LogitTransform(cap=3.0))
     hidden = torch.randn(500, 4, requires_grad=True)
     with LargestTensor() as largest:
-        head(hidden, torch.randint(0, 1000, (500,))).backward()
+        head(hidden, torch.randint(0, 1000, (500,)))[0].sum().backward()
     assert largest.values == 8 * 1000
 
 
@@ -180,7 +180,7 @@ def test_in_16_bits_gradients_are_as_near_as_the_dtype_allows(dtype: torch.dtype
     (F.cross_entropy(exact @ linear.weight.double().T, labels, reduction="sum") / 1000).backward()  # small gradients
 
     rounded = hidden.to(dtype).requires_grad_()
-    (LossHead(linear.to(dtype), LogitTransform())(rounded, labels) / 1000).backward()
+    (LossHead(linear.to(dtype), LogitTransform())(rounded, labels)[0].sum() / 1000).backward()
 
     assert rounded.grad is not None
     assert exact.grad is not None
@@ -195,7 +195,7 @@ def test_a_trainable_head_has_its_loss_from_full_logits(settings: dict[str, Any]
     called, batch = LossModel(model), a_batch()
 
     assert not called.chunked
-    torch.testing.assert_close(loss_sum(called, batch), plain(model, batch), rtol=1e-6, atol=0)
+    torch.testing.assert_close(token_scores(called, batch).losses.sum(), plain(model, batch), rtol=1e-6, atol=0)
 
 
 def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
@@ -203,7 +203,7 @@ def test_a_batch_without_a_label_has_no_loss_and_no_gradient() -> None:
     batch = a_batch()
     batch.labels.fill_(IGNORE_INDEX)
 
-    summed = loss_sum(LossModel(model), batch)
+    summed = token_scores(LossModel(model), batch).losses.sum()
     summed.backward()
 
     assert float(summed.detach()) == 0
@@ -230,3 +230,36 @@ def test_the_saved_bytes_do_not_depend_on_the_vocabulary() -> None:
         saved_values.append(sum(sizes))
     assert saved_values[0] == saved_values[2] < 300 * 10
     assert saved_values[3] > saved_values[1] > 300 * 1000
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi"])
+def test_any_function_of_the_token_losses_has_the_plain_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    model = inject(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **HEADS[kind])), rank=3)
+    for tensor in adapter_tensors(model).values():
+        tensor.data.normal_(std=0.3)
+    tensors, batch = list(adapter_tensors(model).values()), a_batch()
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
+    selected = batch.labels != IGNORE_INDEX
+    expected = F.cross_entropy(logits[selected], batch.labels[selected], reduction="none")
+
+    scores = token_scores(LossModel(model), batch)
+
+    torch.testing.assert_close(scores.losses, expected, rtol=1e-6, atol=0)
+    assert torch.equal(scores.hits, (logits[selected].argmax(-1) == batch.labels[selected]).float())
+    factors = torch.arange(1.0, len(expected) + 1) / len(expected)
+    gradients = (torch.autograd.grad((factors * each).square().sum(), tensors) for each in (scores.losses, expected))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 3e-5 * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_sum_is_the_one_made_in_forward(dtype: torch.dtype) -> None:
+    """Bit for bit: a loss of ones times a number multiplies as the number alone does."""
+    hidden = torch.randn(9, 8, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    head = LossHead(nn.Linear(8, 64, bias=False).to(dtype).requires_grad_(False), LogitTransform())
+    labels = torch.arange(9)
+    (by_sum,) = torch.autograd.grad(head(hidden, labels)[0].sum() / 7, hidden)
+    (made,) = torch.autograd.grad(head(hidden, labels)[0], hidden, torch.full((9,), 1.0) / 7)
+    assert torch.equal(by_sum, made)

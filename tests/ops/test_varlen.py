@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.base.load import load_base
 from lorakit.data import RowSettings, tokenize_rows
 from lorakit.data.sampler import BatchSampler, collate
-from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
 from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, row_bounds, varlen_kernel
 from lorakit.training import model_checks
@@ -207,17 +207,17 @@ def test_torchs_own_function_takes_the_arguments_and_has_a_gradient() -> None:
     assert varlen_kernel(CPU) is None
 
 
-class Reads(TorchDispatchMode):
-    """Counts the numbers read back from a device."""
+class Reads(TorchFunctionMode):
+    """Counts the times that Python reads a tensor's values, and waits for a device."""
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
         return func(*args, **(kwargs or {}))
 
 
-def test_one_number_is_read_back_for_a_rule_and_pass() -> None:
+def test_a_device_is_read_once_for_a_rule_and_pass() -> None:
     rule = {"mask_function": lambda b, h, q, k: (k <= q) & (k > q - 700), "device": CPU, "local_size": 700}
     masks = Masks(lambda: None, rule, skip_causal=True)
     with Reads() as reads:
@@ -293,9 +293,7 @@ def with_packing(
 
 
 def packing_notes(called: LossModel) -> list[tuple[str, str]]:
-    job: Any = SimpleNamespace(
-        engine=SimpleNamespace(loss_model=called), recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
-    )
+    job: Any = SimpleNamespace(loss_model=called, recipe=SimpleNamespace(data=SimpleNamespace(packing=True)))
     return [line for line in _fallbacks(job) if line[0] == "packing"]
 
 
@@ -306,10 +304,10 @@ def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, mo
     batch = collate(batches.rows, [0, 3, 7], packing=True)
     calls.windows.clear()
 
-    loss = loss_sum(called, batch)
+    loss = token_scores(called, batch).losses.sum()
 
     assert calls.windows == [CAUSAL] * called.model.config.num_hidden_layers  # type: ignore[union-attr]
-    torch.testing.assert_close(loss, loss_sum(plain, batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, token_scores(plain, batch).losses.sum(), rtol=1e-5, atol=1e-5)
     assert called.packed_attention
     assert packing_notes(called) == packing_notes(plain) == []
 
@@ -362,7 +360,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_run_notes_it(
     plain = with_packing(base, batches, monkeypatch, None)
     batch = collate(batches.rows, [0, 3, 7], packing=True)
 
-    assert torch.equal(loss_sum(called, batch), loss_sum(plain, batch))
+    assert torch.equal(token_scores(called, batch).losses.sum(), token_scores(plain, batch).losses.sum())
     assert called.packed_attention
     assert called.kernel is None
     ((_, text),) = packing_notes(called)

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
 PLAIN: Case = {"name": "plain"}
 ACCUMULATED: Case = {"name": "accumulated", "micro_batch_size": 2, "rank": 1, "checkpointing": True}
-PADDED: Case = {"name": "padded", "micro_batch_size": 3, "rank": 8, "packing": False, "max_grad_norm": None}
+PADDED: Case = {
+    "name": "padded", "micro_batch_size": 3, "rank": 8, "packing": False, "max_grad_norm": None, "objective": "two terms",
+}  # fmt: skip
 HALF: Case = {"name": "half", "dtype": "bfloat16", "micro_batch_size": 3}
 FLOAT16: Case = {"name": "float16", "dtype": "float16", "loss_scale": 2.0**30}
 OFFLOADED_ACTIVATIONS: Case = {
@@ -85,6 +87,8 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
 def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: float = 1e-6) -> None:
     assert result["losses"] == pytest.approx(expected["losses"], rel=losses)
     assert result["eval"] == pytest.approx(expected["eval"], rel=losses)
+    for one, other in zip(result["metrics"], expected["metrics"], strict=True):
+        assert one == pytest.approx(other, rel=losses, abs=0.05 if losses > 1e-6 else 0.0)
     assert result["norms"] == pytest.approx(expected["norms"], rel=max(1e-4, 10 * losses))
     for part, limit in (("adapter", adapter), ("optimizer", 10 * adapter)):
         names = {name for name in expected[part] if name != "loss_scale"}  # it depends on how a step is cut
@@ -138,7 +142,7 @@ def test_inputs_that_can_be_recomputed_are_saved_nowhere(results: Results, backe
 
 def after_half(alone: Any, rest: Any) -> Any:
     """A whole run: the first half of the steps alone, the rest elsewhere."""
-    return rest | {key: alone["first-half"][key] + rest[key] for key in ("losses", "norms")}
+    return rest | {key: alone["first-half"][key] + rest[key] for key in ("losses", "norms", "metrics")}
 
 
 @every_backend

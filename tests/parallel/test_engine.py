@@ -1,8 +1,10 @@
 """The engine's law: one step is the same however its rows are cut; and it stops rather than learn nonsense."""
 
 import math
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,8 @@ from lorakit.base.load import load_base
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
-from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel import Group, NonFiniteStep, StepSettings, open_engine
+from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
 from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_chunked_loss
@@ -32,10 +34,10 @@ def trained(
         checkpoint_layers(model)
     engine = open_engine(ParallelSection())
     optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
-    engine.prepare(model, optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
+    engine.prepare(LossModel(model), optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
     losses = [engine.step(step, batches.step(step)).loss for step in range(steps)]
     assert engine.tensors_without_gradient() == []
-    return engine.gather(), losses
+    return engine.adapter_state_dict(), losses
 
 
 @pytest.fixture
@@ -48,6 +50,40 @@ def batches(rows: Path, tokenizer: Any) -> Any:
         return made
 
     return make
+
+
+def prepared(base: Path) -> tuple[Engine, LossModel]:
+    """Return an engine on a fresh adapter, and what it trains."""
+    loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=3))
+    engine = open_engine(ParallelSection())
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    engine.prepare(loss_model, optimizer, StepSettings(0, 1.0, lambda step: 0.01))
+    return engine, loss_model
+
+
+def test_a_step_is_accumulate_and_update(base: Path, batches: Any) -> None:
+    by_step, by_verbs = prepared(base)[0], prepared(base)[0]
+    for index in range(3):
+        report = by_step.step(index, batches(3).step(index))
+        parts = by_verbs.accumulate(index, batches(3).step(index))
+        assert (parts.loss, parts.metrics) == (report.loss, report.metrics)
+        assert by_verbs.update(0.01) == report.grad_norm
+    for name, tensor in by_step.adapter_state_dict().items():
+        assert torch.equal(by_verbs.adapter_state_dict()[name], tensor)
+
+
+def test_the_metrics_of_a_step_are_over_all_its_label_tokens(base: Path, batches: Any) -> None:
+    engine, loss_model = prepared(base)
+    sampler = batches(3)
+    for index in range(12):  # until it hits something
+        engine.step(index, sampler.step(index))
+    hits = [token_scores(loss_model, batch.to(CPU)).hits for batch in sampler.step(12)]
+    assert len(hits) == 3
+
+    report = engine.step(12, sampler.step(12))
+
+    assert report.metrics == {"accuracy": pytest.approx(float(torch.cat(hits).mean()), rel=1e-6)}
+    assert 0 < report.metrics["accuracy"] < 1
 
 
 def test_a_step_is_the_same_however_its_rows_are_cut(base: Path, batches: Any) -> None:
@@ -87,15 +123,15 @@ def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batc
     model = inject(load_base(base, torch.float32, CPU), rank=3)
     engine = open_engine(ParallelSection())
     optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(model, optimizer, StepSettings(0, None, lambda step: 0.01))
+    engine.prepare(LossModel(model), optimizer, StepSettings(0, None, lambda step: 0.01))
     next(iter(adapter_tensors(model).values())).data[0, 0] = math.inf
-    before = engine.gather()
+    before = engine.adapter_state_dict()
 
     with pytest.raises(NonFiniteStep) as caught:
         engine.step(0, batches(4).step(0))
 
     assert len(caught.value.rows) == 8
-    after = engine.gather()
+    after = engine.adapter_state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -175,3 +211,22 @@ def test_the_learning_rate_rises_over_the_warm_up_and_follows_its_schedule(sched
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[14] == pytest.approx({"cosine": 1.0, "linear": 1.0, "constant": 2.0}[schedule])
     assert rates[24] == pytest.approx(2.0 if schedule == "constant" else 0.0)
+
+
+def test_a_step_count_is_restored_beside_its_parameter() -> None:
+    """AdamW's fused kernel reads it there; on a GPU one on the CPU ends the first step after a resume."""
+    from lorakit.parallel.fsdp2 import Fsdp2Engine
+    from lorakit.parallel.zero import ZeroEngine
+
+    elsewhere = torch.device("meta")
+    sharded = object.__new__(Fsdp2Engine)
+    sharded._shard_device = elsewhere
+    assert sharded._shard_like(torch.tensor(3.0), torch.empty(2, 2)).device == elsewhere  # type: ignore[arg-type]
+
+    master = torch.empty(4, device=elsewhere)
+    zero = object.__new__(ZeroEngine)
+    zero._stage = 3
+    inner = SimpleNamespace(state=defaultdict(dict))
+    zero._zero = SimpleNamespace(optimizer=inner, fp32_partitioned_groups_flat=[master])
+    zero._create_state(torch.tensor(3.0))
+    assert {value.device for value in inner.state[master].values()} == {elsewhere}

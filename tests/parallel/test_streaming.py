@@ -16,6 +16,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
 from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_layers
@@ -56,14 +57,14 @@ def engine_on(
     if checkpointing:
         checkpoint_layers(loaded.model)
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
-    engine.prepare(loaded.model, build, StepSettings(0, 1.0, lambda step: 0.01), loaded.fill)
+    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 0.01), loaded.weights)
     return engine
 
 
 def trained(folder: Path, parallel: ParallelSection, **more: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     engine = engine_on(folder, parallel, **more)
     losses = [engine.step(step, batches(step)).loss for step in range(3)]
-    return engine.gather(), losses
+    return engine.adapter_state_dict(), losses
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +103,17 @@ def test_adapter_and_losses_are_those_of_a_whole_base(saved: Any, architecture: 
 
 def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
     engine = engine_on(saved("llama"), STREAM)
-    layers = engine.loss_model.model.model.layers
+    layers = engine._model.model.layers
     engine.step(0, batches(0))
 
     there = [layer.self_attn.q_proj.weight.numel() > 0 for layer in layers]
     assert there == [True, True, False, False, False]  # after backward, ready for the next forward
-    assert not any(tensor.is_meta for tensor in adapter_tensors(engine.loss_model.model).values())
+    assert not any(tensor.is_meta for tensor in adapter_tensors(engine._model).values())
 
     def nbytes(module: Any) -> int:
         return sum(p.nbytes for p in module.parameters() if not p.requires_grad)
 
-    others = nbytes(engine.loss_model.model) - sum(map(nbytes, layers))
+    others = nbytes(engine._model) - sum(map(nbytes, layers))
     assert engine.layout()["base_bytes"] == others + 2 * nbytes(layers[0])
     for part, width in (("self_attn.q_proj", 32), ("mlp.down_proj", 48), ("input_layernorm", 32)):
         with pytest.raises(RuntimeError, match="size|shapes"):
@@ -157,15 +158,15 @@ def test_weights_that_autograd_kept_are_not_taken_for_those_of_another_layer(sav
     stream: LayerStream = engine._stream
     ids = batches(0)[0].input_ids
     with torch.no_grad():
-        engine.loss_model(input_ids=ids)  # layers 3 and 4 are there
-    weight = engine.loss_model.model.model.layers[3].self_attn.q_proj.weight
+        engine._loss_model(input_ids=ids)  # layers 3 and 4 are there
+    weight = engine._model.model.layers[3].self_attn.q_proj.weight
     kept = stream.pack(weight.T)
     found = stream.unpack(kept)
 
     assert torch.equal(found, weight.T)
     assert found.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     with torch.no_grad():
-        engine.loss_model(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
+        engine._loss_model(input_ids=ids[:, :1])  # and once more, by way of 0, 1, 2
     assert torch.equal(stream.unpack(kept), found)
     stream._load(1)
     with pytest.raises(RuntimeError, match="layer 3 are needed while layers"):
@@ -177,7 +178,7 @@ def test_what_cannot_be_read_ends_the_step_and_a_later_one_reads_again(
 ) -> None:
     folder = saved("llama")
     engine = engine_on(folder, STREAM)
-    before = engine.gather()
+    before = engine.adapter_state_dict()
     size = (folder / "model.safetensors").stat().st_size
     content = (folder / "model.safetensors").read_bytes()
     with (folder / "model.safetensors").open("r+b") as file:
@@ -188,7 +189,7 @@ def test_what_cannot_be_read_ends_the_step_and_a_later_one_reads_again(
     with pytest.raises(BaseModelError, match="the file ended while model.layers"):
         engine.step(0, batches(0))
 
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.gather().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.adapter_state_dict().items())
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(content)
     assert engine.step(0, batches(0)).loss == engine_on(folder, ParallelSection()).step(0, batches(0)).loss
@@ -215,11 +216,11 @@ def test_a_run_goes_on_in_the_other_way(saved: Any, first: ParallelSection, seco
     folder = saved("llama")
     before, after, through = engine_on(folder, first), engine_on(folder, second), engine_on(folder, first)
     before.step(0, batches(0))
-    after.restore(before.gather(), before.gather_optimizer())
+    after.load_state_dict(before.state_dict())
     through.step(0, batches(0))
 
     assert after.step(1, batches(1)) == through.step(1, batches(1))
-    found, expected = after.gather(), through.gather()
+    found, expected = after.adapter_state_dict(), through.adapter_state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -297,8 +298,8 @@ def test_layers_from_host_memory_are_those_from_files(saved: Any) -> None:
     for _ in range(2):
         loaded = load_for_training(BaseSection(model=str(folder)), folder, torch.float32, device, sharded=True)
         layers = streamed_layers(loaded.model)
-        assert loaded.fill
-        source = HostSource(loaded.fill, layers) if found else FileSource(loaded.fill)
+        assert loaded.weights
+        source = HostSource(loaded.weights, layers) if found else FileSource(loaded.weights)
         stream = LayerStream(layers, source, device)
         seen = []
         for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):

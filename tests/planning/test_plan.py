@@ -20,7 +20,7 @@ from lorakit.cli import main
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
-from lorakit.objectives.cross_entropy import LossModel, loss_sum
+from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import local_bytes
@@ -94,7 +94,7 @@ def saved_for_backward(model: torch.nn.Module, batch: Batch) -> int:
     hidden: list[int] = []
     with Alive() as alive:
         handle = head.register_forward_pre_hook(lambda *_: hidden.append(alive.bytes))
-        loss_sum(called, batch)
+        token_scores(called, batch).losses.sum()
         handle.remove()
     return hidden[0]
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import lorakit
 from lorakit import train as train_function
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
+from lorakit.parallel import LossReport
 from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
 from lorakit.run.lock import locked
@@ -230,6 +232,22 @@ def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
     assert "resuming" not in said
 
 
+def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its record lacks the keys that are newer, and did what their defaults say."""
+    path = recipe()
+    stop_at(monkeypatch, {4})
+    with pytest.raises(TemporaryFailure):
+        train(path)
+    record = tmp_path / "out" / "run.json"
+    values = json.loads(record.read_text())
+    assert values["recipe"].pop("objective") == {"name": "sft"}
+    record.write_text(json.dumps(values))
+
+    _, said = train(path)
+
+    assert "resuming" in said
+
+
 def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_not_its_own(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -280,7 +298,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(recipe: Recipe, monkey
 
     def broken(self: SingleEngine, batches: Any, stop: Any) -> Any:
         calls.append(1)
-        return float("nan") if len(calls) == 2 else evaluate(self, batches, stop)
+        return LossReport(math.nan, {}) if len(calls) == 2 else evaluate(self, batches, stop)
 
     monkeypatch.setattr(SingleEngine, "evaluate", broken)
     with pytest.raises(RunError, match="step 5: the held-out loss is nan"):

@@ -1,0 +1,66 @@
+"""The sums of a step: what an objective's terms and metrics add up to over micro-batches and ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lorakit.data.batch import Batch
+from lorakit.objectives.objective import Objective, Scores
+from lorakit.parallel.group import Group
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The normalisers of a step and its tokens, over all ranks; known before the first forward."""
+
+    normalizers: tuple[float, ...]
+    num_tokens: int
+    num_label_tokens: int
+
+
+def count_step(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> StepCounts:
+    """Return the counts of a step, given this rank's micro-batches. Collective."""
+    counts = [objective.counts(batch) for batch in micro_batches]
+    num_tokens, num_label_tokens, *normalizers = group.all_reduce_sum(
+        sum(batch.num_tokens for batch in micro_batches),
+        sum(batch.num_label_tokens for batch in micro_batches),
+        *(sum(values) for values in zip(*counts, strict=True)),
+    )
+    return StepCounts(tuple(normalizers), int(num_tokens), int(num_label_tokens))
+
+
+@final
+@dataclass
+class ScoreSums:
+    """Terms, metrics and counts of the micro-batches of this rank. They stay on the device until `reduce`."""
+
+    objective: Objective
+    terms: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """of each micro-batch, without gradient"""
+    _metrics: list[list[Tensor]] = field(default_factory=list)
+    _counts: list[list[float]] = field(default_factory=list)
+
+    def add(self, scores: Scores, terms: Sequence[Tensor], batch: Batch) -> None:
+        """Add a micro-batch, with the terms of its scores."""
+        metrics = [metric(scores, batch) for metric in self.objective.metrics.values()]
+        self.terms.append(tuple(term.detach() for term in terms))
+        self._metrics.append([total for total, _ in metrics])
+        self._counts.append([*self.objective.counts(batch), *(count for _, count in metrics)])
+
+    def reduce(self, group: Group) -> tuple[float, dict[str, float]]:
+        """Return loss and metrics over all ranks. Collective. Every rank has added equally many micro-batches."""
+        columns = [*zip(*self.terms, strict=True), *zip(*self._metrics, strict=True)]
+        # all in one tensor, because each transfer from a GPU waits for it
+        totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()
+        counts = [sum(column) for column in zip(*self._counts, strict=True)]
+        summed = group.all_reduce_sum(*totals, *counts)
+        means = [
+            total / count if count else math.nan
+            for total, count in zip(summed[: len(totals)], summed[len(totals) :], strict=True)
+        ]
+        num_terms = len(self.terms[0])
+        return sum(means[:num_terms]), dict(zip(self.objective.metrics, means[num_terms:], strict=True))
