@@ -7,7 +7,7 @@ layers. Under sdpa a causal mask is not formed at all, because sdpa computes cau
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, final
 
@@ -142,11 +142,14 @@ class Masks:
     def for_rows(self, lengths: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Return the mask of each row; None for a causal one that attention computes itself."""
         if self._rows is None:
-            spans = list(_row_spans(lengths))
-            causal = self._are_causal(spans) if self._skip_causal else [False] * len(spans)
-            self._rows = tuple(
-                None if skip else self._mask_of_row(*span) for skip, span in zip(causal, spans, strict=True)
-            )
+            spans = _row_spans(lengths)
+            skipped = [False] * len(spans)
+            if self._skip_causal:
+                causal = self._are_causal(spans)
+                # one read from the device where all rows are causal, as most rules have it, else one for each row
+                skipped = [True] * len(spans) if causal.all() else [bool(one) for one in causal]
+            pairs = zip(skipped, spans, strict=True)
+            self._rows = tuple(None if skip else self._mask_of_row(*span) for skip, span in pairs)
         return self._rows
 
     def window(self, lengths: Sequence[int]) -> Window | None:
@@ -157,7 +160,7 @@ class Masks:
         if self._window is None:
             size = self._arguments.get("local_size")
             size = None if size is None or max(lengths) <= size else int(size)
-            is_causal = self._skip_causal and all(self._are_causal(_row_spans(lengths), size))
+            is_causal = self._skip_causal and bool(self._are_causal(_row_spans(lengths), size).all())
             self._window = ((CAUSAL if size is None else (size - 1, 0)) if is_causal else None,)
         return self._window[0]
 
@@ -170,13 +173,14 @@ class Masks:
         dtype = self._arguments.get("dtype", torch.float32)
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
-    def _are_causal(self, rows: Iterable[tuple[int, int]], window: int | None = None) -> list[bool]:
-        """Return for each row if its tokens attend to the row up to themselves, or to the last `window` tokens of that.
+    def _are_causal(self, rows: Sequence[tuple[int, int]], window: int | None = None) -> Tensor:
+        """Return for each row, (rows,) on the device, if its tokens attend to the row up to themselves.
 
-        The model's rule is evaluated, not its name, because models combine rules. Python waits for a device once.
+        `window`: to the last `window` tokens of that. The model's rule is evaluated, not its name, because models
+        combine rules.
         """
         if self._arguments.get("use_vmap"):  # a rule for single indices, which cannot be evaluated on blocks
-            return [False for _ in rows]
+            return torch.zeros(len(rows), dtype=torch.bool)
         rule, device = self._arguments["mask_function"], self._arguments["device"]
         # (1, 1) and not a scalar, because torch reads a scalar index back from the device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -189,10 +193,9 @@ class Masks:
                 expected = k <= q if window is None else (k <= q) & (k > q - window)
                 blocks.append((rule(zero, zero, q, k) == expected).all())
             agreed.append(torch.stack(blocks).all())
-        causal: list[bool] = torch.stack(agreed).tolist()
-        return causal
+        return torch.stack(agreed)
 
 
-def _row_spans(lengths: Sequence[int]) -> Iterable[tuple[int, int]]:
+def _row_spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, tokens) of each row."""
-    return zip(accumulate(lengths[:-1], initial=0), lengths, strict=True)
+    return list(zip(accumulate(lengths[:-1], initial=0), lengths, strict=True))

@@ -12,15 +12,19 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
+
+import lorakit
 
 GPU: Final = torch.device("cuda", 0)
 SYNCS: Final[Counter[str]] = Counter()
@@ -28,6 +32,7 @@ SYNCS: Final[Counter[str]] = Counter()
 COPIES: Final[Counter[str]] = Counter()
 """operation and place -> copies from the host"""
 
+_PACKAGES: Final = [Path(str(package.__file__)).parent for package in (lorakit, transformers)]
 _aten = torch.ops.aten
 _INDEXING: Final = {
     _aten.index.Tensor,
@@ -86,9 +91,9 @@ class OnGpu(Tensor):
 def _place() -> str:
     """Return the innermost line of lorakit or transformers that is running, as file:line."""
     for frame in reversed(traceback.extract_stack()):
-        for package in ("/lorakit/", "/transformers/"):
-            if package in frame.filename:
-                return f"{package[1:]}{frame.filename.rpartition(package)[2]}:{frame.lineno}"
+        for package in _PACKAGES:
+            if frame.filename.startswith(f"{package}/"):
+                return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno}"
     return "elsewhere"
 
 
