@@ -39,8 +39,8 @@ class DdpEngine(SingleEngine):
         return self._wrapped.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        # times world_size, because DDP averages gradients over ranks and the loss is divided by all ranks' labels
-        (loss * self.world_size).backward()
+        # times the ranks, because DDP averages gradients over ranks and the loss is divided by all ranks' labels
+        (loss * self.mesh.data.size).backward()
 
     def describe(self) -> dict[str, Any]:
         # read from the object, because accelerate alone decides whether it wraps the model

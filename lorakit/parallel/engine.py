@@ -15,6 +15,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,15 @@ class NonFiniteStep(Exception):
 class Engine(Protocol):
     """One process's part of a run: model, optimizer and the messages between ranks.
 
+    group: all ranks. mesh: the same ranks by axes; what scales with rows asks `mesh.data`.
     set_phase: called with the current activity, which the watchdog puts into error messages. shards_base: True if the
     base must be built on meta, because `prepare` reads only this rank's part of each tensor.
     """
 
     rank: int
-    world_size: int
     device: torch.device
     group: Group
+    mesh: Mesh
     set_phase: Callable[[str], None]
     shards_base: bool
 

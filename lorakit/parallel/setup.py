@@ -5,14 +5,14 @@ Invariant: all processes of a run end for the same reason, with the same exit co
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
-from lorakit.launch.environment import World, contradictions, detect_world
+from lorakit.launch.environment import World
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import Watchdog, is_collective_error
 from lorakit.parallel import open_engine
@@ -23,40 +23,18 @@ from lorakit.recipe import Recipe
 from lorakit.version import VERSION
 
 
-def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
-    """Return this process's rank and group as its launcher set them; None if no launcher started it.
-
-    Raises:
-        RunError: the launcher, or environment variables of other tools, contradict the recipe.
-    """
-    parallel = recipe.parallel
-    world = detect_world(environment, parallel.rendezvous)
-    lines = contradictions(
-        world,
-        environment,
-        backend=parallel.backend,
-        processes=parallel.processes,
-        nodes=parallel.nodes,
-        dtype=recipe.base.dtype,
-    )
-    if lines:
-        raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))
-    return world
-
-
 @contextmanager
-def distributed_engine(recipe: Recipe, on_failure: Callable[[], None]) -> Iterator[Engine]:
+def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable[[], None]) -> Iterator[Engine]:
     """Yield the recipe's engine, once all its processes have joined and agree on recipe and versions.
 
+    world: this process's rank and group, or None if no launcher started it.
     If one process fails, all raise its reason. `on_failure` is called first, before the ranks exchange reasons: a
     signal in the middle of that exchange would end this process for another reason than the others.
 
     Raises:
-        RunError: launcher and recipe contradict each other, or the processes differ in recipe or versions.
+        RunError: the processes differ in recipe or versions.
         TemporaryFailure: another process ended or stopped answering. Checkpoints stay.
     """
-    # detected once more, because training.loop.run can be called without run_or_launch, which detected it too
-    world = current_process(recipe, os.environ)
     if recipe.auto_keys:
         raise RunError(
             f"{', '.join(recipe.auto_keys)}: `auto` is chosen by the `lorakit train` that starts the processes, and"

@@ -36,6 +36,7 @@ from lorakit.parallel.engine import (
 )
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
+from lorakit.parallel.mesh import data_mesh
 from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
 
@@ -50,9 +51,9 @@ class BaseEngine(ABC):
 
     def __init__(self, device: torch.device, group: Group, backend: str) -> None:
         self.device, self.group, self._backend = device, group, backend
-        self.rank, self.world_size = group.rank, group.size
+        self.rank, self.mesh = group.rank, data_mesh(group)
         self.set_phase: Callable[[str], None] = lambda phase: None
-        self._collectives = Collectives(self.world_size)
+        self._collectives = Collectives(group.size)
 
     # --- hooks of a backend ------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class BaseEngine(ABC):
         adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
         self._expected = ExpectedLayout(
             self._backend,
-            self.world_size,
+            self.mesh.data.size,
             sum(p.nbytes for p in base),
             adapter_bytes,
             self.resident_base_bytes(base),
@@ -134,7 +135,7 @@ class BaseEngine(ABC):
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        counts = count_step(self._objective, micro_batches, self.group)
+        counts = count_step(self._objective, micro_batches, self.mesh.data)
         rate = self._settings.learning_rate(index)
         while True:  # more than once only in float16, after an overflow
             with self._collectives.counting():
@@ -150,15 +151,15 @@ class BaseEngine(ABC):
         return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
 
     def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:
-        return self._accumulate(index, micro_batches, count_step(self._objective, micro_batches, self.group))
+        return self._accumulate(index, micro_batches, count_step(self._objective, micro_batches, self.mesh.data))
 
     def _accumulate(self, index: int, micro_batches: Sequence[Batch], counts: StepCounts) -> LossReport:
         sums = ScoreSums(self._objective)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for number, batch in enumerate(micro_batches):
-                # the position among the micro-batches of all ranks, so that no two of them share a dropout mask
-                position = number * self.world_size + self.rank
+                # the position among the micro-batches of all rows, so that no two of them share a dropout mask
+                position = number * self.mesh.data.size + self.mesh.data.rank
                 torch.manual_seed(dropout_seed(self._settings.seed, index, position))
                 with self.micro_batch(last=number == len(micro_batches) - 1):
                     scores = token_scores(self._wrapped, batch.to(self.device))
@@ -166,7 +167,7 @@ class BaseEngine(ABC):
                     shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                     self.backward(reduce(torch.add, shares) * self._scale.value)
                 sums.add(scores, terms, batch)
-        report = LossReport(*sums.reduce(self.group))
+        report = LossReport(*sums.reduce(self.mesh.data))
         if not math.isfinite(report.loss):  # raised before the update, so that the adapter stays as it was
             raise NonFiniteStep(report.loss, math.nan, self._suspect_rows(micro_batches, sums.terms))
         return report
@@ -197,7 +198,7 @@ class BaseEngine(ABC):
                     sums.add(scores, self._objective.terms(scores), batch)
         finally:
             self._wrapped.train()
-        return LossReport(*sums.reduce(self.group))
+        return LossReport(*sums.reduce(self.mesh.data))
 
     def record_gradient(self, names: Iterable[str]) -> None:
         """Note that these adapter tensors have had a gradient."""
@@ -233,8 +234,9 @@ class BaseEngine(ABC):
             **self.describe(),
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "threads": torch.get_num_threads(),
-            "world_size": self.world_size,
-            **({"communication": str(dist.get_backend())} if self.world_size > 1 else {}),
+            "world_size": self.group.size,
+            "mesh": self.mesh.sizes,
+            **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
             "collectives_of_a_step": self._collectives.counts(),
         }

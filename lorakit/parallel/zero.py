@@ -64,7 +64,7 @@ class ZeroEngine(BaseEngine):
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
             return_freed_memory(self.device)  # layers are gathered and freed all the time
-            partition(loss_model, config, self.group, weights)
+            partition(loss_model, config, self.mesh.data, weights)
             move_buffers(model, self.device)
         adapter = adapter_tensors(model)
         # hooks, because DeepSpeed moves each gradient to its own buffers: `tensor.grad` is empty after backward
@@ -78,15 +78,15 @@ class ZeroEngine(BaseEngine):
         return prepared
 
     def shard_numel(self, shape: Sequence[int]) -> int:
-        return math.ceil(math.prod(shape) / (self.world_size if self.shards_base else 1))
+        return math.ceil(math.prod(shape) / (self.mesh.data.size if self.shards_base else 1))
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
         return save_weights_by_reference() if self._stage == 3 else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # times world_size, because DeepSpeed averages gradients over ranks and the loss is divided by all ranks' labels
-        self._wrapped.backward(loss * self.world_size, scale_wrt_gas=False)  # type: ignore[operator]
+        # times the ranks, because DeepSpeed averages gradients over ranks and the loss is divided by all ranks' labels
+        self._wrapped.backward(loss * self.mesh.data.size, scale_wrt_gas=False)  # type: ignore[operator]
 
     def update(self, rate: float) -> float:
         set_rate(self._zero.param_groups, rate)
@@ -133,10 +133,10 @@ class ZeroEngine(BaseEngine):
         if steps is not None:
             self._create_state(steps)
         for name, tensor in fixed_tensors(self._model).items():
-            set_full_value(tensor, adapter[name], self.group)
+            set_full_value(tensor, adapter[name], self.mesh.data)
         for name, tensor in adapter_tensors(self._model).items():
             safe_set_full_fp32_param(tensor, adapter[name].to(self.device))  # the master, which is updated
-            set_full_value(tensor, adapter[name], self.group)  # the parameter, with which forward computes
+            set_full_value(tensor, adapter[name], self.mesh.data)  # the parameter, with which forward computes
             for part in MOMENTS if name in state else ():
                 safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
 

@@ -33,6 +33,12 @@ class ParallelSection(Section):
     """Number of processes over all machines, one per GPU."""
     nodes: Count = 1
     """Number of machines. Each runs `processes / nodes` processes."""
+    sequence: Count = 1
+    """Processes that share the tokens of each row. Only 1 is there yet."""
+    pipeline: Count = 1
+    """Processes that share the layers. Only 1 is there yet."""
+    tensor: Count = 1
+    """Processes that share each weight. Only 1 is there yet."""
     rendezvous: Name | None = None
     """`host:port` of the first machine; needed for more than one machine."""
     offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
@@ -60,7 +66,7 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
-        problems = list(_auto_problems(self) if self.is_auto else _parallel_problems(self))
+        problems = [*_axis_problems(self), *(_auto_problems(self) if self.is_auto else _parallel_problems(self))]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -83,6 +89,15 @@ class ParallelSection(Section):
         parameters = self.offload if self.backend in ("single", "zero3", "fsdp2") else "none"
         optimizer = "none" if self.offload == "stream" else self.offload
         return OffloadSection(optimizer=optimizer, parameters=parameters)
+
+
+def _axis_problems(section: ParallelSection) -> Iterator[str]:
+    for axis in ("sequence", "pipeline", "tensor"):
+        if (size := getattr(section, axis)) > 1:
+            yield (
+                f"{axis}: {size} is not there yet, as no backend splits work along that axis; leave it out. For a base"
+                " larger than a process there are zero3 and fsdp2"
+            )
 
 
 def _auto_problems(section: ParallelSection) -> Iterator[str]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dtype import DtypeChoice, choose_dtype
+from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import find_base, load_tokenizer, vocabulary_size
+from lorakit.base.load import load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
@@ -120,8 +121,8 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
         engine=engine,
         dtype=dtype,
         adapted=adapted,
-        batches=_batches(recipe, rows, group),
-        eval_batches=_batches(recipe, eval_rows, group) if eval_rows else None,
+        batches=_batches(recipe, rows, engine.mesh.data),
+        eval_batches=_batches(recipe, eval_rows, engine.mesh.data) if eval_rows else None,
         base_fingerprint=identity,
         checkpoints=Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints),
         total_steps=count_steps(recipe, len(rows)),
@@ -228,11 +229,12 @@ def _identity(folder: Path, model: nn.Module) -> dict[str, Any]:
     return identity if quantization is None else identity | {"packed": quantization}
 
 
-def _batches(recipe: Recipe, rows: TokenDataset, group: Group) -> BatchSampler:
+def _batches(recipe: Recipe, rows: TokenDataset, data: Group) -> BatchSampler:
+    """Return the sampler of this rank's rows. data: the ranks with other rows."""
     settings = recipe.train
     micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
     return BatchSampler(
-        rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, group.rank, group.size
+        rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, data.rank, data.size
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorakit.errors import RecipeError
-from lorakit.recipe import load_recipe
+from lorakit.recipe import ParallelSection, load_recipe
 from lorakit.recipe.schema import schema_text
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +130,11 @@ def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> No
 
     expected = "0" if "--help" in arguments else "2"
     assert done.stdout.splitlines()[-1] == f"{expected} []"
+
+
+@pytest.mark.parametrize("axis", ["sequence", "pipeline", "tensor"])
+def test_an_axis_that_no_backend_splits_is_refused(axis: str) -> None:
+    assert getattr(ParallelSection(**{axis: 1}), axis) == 1
+    for backend in ("fsdp2", "auto"):
+        with pytest.raises(ValueError, match=f"{axis}: 2 is not there yet"):
+            ParallelSection(backend=backend, processes=2, **{axis: 2})
