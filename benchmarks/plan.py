@@ -101,7 +101,8 @@ def make_base(shape: str, stored: str) -> Path:
     """A random Llama with the built-in tokenizer; kept for the next run."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lorakit.base.load import find_base, load_tokenizer
+    from lorakit.base.find import find_base
+    from lorakit.base.load import load_tokenizer
 
     target = scratch() / f"plan-{shape}-{stored}"
     if not (target / "tokenizer.json").exists():

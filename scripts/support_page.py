@@ -7,7 +7,7 @@ from typing import Final
 
 from transformers import AutoTokenizer
 
-from lorakit.base.load import find_base
+from lorakit.base.find import find_base
 from tests.helpers.compatibility import ABSENT, FEATURES, KINDS, make_bases, refusals
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "support.md"

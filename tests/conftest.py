@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lorakit.base.load import find_base
+from lorakit.base.find import find_base
 from lorakit.parallel.deepspeed_requirements import extensions_folder
 from tests.helpers.bases import make_base
 from tests.helpers.rounding import nearest  # noqa: F401

@@ -181,7 +181,9 @@ def test_public_names_are_sorted_and_there() -> None:
         lorakit.absent  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["lorakit", "lorakit.cli", "lorakit.recipe", "lorakit.launch.launcher"])
+@pytest.mark.parametrize(
+    "module", ["lorakit", "lorakit.cli", "lorakit.recipe", "lorakit.launch.launcher", "lorakit.training.start"]
+)
 def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:
     code = f"import {module}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 """Load a base in the form that its user needs. Read this file for the story of loading; each step is a file of its own.
 
-    find_base            name -> folder                                         (load.py)
+    find_base            name -> folder                                         (find.py)
     load_base            all weights in memory, unquantised                     (load.py)
     load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, provenance.py, lazy.py)
     load_quantized       load_on_meta with quantised linear layers              (quantized.py)

@@ -13,7 +13,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.load import find_base, load_skeleton
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING

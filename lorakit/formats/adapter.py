@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lorakit.base.load import find_base, load_skeleton
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton
 from lorakit.errors import PatchError
 from lorakit.files.atomic import write_files
 from lorakit.files.safetensors import SafetensorsFile, write_tensors

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lorakit.base.dtype import choose_dtype
-from lorakit.base.load import find_base, generation_settings, load_tokenizer
+from lorakit.base.find import find_base
+from lorakit.base.load import generation_settings, load_tokenizer
 from lorakit.base.loading import load_any_base
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files

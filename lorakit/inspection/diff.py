@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lorakit.base.load import find_base
+from lorakit.base.find import find_base
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name

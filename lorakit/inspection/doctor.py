@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lorakit.base.dtype import choose_dtype, measure_all
-from lorakit.base.load import BUILTIN, find_base
+from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.parallel import BACKENDS
 from lorakit.run.record import versions

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lorakit.base.load import find_base, load_skeleton
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
@@ -17,7 +18,6 @@ from lorakit.patch.fingerprint import full_digests
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.run.record import RECORD, flatten
-from lorakit.training.checkpoint import Checkpoints
 
 Say = Callable[[str], None]
 
@@ -146,6 +146,8 @@ def _aligned(say: Say, rows: list[tuple[str, ...]]) -> None:
 
 
 def _show_run(folder: Path, say: Say) -> None:
+    from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
+
     run = read_json(folder / RECORD)
     done, total = run.get("steps"), run.get("total_steps")
     newest = Checkpoints(folder / "checkpoints", 1).newest()

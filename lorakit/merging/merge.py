@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.base.load import find_base, load_skeleton
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton
 from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json

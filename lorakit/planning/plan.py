@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lorakit.base.dtype import choose_dtype
-from lorakit.base.load import find_base
+from lorakit.base.find import find_base
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import Machine, detect_machine

@@ -52,7 +52,8 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     import torch
 
     import_module("lorakit.training.loop")  # by name, because training is above planning in the levels of rooms
-    from lorakit.base.load import find_base, load_base, load_tokenizer
+    from lorakit.base.find import find_base
+    from lorakit.base.load import load_base, load_tokenizer
     from lorakit.data.batch import Batch
     from lorakit.errors import BaseModelError
     from lorakit.files.dtypes import MODEL_DTYPES

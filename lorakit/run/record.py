@@ -13,7 +13,6 @@ from typing import Any, Final
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.recipe.schema import default_values
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
@@ -86,6 +85,9 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         )
     try:
         values = json.loads(path.read_text())
+        # here, because whoever only reads a record needs no schema, and importing it takes a quarter of a second
+        from lorakit.recipe.schema import default_values
+
         # a run of an older lorakit has no keys that are newer: it did what their defaults say
         before = flatten(default_values()) | flatten(values["recipe"])
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.load import find_base, load_skeleton, load_tokenizer
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
 from lorakit.data import TokenDataset

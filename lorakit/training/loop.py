@@ -14,6 +14,7 @@ from typing import Any, Final
 from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
+from lorakit.launch.environment import World
 from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
@@ -30,19 +31,27 @@ MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must
 SHOWN_ROWS: Final = 8
 
 
-def run(recipe: Recipe, *, fresh: bool = False, why: str = "", say: Callable[[str], None] = announce) -> Path:
+def run(
+    recipe: Recipe,
+    world: World | None = None,
+    *,
+    fresh: bool = False,
+    why: str = "",
+    say: Callable[[str], None] = announce,
+) -> Path:
     """Train a recipe's adapter, or resume it, in this process. Returns the folder of the patch.
 
     In a run of several processes, every process calls this function.
 
-    fresh: discard what the output folder contains, instead of resuming. why: the reason for the values that `auto`
-    keys were given, for the record. say: prints the few lines before and after the run.
+    world: this process's rank and group, as its launcher set them; None if no launcher started it. fresh: discard
+    what the output folder contains, instead of resuming. why: the reason for the values that `auto` keys were given,
+    for the record. say: prints the few lines before and after the run.
 
     Raises:
         LorakitError: a problem that the user can solve. Checkpoints stay.
         TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
-    with catching_signals() as stop, distributed_engine(recipe, stop.defer) as engine:
+    with catching_signals() as stop, distributed_engine(recipe, world, stop.defer) as engine:
         if not engine.group.is_rank_0:
             say = _print_nothing
         return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say)

@@ -1,4 +1,7 @@
-"""Start training from a recipe: in this process, or in several that this one launches and waits for."""
+"""Start training from a recipe: in this process, or in several that this one launches and waits for.
+
+Imports no torch at its top, because a process that only launches others lives as long as they do.
+"""
 
 import json
 import os
@@ -7,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lorakit.base.load import find_base
+from lorakit.base.find import find_base
 from lorakit.errors import RunError, TemporaryFailure
+from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.launcher import launch, require_one_machine
-from lorakit.parallel.setup import current_process
 from lorakit.recipe import Recipe, load_recipe
-from lorakit.training.loop import run
 
 
 def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
@@ -47,10 +49,9 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
     Raises:
         LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
-    # parallel/setup.py detects the launcher once more, because `run` can be called without this function
-    if current_process(recipe, os.environ) is not None:
-        run(recipe, fresh=fresh, why=why)
-        return 0
+    world = current_process(recipe, os.environ)
+    if world is not None:
+        return _train_here(recipe, world, fresh=fresh, why=why)
     require_one_machine(
         nodes=recipe.parallel.nodes,
         processes=recipe.parallel.processes,
@@ -65,8 +66,7 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
         recipe, values, why = choice.apply(recipe), choice.values, choice.why
     parallel = recipe.parallel
     if not parallel.is_distributed:
-        run(recipe, fresh=fresh, why=why)
-        return 0
+        return _train_here(recipe, None, fresh=fresh, why=why)
     find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from every process
     command = [
         *(sys.executable, "-m", "lorakit.cli", "train", str(path)),
@@ -76,3 +76,31 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
         *(["--why", why] if why else []),
     ]
     return launch(command, processes=parallel.processes, max_restarts=parallel.max_restarts)
+
+
+def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str) -> int:
+    from lorakit.training.loop import run
+
+    run(recipe, world, fresh=fresh, why=why)
+    return 0
+
+
+def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
+    """Return this process's rank and group as its launcher set them; None if no launcher started it.
+
+    Raises:
+        RunError: the launcher, or environment variables of other tools, contradict the recipe.
+    """
+    parallel = recipe.parallel
+    world = detect_world(environment, parallel.rendezvous)
+    lines = contradictions(
+        world,
+        environment,
+        backend=parallel.backend,
+        processes=parallel.processes,
+        nodes=parallel.nodes,
+        dtype=recipe.base.dtype,
+    )
+    if lines:
+        raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))
+    return world

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lorakit
-from lorakit.base.load import find_base, load_tokenizer
+from lorakit.base.find import find_base
+from lorakit.base.load import load_tokenizer
 from lorakit.inference.score import exact_match, read_questions
 from lorakit.patch import read_patch
 from lorakit.recipe import Recipe, load_recipe

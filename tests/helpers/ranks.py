@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import find_base, load_tokenizer
+from lorakit.base.load import load_tokenizer
 from lorakit.base.loading import load_for_training
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.files.dtypes import MODEL_DTYPES

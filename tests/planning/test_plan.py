@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.load import find_base, load_base
+from lorakit.base.find import find_base
+from lorakit.base.load import load_base
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
 from lorakit.data.batch import Batch

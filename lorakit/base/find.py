@@ -1,0 +1,59 @@
+"""Find the folder of a base: a folder, a hub id or ``builtin:tiny``.
+
+Imports no torch, because the process that only starts others looks for the base too.
+"""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from lorakit.errors import BaseModelError, did_you_mean
+
+BUILTIN: Final = {"builtin:tiny": "tiny"}
+HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def find_base(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a base; a hub id is downloaded first.
+
+    Raises:
+        BaseModelError: nothing of that name. The message lists where it was searched.
+    """
+    if name.startswith("builtin:"):
+        if name not in BUILTIN:
+            raise BaseModelError(f"base: {name!r} is not built in.{did_you_mean(name, BUILTIN)}")
+        return Path(__file__).parent.parent / "assets" / BUILTIN[name]
+    folder = Path(name)
+    if folder.is_dir():
+        if revision is not None:
+            raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
+        if not (folder / "config.json").is_file():
+            raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
+        if (folder / "adapter_config.json").exists():
+            raise BaseModelError(
+                f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
+                " move adapter_config.json and its tensors elsewhere"
+            )
+        return folder
+    if folder.is_file():
+        raise BaseModelError(f"base: {name} is a file; a base is a folder, a hub id or builtin:tiny")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        close = did_you_mean(name, BUILTIN)
+        raise BaseModelError(f"base: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        beside = Path(name).parent.glob("*") if Path(name).parent.is_dir() else []
+        near = did_you_mean(Path(name).name, (path.name for path in beside if path.is_dir()))
+        raise BaseModelError(
+            f"base: no folder {Path(name).absolute()}.{near} And the hub gave no {name!r}"
+            f" (revision {revision or 'main'}): {reason}"
+        ) from None
