@@ -1,23 +1,17 @@
 """The lorakit command: parse the arguments, run one workflow, map errors to exit codes. Imports no torch."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 from lorakit.cli import convert, generate, inspect, launch, merge, plan, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure
 from lorakit.version import VERSION
 
-SPIN_COUNT: Final = "2000"
-"""turns of libgomp's waiting loop, some microseconds: longer than the gap between operations of a busy model"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 the user can fix it, 75 try again later."""
-    limit_spinning()
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
@@ -46,16 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"lorakit {options.command}: interrupted; the same command begins again or goes on", file=sys.stderr)
         return 75
-
-
-def limit_spinning() -> None:
-    """Let OpenMP's idle threads sleep soon, unless the environment says otherwise. Call it before torch is imported.
-
-    By default they spin for milliseconds after each operation. Beside another busy process, all threads then wait for
-    one that has no core.
-    """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -218,18 +218,3 @@ def test_arguments_that_contradict_files_or_each_other_end_in_one_block(
     assert main([argument.format(**names) for argument in arguments]) == 2
     assert capsys.readouterr().err.startswith(f"lorakit {arguments[0]}:")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
-)
-def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(
-    variables: dict[str, str], expected: str | None
-) -> None:
-    code = "import os; from lorakit.cli import main; main([]); print(os.environ.get('GOMP_SPINCOUNT'))"
-    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | variables
-    )
-    assert done.stdout.split()[-1] == str(expected)
