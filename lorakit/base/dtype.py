@@ -10,8 +10,8 @@ from lorakit.errors import LorakitError
 from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
 
 CANDIDATES: Final = ("float32", "bfloat16")  # not float16, because its loss must be scaled; it is used on request only
-SIZE: Final = 512
-"""rows and columns of the measured matrices"""
+SIZES: Final = {"cpu": 512, "cuda": 4096}
+"""device type -> rows and columns of the measured matrices; a GPU's small products take as long as starting them"""
 ROUNDS: Final = 12
 MIN_SPEEDUP: Final = 1.2  # above 1, because a noisy measurement of equal speeds must not decide
 
@@ -48,7 +48,8 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
 
 def measure_all(device: torch.device) -> dict[str, float]:
     """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``."""
-    squares = {name: torch.ones(SIZE, SIZE, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
+    size = SIZES[device.type]
+    squares = {name: torch.ones(size, size, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
     best = dict.fromkeys(squares, float("inf"))
     for _ in range(ROUNDS):
         for name, x in squares.items():  # in turns, because other programs may slow the machine for a while
@@ -57,7 +58,7 @@ def measure_all(device: torch.device) -> dict[str, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             best[name] = min(best[name], time.perf_counter() - start)
-    return {name: 2 * SIZE**3 / seconds / 1e9 for name, seconds in best.items()}
+    return {name: 2 * size**3 / seconds / 1e9 for name, seconds in best.items()}
 
 
 def _is_correct(dtype: torch.dtype, device: torch.device) -> bool:

@@ -45,13 +45,16 @@ class LossModel(nn.Module):
     `chunked`: compute logits for a chunk of label positions at a time, never tokens x vocabulary.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
-    `objective`: what the engine minimises over these losses.
+    `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
+    that is not the one of the tensors (a plan's are on meta).
     """
 
-    def __init__(self, model: nn.Module, objective: Objective = SFT) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = SFT, *, device_type: str | None = None) -> None:
         super().__init__()
         self.model, self.objective = model, objective
         self.head = loss_head(model)
+        if self.head is not None:
+            self.head.device_type = device_type
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
         self.kernel_problem: str | None = None
@@ -114,18 +117,20 @@ class LossHead(nn.Module):
     """
 
     bias: nn.Parameter | None
+    device_type: str | None
 
     def __init__(self, head: nn.Linear, transform: LogitTransform) -> None:
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
-        self.transform = transform
+        self.transform, self.device_type = transform, None
 
     def forward(self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...)."""
         hidden, labels = select_labelled(hidden, labels, positions)
         weight = self.get_parameter("weight")
-        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.transform)  # type: ignore[no-untyped-call]
+        chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
+        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.transform, chunk_bytes)  # type: ignore[no-untyped-call]
         return losses, hits
 
 
@@ -160,12 +165,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: LogitTransform,
+        chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
-        size = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * weight.shape[0])
+        size = chunk_bytes // (4 * weight.shape[0])
         size = max(1, size - size % CHUNK_MULTIPLE or size)
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
@@ -194,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
-        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None
+        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None, None
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,10 @@ class DdpEngine(SingleEngine):
         from accelerate.utils import DistributedDataParallelKwargs
 
         # a step may give some tensors no gradient, such as an expert's; without this setting DDP raises an error then
-        settings = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb)
+        # buffers are the base's own, equal on every rank: DDP would send them before each forward
+        settings = DistributedDataParallelKwargs(
+            find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb, broadcast_buffers=False
+        )
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
         super().__init__(device, group, parallel.backend)
 

@@ -71,13 +71,23 @@ class LiveBytes:
 
 @final
 class ActivationTracer:
-    """Runs micro-batches on the meta device through the base of a folder with the adapter of a recipe."""
+    """Runs micro-batches on the meta device through the base of a folder with the adapter of a recipe.
+
+    device_type: of the planned machine, whose logits come in chunks of another size.
+    """
 
     def __init__(
-        self, folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype, *, checkpointing: bool
+        self,
+        folder: Path,
+        base: BaseSection,
+        adapter: AdapterSection,
+        dtype: torch.dtype,
+        *,
+        checkpointing: bool,
+        device_type: str = "cpu",
     ) -> None:
         self._model = adapted_skeleton(folder, base, adapter, dtype).train()
-        self._loss_model = LossModel(self._model)
+        self._loss_model = LossModel(self._model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(self._model)
         self._parent, self._name, self._layers = largest_layer_list(self._model)
         config: Any = self._model.config

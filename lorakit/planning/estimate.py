@@ -134,7 +134,12 @@ class Estimator:
 
     def _make_tracer(self, dtype: str, checkpointing: bool) -> ActivationTracer:
         return ActivationTracer(
-            self.folder, self.recipe.base, self.recipe.adapter, MODEL_DTYPES[dtype], checkpointing=checkpointing
+            self.folder,
+            self.recipe.base,
+            self.recipe.adapter,
+            MODEL_DTYPES[dtype],
+            checkpointing=checkpointing,
+            device_type="cpu" if self.machine.gpu is None else "cuda",
         )
 
     def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> LiveBytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base
@@ -21,7 +21,7 @@ from lorakit.cli import main
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, LorakitError, RunError
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets, fixed_tensors
-from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import local_bytes
@@ -36,7 +36,7 @@ from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.helpers.bases import make_base
 from tests.helpers.fork_server import run_python
 from tests.helpers.memory_counter import Alive
-from tests.helpers.models import build, build_variant
+from tests.helpers.models import SMALL, build, build_variant
 from tests.helpers.rows import write_rows
 
 BACKENDS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -270,6 +270,22 @@ def test_a_packed_weight_is_in_floats_for_a_moment_and_counts_for_all_its_values
     assert sum(piece.num_values for piece in packed.base) == sum(piece.numel for piece in plain.base)
     assert packed.quantizing_bytes > weight
     assert plain.quantizing_bytes == 0
+
+
+def test_a_gpus_chunks_of_logits_are_planned_as_it_computes_them(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **(SMALL | {"vocab_size": 128_256}))
+    config.save_pretrained(tmp_path)
+    tokens = 2048
+    form = MicroBatch(1, tokens, tokens, packed=True, masked=False, row_lengths=(tokens,))
+    cpu, gpu = (
+        ActivationTracer(
+            tmp_path, of(tmp_path), AdapterSection(), torch.bfloat16, checkpointing=False, device_type=device_type
+        ).training(form)
+        for device_type in ("cpu", "cuda")
+    )
+    chunks = CHUNK_BYTES["cuda"] - CHUNK_BYTES["cpu"]
+    assert chunks < gpu.head - cpu.head < 2 * chunks  # float32 logits, and their copy in bfloat16
+    assert gpu.layer == cpu.layer
 
 
 def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
