@@ -10,73 +10,37 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import startup, step
-from benchmarks.machine import copy_rate, matmul_rate, program, scratch, table
-from benchmarks.models import flops, make_base, make_patch
-from benchmarks.sides import RANK
-from benchmarks.turns import Side, ratio, take_turns
-from lorakit.base.load import load_skeleton
-
-WORKS = {"even": ("C1", "C4"), "half": ("C2",)}
+from benchmarks.machine import program, table
+from benchmarks.turns import BEFORE, ratio
 
 
-def steps(before: Path, shape: str, rows: str, pairs: int) -> dict[str, Any]:
-    """Steps of the floor, of both checkouts and of PEFT, in turn."""
-    base = make_base(scratch(), shape, torch.float32)
-    patch = make_patch(scratch(), base, rank=RANK, seed=0)
-    names = {"floor": None, "lorakit before": before, "lorakit": None, "peft": None, "peft defaults": None}
-    sides = {
-        name: Side("benchmarks.step", name, str(base), str(patch), rows, checkout=checkout)
-        for name, checkout in names.items()
-    }
-    rounds = take_turns({name: one.step for name, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
-    skeleton: Any = load_skeleton(base)
-    share = 1.0 if rows == "even" else 0.5
-    return {
-        "sides": list(names), "ready": {name: one.ready for name, one in sides.items()}, **rounds,
-        "flops_of_a_token": flops(skeleton, step.lengths_of(rows, 0), RANK, share),
-        "matmul_flops": matmul_rate(skeleton.config.to_dict(), 1024), "copy_bytes_per_second": copy_rate(),
-    }  # fmt: skip
-
-
-def rates_of(result: dict[str, Any], side: str) -> dict[str, float]:
-    """The figures of targets, with ``side`` as lorakit."""
-    ready = {**result["ready"], "lorakit": result["ready"][side]}
-    return step.rates({**result, "lorakit": result[side], "ready": ready})
-
-
-def starts(before: Path, pairs: int) -> dict[str, Any]:
-    """Seconds to the first step of both checkouts and of PEFT's script, in turn."""
-    base, rows = make_base(scratch(), "tiny", torch.float32), startup.rows_file()
-    return take_turns({
-        "lorakit before": lambda: startup.lorakit_side(base, rows, before),
-        "lorakit": lambda: startup.lorakit_side(base, rows),
-        "peft": lambda: startup.trainer_side(base, rows),
-    }, pairs)  # fmt: skip
+def as_lorakit(result: dict[str, Any], side: str) -> dict[str, Any]:
+    """The result with ``side`` in lorakit's place, for a program's ``rates``."""
+    ready = result.get("ready", {})  # a command that is started anew in each round says nothing before it
+    return {**result, "lorakit": result[side], "ready": {**ready, "lorakit": ready.get(side)}}
 
 
 def measure(before: str, shape: str, pairs: int) -> dict[str, Any]:
     """Rows C1, C2, C4 and C5 of both checkouts, and the medians of their ratios."""
     other = Path(before).resolve()
     done = subprocess.run(["git", "-C", before, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    result: dict[str, Any] = {"before_commit": done.stdout.strip(), "shape": shape, "rates": {}}
-    for work in WORKS:
-        found = result[work] = steps(other, shape, work, pairs)
-        result["rates"][work] = {
-            "before": rates_of(found, "lorakit before"), "after": rates_of(found, "lorakit"),
-            "after / before, seconds": ratio(found["lorakit"], found["lorakit before"]),
-        }  # fmt: skip
-    found = result["startup"] = starts(other, pairs)
-    result["rates"]["startup"] = {
-        "before": {"start to first step / peft": ratio(found["lorakit before"], found["peft"])},
-        "after": {"start to first step / peft": ratio(found["lorakit"], found["peft"])},
-        "after / before, seconds": ratio(found["lorakit"], found["lorakit before"]),
+    programs = {
+        "even": (step, step.measure(shape, "even", pairs, other)),
+        "half": (step, step.measure(shape, "half", pairs, other)),
+        "startup": (startup, startup.measure(pairs, other)),
     }
-    return result
+    return {
+        "before_commit": done.stdout.strip(), "shape": shape,
+        "rates": {
+            name: {
+                "before": module.rates(as_lorakit(found, BEFORE)), "after": module.rates(found),
+                "after / before, seconds": ratio(found["lorakit"], found[BEFORE]),
+            }
+            for name, (module, found) in programs.items()
+        },
+        **{name: found for name, (_, found) in programs.items()},
+    }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.machine import program, python, scratch, table
 from benchmarks.models import make_base
-from benchmarks.turns import middle, ratio, take_turns
+from benchmarks.turns import BEFORE, middle, ratio, take_turns
 
 TRAINER = """
 import sys
@@ -106,15 +106,17 @@ def trainer_side(base: Path, rows: Path) -> dict[str, float]:
     return until_first_step(python("-c", TRAINER, str(base), str(rows), str(fresh_output())), told)
 
 
-def measure(pairs: int) -> dict[str, Any]:
-    """Both commands and the import of torch, in turn."""
+def measure(pairs: int, before: Path | None = None) -> dict[str, Any]:
+    """Both commands and the import of torch, in turn; `before`: and the command of another checkout."""
     base, rows = make_base(scratch(), "tiny", torch.float32), rows_file()
-    found = take_turns({
+    sides = {
         "torch": lambda: until_first_step(python("-c", "import torch"), lambda process: process.wait()),
         "lorakit": lambda: lorakit_side(base, rows),
         "peft": lambda: trainer_side(base, rows),
-    }, pairs)  # fmt: skip
-    return {"shape": "tiny", **found}
+    }
+    if before:
+        sides[BEFORE] = lambda: lorakit_side(base, rows, before)
+    return {"shape": "tiny", **take_turns(sides, pairs)}
 
 
 def show(result: dict[str, Any]) -> None:

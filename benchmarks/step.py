@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program, scratch, table
 from benchmarks.models import flops, make_base, make_patch
 from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, torch_step
-from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
+from benchmarks.turns import BEFORE, Side, Step, middle, ratio, serve, take_turns
 from lorakit.base.load import load_base, load_skeleton
 from lorakit.data import collate
 from lorakit.patch import read_patch
@@ -111,12 +111,15 @@ def side(name: str, base: str, patch: str, work: str) -> None:
     serve(step, imports_bytes=imports, weights_bytes=weights)
 
 
-def measure(shape: str, rows: str, pairs: int) -> dict[str, Any]:
-    """Every side in turn."""
+def measure(shape: str, rows: str, pairs: int, before: Path | None = None) -> dict[str, Any]:
+    """Every side in turn. `before`: another checkout of lorakit, a side of its own called BEFORE."""
     base = make_base(scratch(), shape, torch.float32)
     patch = make_patch(scratch(), base, rank=RANK, seed=0)
-    names = [*SIDES, *([EVEN] if rows == "chat" else [])]
-    sides = {name: Side("benchmarks.step", name, str(base), str(patch), rows) for name in names}
+    names = [*SIDES, *([EVEN] if rows == "chat" else []), *([BEFORE] if before else [])]
+    checkouts = {BEFORE: before}
+    sides = {
+        name: Side("benchmarks.step", name, str(base), str(patch), rows, checkout=checkouts.get(name)) for name in names
+    }
     found = take_turns({name: one.step for name, one in sides.items()}, pairs)
     for one in sides.values():
         one.end()

@@ -12,6 +12,8 @@ from benchmarks.machine import peak_bytes, python
 
 Step = Callable[[], dict[str, Any]]
 """One round of a side's work -> what it took and what came of it."""
+BEFORE = "lorakit before"
+"""the side of another checkout"""
 
 
 def serve(step: Step, **ready: Any) -> None:

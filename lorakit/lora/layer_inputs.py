@@ -39,11 +39,7 @@ class LayerInputs:
         """Return x A^T, (..., r), for x or x'."""
         return self.kind.shrink(self.layer, x, A)
 
-    def weight(self) -> Tensor:
-        """Return the stored weight as floats: (out, in), or (in, out) where the kind is transposed."""
-        return self.kind.dequantized(self.layer)
-
     def weight_times(self, A: Tensor) -> Tensor:
         """Return W A^T, (out, r)."""
-        W = self.weight()
+        W = self.kind.dequantized(self.layer)
         return (A.to(W.dtype) @ (W if self.kind.transposed else W.T)).T

@@ -60,8 +60,8 @@ def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     A0 and B0 are a start at a part of W (`lora.init`). Both terms are computed alike, so they cancel to the bit until A
     or B is trained (decision 0017).
     """
-    # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
     y, dropped = inputs.y(), inputs.dropped()
+    # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     if "lora_A0" in tensors:
         A0, B0 = tensors["lora_A0"].to(y.dtype), tensors["lora_B0"].to(y.dtype)
@@ -86,7 +86,7 @@ def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor 
     """Return x W^T + b + s (x' A^T) B^T, times a gain if there is one."""
     return lora_linear(
         inputs.x,
-        partial(inputs.kind.dequantized, inputs.layer),  # not `inputs.weight`, which would keep x until backward
+        partial(inputs.kind.dequantized, inputs.layer),  # not a method of `inputs`, which would hold x until backward
         inputs.bias,
         tensors["lora_A"],
         tensors["lora_B"],

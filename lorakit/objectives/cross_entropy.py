@@ -52,9 +52,7 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective = SFT, *, device_type: str | None = None) -> None:
         super().__init__()
         self.model, self.objective = model, objective
-        self.head = loss_head(model)
-        if self.head is not None:
-            self.head.device_type = device_type
+        self.head = loss_head(model, device_type)
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
         self.kernel_problem: str | None = None
@@ -117,13 +115,12 @@ class LossHead(nn.Module):
     """
 
     bias: nn.Parameter | None
-    device_type: str | None
 
-    def __init__(self, head: nn.Linear, transform: LogitTransform) -> None:
+    def __init__(self, head: nn.Linear, transform: LogitTransform, device_type: str | None = None) -> None:
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
-        self.transform, self.device_type = transform, None
+        self.transform, self.device_type = transform, device_type
 
     def forward(self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...)."""
@@ -134,14 +131,14 @@ class LossHead(nn.Module):
         return losses, hits
 
 
-def loss_head(model: nn.Module) -> LossHead | None:
+def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
     """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     backbone = getattr(model, "base_model", model)
     if not is_plain or backbone is model or any(p.requires_grad for p in head.parameters()):
         return None
-    return LossHead(head, logit_transform(model))
+    return LossHead(head, logit_transform(model), device_type)
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:
@@ -195,6 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if transform.scale * gradient_scale != 1.0:
                     z.mul_(transform.scale * gradient_scale)
                 torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
+            del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
         ctx.gradient_scale = gradient_scale
         ctx.mark_non_differentiable(hits)

@@ -17,8 +17,6 @@ AXES: Final = ("data", "pipeline", "sequence", "tensor")
 class Mesh:
     """The ranks of a run. Only `data` is larger than 1 today; the recipe refuses the other axes above 1."""
 
-    world: Group
-    """all ranks: for files, agreement and the watchdog"""
     data: Group
     """ranks with other rows and the same part of the model: gradients and counts are summed over them"""
     pipeline: Group = field(default_factory=Group)
@@ -32,8 +30,3 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis."""
         return {axis: getattr(self, axis).size for axis in AXES}
-
-
-def data_mesh(world: Group) -> Mesh:
-    """Return the mesh of a run whose ranks differ in their rows alone."""
-    return Mesh(world=world, data=world)

@@ -36,7 +36,7 @@ from lorakit.parallel.engine import (
 )
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
-from lorakit.parallel.mesh import data_mesh
+from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
 
@@ -51,7 +51,7 @@ class BaseEngine(ABC):
 
     def __init__(self, device: torch.device, group: Group, backend: str) -> None:
         self.device, self.group, self._backend = device, group, backend
-        self.rank, self.mesh = group.rank, data_mesh(group)
+        self.rank, self.mesh = group.rank, Mesh(data=group)
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
 
@@ -169,14 +169,13 @@ class BaseEngine(ABC):
                 sums.add(scores, terms, batch)
         report = LossReport(*sums.reduce(self.mesh.data))
         if not math.isfinite(report.loss):  # raised before the update, so that the adapter stays as it was
-            raise NonFiniteStep(report.loss, math.nan, self._suspect_rows(micro_batches, sums.terms))
+            pairs = zip(micro_batches, sums.terms, strict=True)
+            nonfinite = [batch for batch, terms in pairs if not all(map(torch.isfinite, terms))]
+            raise NonFiniteStep(report.loss, math.nan, self._suspect_rows(micro_batches, nonfinite))
         return report
 
-    def _suspect_rows(self, micro_batches: Sequence[Batch], terms: Sequence[tuple[Tensor, ...]]) -> tuple[int, ...]:
-        """Return the rows, over all ranks, of micro-batches with a term that is not finite; all rows if all are."""
-        nonfinite = [
-            batch for batch, own in zip(micro_batches, terms, strict=False) if not all(map(torch.isfinite, own))
-        ]
+    def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
+        """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""
         rows_by_rank = self.group.all_gather(
             (
                 [row for batch in nonfinite for row in batch.row_indices],

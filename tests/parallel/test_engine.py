@@ -18,7 +18,7 @@ from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
-from lorakit.parallel.mesh import data_mesh
+from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
 from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_chunked_loss
@@ -235,6 +235,6 @@ def test_a_step_count_is_restored_beside_its_parameter() -> None:
 
 def test_only_the_axis_of_rows_is_larger_than_one() -> None:
     world = Group(2, 4, 0)
-    mesh = data_mesh(world)
+    mesh = Mesh(data=world)
     assert mesh.sizes == {"data": 4, "pipeline": 1, "sequence": 1, "tensor": 1}
-    assert (mesh.data.rank, mesh.world, mesh.tensor.rank) == (2, world, 0)
+    assert (mesh.data.rank, mesh.data, mesh.tensor.rank) == (2, world, 0)
