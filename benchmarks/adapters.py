@@ -8,6 +8,8 @@ SDPA, autocast_adapter_dtype=False.
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -151,8 +153,20 @@ def measure(shape: str, pairs: int, more: int) -> dict[str, Any]:
             for kind, side in sides.items():
                 result[kind][what].append(side.ask("step", what, route))
     lorakit = sides["lorakit"]
-    result["many"] = [lorakit.ask("load", f"m{number}", str(patches[number % ROWS])) for number in range(more)]
+    variants = [variant(patches[number % ROWS], number) for number in range(more)]
+    result["many"] = [lorakit.ask("load", f"m{number}", str(folder)) for number, folder in enumerate(variants)]
     return result
+
+
+def variant(patch: Path, number: int) -> Path:
+    """A patch with the same file of tensors and another alpha: the same patch twice would be one adapter in memory."""
+    folder = patch.parent / f"{patch.name}-variant{number}"
+    if not folder.exists():
+        shutil.copytree(patch, folder, copy_function=os.link)
+        config = json.loads((patch / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").unlink()
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1.0 + number}))
+    return folder
 
 
 def show(result: dict[str, Any]) -> None:
@@ -181,7 +195,8 @@ def show(result: dict[str, Any]) -> None:
             for kind in ("lorakit", "peft")
         ]
         rows.append((f"step with {what} / base", *(f"{ratio:.3f}" for ratio in ratios), ""))
-    growth = statistics.median(one["rss_growth"] for one in result["lorakit"]["load"][1:])
+    loads = [*result["lorakit"]["load"][1:], *result["many"]]  # together, because one load reserves for the next ones
+    growth = sum(one["rss_growth"] for one in loads) / len(loads)
     rows.append(("memory per adapter / its tensors", f"{growth / result['patch_bytes']:.3f}", "", ""))
     many = [one["seconds"] for one in result["many"]]
     if many:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +20,16 @@ from lorakit.base.loading import load_any_base
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.inference.bind import PatchSource, build_slots, check_replacements_called, merged_copy, quantization_note
+from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.prompts import Prompt, PromptCodec
-from lorakit.lora.routing import Adapter, Route, SlotHook
+from lorakit.lora.bank import AdapterBank
+from lorakit.lora.routing import Adapter, Route
+from lorakit.lora.slot_hook import PassHook, SlotHook, model_input
 from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.patch import DEFAULT_CAPS
 
 Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base."""
-MAX_CACHED_ROUTES: Final = 2
-"""Mixed-batch routes whose concatenated A and B are cached between calls."""
 
 
 def load(
@@ -79,10 +79,11 @@ class AdaptedModel:
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
+        self.model.register_forward_pre_hook(PassHook(self._route), with_kwargs=True)
+        self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
         self._hooked_layers: set[str] = set()
-        self._mixed_routes: tuple[Route, ...] = ()
         self._loading, self._sampling = threading.Lock(), threading.Lock()
 
     @property
@@ -119,30 +120,31 @@ class AdaptedModel:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             self._check(patch, allow_base_mismatch)
-            slots = build_slots(patch, self.model)
-            check_replacements_called(patch, self.model, slots)
+            adapter = self._resident(patch.identity) or build_adapter(patch, self.model, self._bank)
+            check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
-            for layer in slots.keys() - self._hooked_layers:
+            for layer in adapter.slots.keys() - self._hooked_layers:
                 kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                 hook = SlotHook(layer, kind, self._route)
                 self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
-            self._mixed_routes = ()  # they refer to the adapter that is replaced
-            self._sources[name] = PatchSource(Path(path), patch.digest, note)
-            self._adapters[name] = Adapter(name, slots)  # last: from here on calls can use it
+            self._sources[name] = PatchSource(Path(path), patch.identity, note)
+            self._adapters[name] = adapter  # last: from here on calls can use it
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            self._mixed_routes = ()  # they would keep its tensors in memory
             del self._adapters[name], self._sources[name]
 
     @contextmanager
-    def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
-        """Use one adapter, or one per row of the batch, for every call in the block; None is the plain base."""
-        with self._routed(self._resolve(adapters)):
+    def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
+        """Use one adapter, or one per row of the batch, for every call in the block; None is the plain base.
+
+        lengths: for a packed line, a batch of one row: the number of tokens that each adapter has in it, in order.
+        """
+        with self._routed(self._resolve(adapters, lengths)):
             yield self
 
     @contextmanager
@@ -158,15 +160,21 @@ class AdaptedModel:
         self._resolve(name)
         source = self._sources[name]
         patch = read_patch(source.folder)
-        if patch.digest != source.digest:
+        if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
         yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
 
-    def __call__(self, *args: Any, adapters: Adapters = None, **inputs: Any) -> Any:
-        """Run the model's own forward; ``adapters`` as in ``using``, default: the surrounding block's."""
-        named = (inputs.get("input_ids"), inputs.get("inputs_embeds"))
-        first = args[0] if args else next((value for value in named if value is not None), None)
-        with self._routed(self._route_for(adapters, None if first is None else first.shape[0], "a batch of {} rows")):
+    def __call__(
+        self, *args: Any, adapters: Adapters = None, lengths: Sequence[int] | None = None, **inputs: Any
+    ) -> Any:
+        """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; default: the surrounding block's."""
+        route = self._route.get() if adapters is None and lengths is None else self._resolve(adapters, lengths)
+        first = model_input(args, inputs)
+        if first is not None:
+            _check_size(
+                route, first.shape[:2], "a batch of {} rows", one_for_all=not isinstance(adapters, list | tuple)
+            )
+        with self._routed(route):
             return self.model(*args, **inputs)
 
     @torch.no_grad()
@@ -197,7 +205,10 @@ class AdaptedModel:
                 else "token ids; call the model with them"
             )
             raise LorakitError(f"prompts: a list of prompts, got {what}")
-        route = self._route_for(adapters, len(prompts), "{} prompts")
+        route = self._route.get() if adapters is None else self._resolve(adapters)
+        if route is not None and route.lengths is not None:
+            raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
+        _check_size(route, (len(prompts),), "{} prompts", one_for_all=not isinstance(adapters, list | tuple))
         settings = self._prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
@@ -226,11 +237,11 @@ class AdaptedModel:
                     torch.cuda.manual_seed(seed)
             yield
 
-    def _resolve(self, adapters: Adapters) -> Route:
+    def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
         """Return the route to these adapters, with the tensors they have now.
 
         Raises:
-            LorakitError: a name is not loaded, or `adapters` is not of the type Adapters.
+            LorakitError: a name is not loaded, `adapters` is not of the type Adapters, or `lengths` do not go with it.
         """
         if not (adapters is None or isinstance(adapters, str | list | tuple)):
             raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
@@ -244,28 +255,17 @@ class AdaptedModel:
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
                 raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}")
-        route = Route(tuple(None if name is None else known[name] for name in names))
-        if route.is_uniform:
-            return route
-        # a batch with the same rows reuses the A and B concatenated for it
-        route = next((cached for cached in self._mixed_routes if cached.rows == route.rows), route)
-        others = [cached for cached in self._mixed_routes if cached is not route]
-        self._mixed_routes = (route, *others)[:MAX_CACHED_ROUTES]
-        return route
+        if lengths is not None and (
+            len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
+        ):
+            raise LorakitError(f"lengths: {len(names)} numbers of tokens, one for each adapter; got {lengths!r}")
+        route = tuple(None if name is None else known[name] for name in names)
+        return Route(route, None if lengths is None else tuple(lengths))
 
-    def _route_for(self, adapters: Adapters, count: int | None, what: str) -> Route | None:
-        """Return the route of one call: the requested one, else the surrounding block's.
-
-        count, what: the number of rows and their name in errors; None if the number is unknown.
-
-        Raises:
-            LorakitError: the route has another number of rows.
-        """
-        route = self._route.get() if adapters is None else self._resolve(adapters)
-        per_row = not (adapters is None or isinstance(adapters, str)) or (route is not None and len(route.rows) > 1)
-        if route is not None and per_row and count is not None and len(route.rows) != count:
-            raise LorakitError(f"adapters: {len(route.rows)} names for {what.format(count)}")
-        return route
+    def _resident(self, identity: str | None) -> Adapter | None:
+        """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""
+        same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
+        return None if identity is None else next(same, None)
 
     @contextmanager
     def _routed(self, route: Route | None) -> Iterator[None]:
@@ -274,3 +274,18 @@ class AdaptedModel:
             yield
         finally:
             self._route.reset(token)
+
+
+def _check_size(route: Route | None, shape: Sequence[int], rows: str, *, one_for_all: bool) -> None:
+    """Raise an error unless a route goes with inputs of this shape, (rows, tokens).
+
+    rows: their name in the error. one_for_all: True if one adapter is meant for any number of rows.
+    """
+    if route is None:
+        return
+    if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
+        expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
+        raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")
+    count = len(route.adapters)
+    if route.lengths is None and count != shape[0] and not (one_for_all and count == 1):
+        raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
+from lorakit.lora.bank import AdapterBank
 from lorakit.lora.experts import expert_factors, transposed_experts
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear, kind_of, weight_of
 from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
-from lorakit.lora.routing import Slot, SlotHook, copy_with
+from lorakit.lora.routing import Adapter, Slot, adapter_numbers
+from lorakit.lora.slot_hook import SlotHook, copy_with
 from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
@@ -25,16 +27,18 @@ from lorakit.patch.patch import is_finite
 
 @dataclass(frozen=True)
 class PatchSource:
-    """Folder and digest of a loaded adapter."""
+    """Folder and identity of a loaded adapter."""
 
     folder: Path
-    digest: str | None
+    identity: str | None
     note: str | None
     """Sentence for users if only shapes could be compared, or the base is quantised in another way; else None."""
 
 
-def build_slots(patch: Patch, model: nn.Module) -> dict[str, Slot]:
-    """Return layer name -> slot for a patch that fits; tensors are on the layer's device, in its dtype.
+def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
+    """Return the adapter of a patch that fits, with its factors in the bank.
+
+    Tensors are on their layer's device, in its dtype.
 
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
 
@@ -46,17 +50,21 @@ def build_slots(patch: Patch, model: nn.Module) -> dict[str, Slot]:
         raise PatchError(
             f"{patch.folder}: changes experts ({experts[0]}), which cannot be chosen per row; merge it (lorakit merge)"
         )
-    own = _own_tensors(patch, model)
+    own, number = _own_tensors(patch, model), next(adapter_numbers)
     slots = {}
     for name in [*patch.layers, *(name for name in own if name not in patch.layers)]:
         layer = model.get_submodule(name)
         replacement = copy_with(layer, own[name]) if name in own else None
-        slots[name] = _slot(patch.layers.get(name), layer, replacement)
+        slots[name] = Slot(replacement=replacement)
+        if name in patch.layers:
+            A, B, gain = _factors(patch.layers[name], layer, replacement)
+            factors = bank.add(name, A, A, B, patch.layers[name].scale, number)
+            slots[name] = Slot(factors, replacement, gain)
     for name, token_rows in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
         tokens = torch.tensor(token_rows.tokens, device=weight.device)
         slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(token_rows.tensor, weight, name)))
-    return slots
+    return Adapter(number, slots, patch.identity)
 
 
 @torch.no_grad()
@@ -144,9 +152,10 @@ def layer_update(layer: PatchLayer) -> Update:
     return Update(layer.method, layer.scale, layer.tensors)
 
 
-def _slot(layer: PatchLayer | None, module: nn.Module, replacement: nn.Module | None) -> Slot:
-    if layer is None:
-        return Slot(replacement=replacement)
+def _factors(
+    layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return A, B and, for DoRA, the gain, by which B is multiplied already."""
     like = _like_layer(module)
     A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
     gain = None
@@ -154,7 +163,7 @@ def _slot(layer: PatchLayer | None, module: nn.Module, replacement: nn.Module | 
         gain = _gain(layer, replacement or module)
         B = gain[:, None] * B.to(gain.device)
         gain = _cast(gain, like, "gain")
-    return Slot(layer.scale, _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), replacement, gain)
+    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), gain
 
 
 def _like_layer(module: nn.Module) -> Tensor:

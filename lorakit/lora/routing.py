@@ -1,25 +1,23 @@
-"""Many adapters on one model, chosen per row of the batch; the model's own weights are read and never written.
+"""Which adapter each token of a batch uses: per row of the batch, or per segment of a packed line.
 
-Every adapted layer gets a forward hook. The layer computes its own output first, so a row without an adapter is the
-plain base to the bit. The hook then adds each row's adapter in place. The caller's route assigns adapters to rows
-(decision 0009).
+Invariant: a route and its adapters are immutable, so that a call under way is not changed by a load, unload or swap.
 """
 
-import copy
+import itertools
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, final
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.errors import TargetError
-from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, scale_embedding
-from lorakit.lora.modules_to_save import replace_logit_rows
-from lorakit.ops._internals import remove_forward_hooks
+from lorakit.lora.bank import FactorColumns, Factors, columns_of
+
+BASE: Final = -2
+"""stands for an adapter's number in tokens that have none"""
+adapter_numbers: Final = itertools.count()
+"""a number for each adapter, which no later one gets"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +27,8 @@ class Slot:
     With a gain g (DoRA) it is b + g (y - b) + s (x A^T) (g B)^T, where b is the layer's bias.
     """
 
-    scale: float = 0.0
-    A: Tensor | None = None
-    """(r, in); None if the adapter has no low-rank update here"""
-    B: Tensor | None = None
-    """(out, r), multiplied by the gain already if there is one"""
+    factors: Factors | None = None
+    """None if the adapter has no low-rank update here. B is multiplied by the gain already if there is one"""
     replacement: nn.Module | None = None
     """a copy of the layer with some tensors of the adapter's own, run instead of it (modules_to_save, biases)"""
     gain: Tensor | None = None
@@ -46,174 +41,102 @@ class Slot:
     @property
     def is_low_rank(self) -> bool:
         """True for a low-rank update and nothing else."""
-        return self.A is not None and self.replacement is None and self.gain is None and self.rows is None
+        return self.factors is not None and self.replacement is None and self.gain is None and self.rows is None
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A loaded adapter: its slots by layer name. Immutable, so that a call in progress is not changed by a swap."""
 
-    name: str
+    number: int
+    """from `adapter_numbers`"""
     slots: Mapping[str, Slot]
+    identity: str | None = None
+    """digest of its tensors and settings; None if it was not read from files"""
 
 
-@dataclass(frozen=True)
-class StackedAdapters:
-    """The factors of several adapters on one layer, concatenated along the ranks: two products serve all rows.
-
-    S = s (x A^T), zero in the columns of other rows' adapters; y += S B^T.
-    """
-
-    A: Tensor
-    """(all ranks, in)"""
-    B: Tensor
-    """(all ranks, out)"""
-    scales: Tensor
-    """(all ranks,): s of each column's adapter"""
-    others: Tensor
-    """(rows, all ranks): True where a column belongs to another row's adapter"""
+Group = tuple[Adapter | None, slice | Tensor]
+"""an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The adapter of each row of a batch; None is the plain base. One entry alone serves a batch of any size."""
+    """The adapter of each row of a batch, or of each segment of a packed line; None is the plain base.
 
-    rows: tuple[Adapter | None, ...]
-    stacks: dict[str, StackedAdapters | None] = field(default_factory=dict, repr=False)
-    _groups: dict[torch.device, list[tuple[Adapter, slice | Tensor]]] = field(default_factory=dict, repr=False)
+    One entry alone serves a batch of any size.
+    """
+
+    adapters: tuple[Adapter | None, ...]
+    lengths: tuple[int, ...] | None = None
+    """tokens of each adapter's segment of the line; None: each adapter has one row of the batch"""
+    tokens_per_row: int | None = None
+    """of the forward under way; None before it is known"""
+    _groups: dict[tuple[tuple[int, ...], torch.device], list[Group]] = field(default_factory=dict, init=False)
+    _columns: dict[str, list[tuple[FactorColumns, Tensor]]] = field(default_factory=dict, init=False, repr=False)
+    _numbers: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
-        """True if every row has the same adapter."""
-        return all(adapter is self.rows[0] for adapter in self.rows)
+        """True if every token has the same adapter."""
+        return all(adapter is self.adapters[0] for adapter in self.adapters)
 
-    def groups(self, device: torch.device) -> list[tuple[Adapter, slice | Tensor]]:
-        """Return (adapter, its rows): a slice for adjacent rows, because slicing copies nothing, else their indices.
+    def slot(self, adapter: Adapter | None, layer: str) -> Slot | None:
+        """Return an adapter's slot of a layer; None if it leaves the layer as it is."""
+        return None if adapter is None else adapter.slots.get(layer)
+
+    def has(self, layer: str) -> bool:
+        """True if an adapter of this route changes the layer."""
+        return any(self.slot(adapter, layer) is not None for adapter in set(self.adapters))
+
+    def describe(self) -> str:
+        """Return the number of rows, or of segments, in words."""
+        return f"{len(self.adapters)} {'rows' if self.lengths is None else 'segments'}"
+
+    def spans(self, shape: torch.Size) -> tuple[int, ...] | None:
+        """Return the tokens of each adapter in hidden states of this shape (without the width).
+
+        None if this is not known: the states are neither rows of the batch nor all tokens of it.
+        """
+        count, num_tokens = len(self.adapters), shape.numel()
+        if self.lengths is not None:
+            return self.lengths if num_tokens == sum(self.lengths) else None
+        is_rows = shape[0] == count
+        if is_rows or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1)):
+            return (num_tokens // count,) * count
+        return None
+
+    def groups(self, spans: tuple[int, ...], device: torch.device) -> list[Group]:
+        """Return each adapter with its tokens, numbered through all rows. `spans`: as returned by `spans`.
 
         Indices are made on the device once: from the host they would be sent for every layer and token.
         """
-        if device not in self._groups:
-            rows_of: dict[Adapter, list[int]] = {}
-            for row, adapter in enumerate(self.rows):
-                if adapter is not None:
-                    rows_of.setdefault(adapter, []).append(row)
-            self._groups[device] = [(adapter, _row_index(rows, device)) for adapter, rows in rows_of.items()]
-        return self._groups[device]
+        if (spans, device) not in self._groups:
+            ends = list(itertools.accumulate(spans))
+            ranges: dict[Adapter | None, list[range]] = {}
+            for adapter, end, length in zip(self.adapters, ends, spans, strict=True):
+                ranges.setdefault(adapter, []).append(range(end - length, end))
+            self._groups[spans, device] = [(adapter, _index(own, device)) for adapter, own in ranges.items()]
+        return self._groups[spans, device]
 
-    def stack(self, layer: str, x: Tensor) -> StackedAdapters | None:
-        """Return a layer's stacked adapters, in x's dtype; None if one of them is more than a low-rank update."""
-        if layer not in self.stacks:
-            slots = [(adapter, adapter.slots[layer]) for adapter, _ in self.groups(x.device) if layer in adapter.slots]
-            self.stacks[layer] = _stack(self.rows, slots, x) if all(slot.is_low_rank for _, slot in slots) else None
-        return self.stacks[layer]
+    def columns(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[FactorColumns, Tensor]]:
+        """Return the columns of these adapters in x's dtype, each with (tokens, columns): True for other tokens'.
 
+        For one token of each adapter of the route.
+        """
+        if layer not in self._columns:
+            numbers = self._adapter_numbers(x.device)[:, None]
+            self._columns[layer] = [(one.to(x.dtype), numbers != one.owners) for one in columns_of(factors)]
+        return self._columns[layer]
 
-def _row_index(rows: list[int], device: torch.device) -> slice | Tensor:
-    is_adjacent = rows[-1] - rows[0] == len(rows) - 1
-    return slice(rows[0], rows[-1] + 1) if is_adjacent else torch.tensor(rows, device=device)
-
-
-def _stack(rows: tuple[Adapter | None, ...], slots: list[tuple[Adapter, Slot]], x: Tensor) -> StackedAdapters:
-    factors = [(adapter, slot.A, slot.B, slot.scale) for adapter, slot in slots]
-    A = torch.cat([A for _, A, _, _ in factors if A is not None]).to(x.dtype)
-    B = torch.cat([B.T for _, _, B, _ in factors if B is not None]).to(x.dtype)
-    columns = [(adapter, scale) for adapter, A, _, scale in factors if A is not None for _ in range(A.shape[0])]
-    own = torch.tensor([[adapter is row for adapter, _ in columns] for row in rows], device=x.device)
-    scales = torch.tensor([scale for _, scale in columns], dtype=x.dtype, device=x.device)
-    return StackedAdapters(A, B, scales, ~own)
+    def _adapter_numbers(self, device: torch.device) -> Tensor:
+        if device not in self._numbers:
+            numbers = [BASE if adapter is None else adapter.number for adapter in self.adapters]
+            self._numbers[device] = torch.tensor(numbers, device=device)
+        return self._numbers[device]
 
 
-@final
-class SlotHook:
-    """The forward hook of one layer. `route` is a context variable, so calls in several threads do not mix."""
-
-    def __init__(self, name: str, kind: LayerKind | None, route: ContextVar[Route | None]) -> None:
-        self.name, self._kind, self._route = name, kind, route
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
-        return self  # a context variable cannot be copied, and a copied model follows the same route
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
-        route = self._route.get()
-        if route is None:
-            return y
-        if route.is_uniform:
-            slot = None if route.rows[0] is None else route.rows[0].slots.get(self.name)
-            return y if slot is None else self._apply_slot(slot, layer, args, kwargs, y, slice(None))
-        x, num_rows = _layer_input(args, kwargs), len(route.rows)
-        groups = route.groups(x.device)
-        slots = [(adapter.slots[self.name], rows) for adapter, rows in groups if self.name in adapter.slots]
-        if not slots:
-            return y
-        per_row = isinstance(y, Tensor) and x.shape[0] == y.shape[0] == num_rows
-        # experts get tokens of all rows in the order of their routing, whose number may equal that of the rows
-        if not per_row or ".experts." in self.name:
-            raise TargetError(
-                f"{self.name} sees {tuple(x.shape)} of a batch of {num_rows} rows: this model mixes rows there, so"
-                " adapters cannot be chosen per row; use one adapter for the whole batch"
-            )
-        one_token = self._kind is not EMBEDDING and x[0].numel() == x.shape[-1]
-        if one_token and (stack := route.stack(self.name, x)) is not None:
-            # masked, not multiplied by zero: an infinity in another adapter's columns would become NaN in this row
-            S = F.linear(x, stack.A).view(num_rows, -1).mul_(stack.scales).masked_fill_(stack.others, 0.0)
-            y.view(num_rows, -1).addmm_(S.to(y.dtype), stack.B.to(y.dtype))
-            return y
-        for slot, rows in slots:
-            y[rows] = self._apply_slot(slot, layer, args, kwargs, y[rows], rows)
-        return y
-
-    def _apply_slot(
-        self,
-        slot: Slot,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        y: Tensor,
-        rows: slice | Tensor,
-    ) -> Tensor:
-        """Return y with the slot's change. Overwrites y, which is the layer's own new output or rows of it."""
-        if slot.replacement is not None:
-            # on all rows, because other arguments than x need not have a row for each row of x
-            layer = slot.replacement
-            y = layer(*args, **kwargs)
-            if not (isinstance(rows, slice) and rows == slice(None)):
-                y = y[rows]
-        x = _layer_input(args, kwargs)[rows]
-        if slot.rows is not None:
-            y = _replace_rows(slot, layer, x, y)
-        if slot.A is None or slot.B is None:
-            return y
-        assert self._kind is not None
-        if slot.gain is not None:
-            bias = getattr(layer, "bias", None)
-            y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
-        S = self._kind.shrink(layer, x, slot.A)
-        S = S.reshape(-1, S.shape[-1]).to(y.dtype)
-        y.view(-1, y.shape[-1]).addmm_(S, slot.B.to(y.dtype).T, alpha=slot.scale)
-        return y
-
-
-def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return y with a slot's rows: of an embedding, looked up for ids x; of a head, as logits for hidden states x."""
-    assert slot.tokens is not None
-    assert slot.rows is not None
-    if x.is_floating_point():
-        return replace_logit_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
-    matches = x[..., None] == slot.tokens
-    rows = F.embedding(matches.int().argmax(-1), scale_embedding(layer, slot.rows))
-    return torch.where(matches.any(-1, keepdim=True), rows, y)
-
-
-def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return x
-
-
-def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a layer with these tensors and no forward hooks. All other tensors are the layer's own."""
-    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
-    replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
-    remove_forward_hooks(replacement)
-    for name, tensor in tensors.items():
-        replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-    return replacement
+def _index(ranges: list[range], device: torch.device) -> slice | Tensor:
+    first, last = ranges[0].start, ranges[-1].stop
+    if last - first == sum(map(len, ranges)):
+        return slice(first, last)
+    return torch.tensor([*itertools.chain(*ranges)], device=device)

@@ -17,9 +17,11 @@ from lorakit.base.load import load_base, load_tokenizer, vocabulary_size
 from lorakit.base.quantized import QuantConfig, load_quantized, materialize
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.inference.bind import build_slots
+from lorakit.inference.bind import build_adapter
+from lorakit.lora.bank import AdapterBank
 from lorakit.lora.layer_kinds import EMBEDDING
-from lorakit.lora.routing import Adapter, Route, Slot, SlotHook
+from lorakit.lora.routing import Adapter, Route, Slot, adapter_numbers
+from lorakit.lora.slot_hook import SlotHook
 from lorakit.merging.onto import CPU, TrainedQuantization
 from lorakit.patch import BaseShapes, check_fits
 from lorakit.patch.weighted import WeightedPatch
@@ -158,7 +160,10 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
     shapes = BaseShapes.of(model)
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
-    slots = _sum_by_layer([(one, build_slots(one.patch, model)) for one in weighted])
+    bank, number = AdapterBank(), next(adapter_numbers)
+    adapters = [(one, build_adapter(one.patch, model, bank).slots) for one in weighted]
+    names = dict.fromkeys(name for _, slots in adapters for name in slots)
+    slots = {name: _sum_slots(name, [(one, own[name]) for one, own in adapters if name in own], bank) for name in names}
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     handles = []
     for name in slots:
@@ -171,7 +176,7 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
                 compare(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
 
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-    token = route.set(Route((Adapter("all", slots),)))
+    token = route.set(Route((Adapter(number, slots),)))
     try:
         yield
     finally:
@@ -192,12 +197,7 @@ def prompt_ids(base: Path, size: int) -> list[Tensor]:
     return [torch.tensor([[token % size for token in row]]) for row in rows]
 
 
-def _sum_by_layer(patches: Sequence[tuple[WeightedPatch, dict[str, Slot]]]) -> dict[str, Slot]:
-    names = dict.fromkeys(name for _, slots in patches for name in slots)
-    return {name: _sum_slots([(one, slots[name]) for one, slots in patches if name in slots]) for name in names}
-
-
-def _sum_slots(slots: Sequence[tuple[WeightedPatch, Slot]]) -> Slot:
+def _sum_slots(name: str, slots: Sequence[tuple[WeightedPatch, Slot]], bank: AdapterBank) -> Slot:
     """Return one slot for the weighted sum of all patches in a layer.
 
     Raises:
@@ -211,13 +211,12 @@ def _sum_slots(slots: Sequence[tuple[WeightedPatch, Slot]]) -> Slot:
     replacements = [(one, slot.replacement) for one, slot in slots if slot.replacement is not None]
     if replacements and (len(slots) > 1 or replacements[0][0].weight != 1.0):
         raise MergeError("verify: full tensors can be compared when one patch with weight 1 has them")
-    factors = [
-        (slot.A, one.weight * slot.scale * slot.B) for one, slot in slots if slot.A is not None and slot.B is not None
-    ]
+    factors = [(one.weight * slot.factors.scale, slot.factors) for one, slot in slots if slot.factors is not None]
     replacement = replacements[0][1] if replacements else None
     if not factors:
         return Slot(replacement=replacement)
-    return Slot(1.0, torch.cat([A for A, _ in factors]), torch.cat([B for _, B in factors], dim=1), replacement)
+    A, B = torch.cat([own.A for _, own in factors]), torch.cat([s * own.B for s, own in factors])
+    return Slot(bank.add(name, A, A, B.T, 1.0, next(adapter_numbers)), replacement)
 
 
 def _load_quantized(folder: Path, quantization: TrainedQuantization) -> nn.Module:

@@ -4,6 +4,8 @@ A folder is a patch if it has ``adapter_config.json``. That file is written last
 ever visible. lorakit's own facts (base fingerprint, recipe, digests, versions) are in the tensor file's metadata.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +99,14 @@ class Patch:
     """by embedding: rows that replace the base's"""
     digest: str | None = None
     """XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file"""
+
+    @property
+    def identity(self) -> str | None:
+        """Digest of the tensors and of the settings: two patches of one identity are one adapter. None as `digest`."""
+        if self.digest is None:
+            return None
+        settings = json.dumps(dict(self.config.raw), sort_keys=True)
+        return hashlib.blake2b(f"{self.digest} {settings}".encode(), digest_size=16).hexdigest()
 
     @property
     def num_parameters(self) -> int:

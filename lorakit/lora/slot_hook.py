@@ -1,0 +1,154 @@
+"""Add each token's adapter to the output of a layer. The model's own weights are read and never written.
+
+Every adapted layer gets a forward hook. The layer computes its own output first, so a token without an adapter is the
+plain base to the bit. The hook then adds each adapter's update in place to the tokens that the route gives it
+(decision 0009).
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorakit.errors import LorakitError, TargetError
+from lorakit.lora.bank import Factors
+from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, scale_embedding
+from lorakit.lora.modules_to_save import replace_logit_rows
+from lorakit.lora.routing import Route, Slot
+from lorakit.ops._internals import remove_forward_hooks
+
+
+@final
+class SlotHook:
+    """The forward hook of one layer. `route` is a context variable, so calls in several threads do not mix."""
+
+    def __init__(self, name: str, kind: LayerKind | None, route: ContextVar[Route | None]) -> None:
+        self.name, self._kind, self._route = name, kind, route
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
+        return self  # a context variable cannot be copied, and a copied model follows the same route
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
+        route = self._route.get()
+        if route is None or not route.has(self.name):
+            return y
+        x = _layer_input(args, kwargs)
+        if route.is_uniform:
+            slot = route.slot(route.adapters[0], self.name)
+            assert slot is not None
+            return self._apply_slot(slot, layer, x, slot.replacement(*args, **kwargs) if slot.replacement else y)
+        spans = self._spans(route, x, y)
+        groups = [(route.slot(adapter, self.name), tokens) for adapter, tokens in route.groups(spans, y.device)]
+        slots = [(slot, tokens) for slot, tokens in groups if slot is not None]
+        x, flat = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1), y.view(-1, y.shape[-1])
+        if all(slot.is_low_rank for slot, _ in slots) and set(spans) == {1} and self._kind is not EMBEDDING:
+            self._add_masked([slot.factors for slot, _ in slots if slot.factors is not None], route, x, flat)
+            return y
+        for slot, tokens in slots:
+            old = own = flat[tokens]
+            if slot.replacement is not None:
+                # on all tokens, because other arguments than x need not have an entry for each token of x
+                old = slot.replacement(*args, **kwargs).reshape(flat.shape)[tokens]
+            new = self._apply_slot(slot, layer, x[tokens], old)
+            if isinstance(tokens, Tensor) or new is not own:
+                flat[tokens] = new
+        return y
+
+    def _spans(self, route: Route, x: Tensor, y: Tensor) -> tuple[int, ...]:
+        """Return the tokens of each adapter of the route in y.
+
+        Raises:
+            TargetError: the layer sees neither the rows of the batch nor all of its tokens in order.
+        """
+        spans = route.spans(y.shape[:-1]) if isinstance(y, Tensor) and y.dim() > 1 else None
+        # experts get tokens in the order of their routing, whose number may equal that of the batch
+        if spans is None or (y.dim() == 2 and ".experts." in self.name):
+            raise TargetError(
+                f"{self.name} sees {tuple(x.shape)} of a batch of {route.describe()}: this model mixes rows there, so"
+                " adapters cannot be chosen per row; use one adapter for the whole batch"
+            )
+        return spans
+
+    def _add_masked(self, factors: list[Factors], route: Route, x: Tensor, y: Tensor) -> None:
+        """Add the updates of all adapters to y, one token of each: two products serve them all."""
+        for columns, others in route.columns(self.name, factors, x):
+            # masked, not multiplied by zero: an infinity in another adapter's columns would become NaN in this row
+            S = F.linear(x, columns.A).mul_(columns.scales).masked_fill_(others, 0.0)
+            y.addmm_(S.to(y.dtype), columns.B.to(y.dtype))
+
+    def _apply_slot(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return y with the slot's change. Overwrites y, which is the layer's own new output or tokens of it."""
+        layer = slot.replacement or layer
+        if slot.rows is not None:
+            y = _replace_rows(slot, layer, x, y)
+        if slot.factors is None:
+            return y
+        assert self._kind is not None
+        if slot.gain is not None:
+            bias = getattr(layer, "bias", None)
+            y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
+        S = self._kind.shrink(layer, x, slot.factors.A)
+        S = S.reshape(-1, S.shape[-1]).to(y.dtype)
+        y.view(-1, y.shape[-1]).addmm_(S, slot.factors.B.to(y.dtype), alpha=slot.factors.scale)
+        return y
+
+
+def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return y with a slot's rows: of an embedding, looked up for ids x; of a head, as logits for hidden states x."""
+    assert slot.tokens is not None
+    assert slot.rows is not None
+    if x.is_floating_point():
+        return replace_logit_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
+    matches = x[..., None] == slot.tokens
+    rows = F.embedding(matches.int().argmax(-1), scale_embedding(layer, slot.rows))
+    return torch.where(matches.any(-1, keepdim=True), rows, y)
+
+
+@final
+class PassHook:
+    """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass."""
+
+    def __init__(self, route: ContextVar[Route | None]) -> None:
+        self._route = route
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PassHook":
+        return self
+
+    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        route = self._route.get()
+        if route is None:
+            return
+        if torch.is_grad_enabled() and model.training and getattr(model, "is_activation_checkpointing", False):
+            raise LorakitError(
+                "activation checkpointing computes layers again in backward, where this call's adapters are not chosen"
+                " any more; call model.model.activation_checkpointing_disable()"
+            )
+        tokens = model_input(args, kwargs)
+        if tokens is not None and tokens.dim() > 1 and tokens.shape[1] != route.tokens_per_row:
+            self._route.set(replace(route, tokens_per_row=tokens.shape[1]))  # until the call ends
+
+
+def model_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids or embeddings of a model's call, (rows, tokens, ...); None if it has neither."""
+    named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return args[0] if args else next((value for value in named if value is not None), None)
+
+
+def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
+
+
+def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a layer with these tensors and no forward hooks. All other tensors are the layer's own."""
+    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
+    replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
+    remove_forward_hooks(replacement)
+    for name, tensor in tensors.items():
+        replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return replacement
