@@ -24,7 +24,7 @@ from lorakit.inference.bind import PatchSource, build_adapter, check_replacement
 from lorakit.inference.prompts import Prompt, PromptCodec
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
-from lorakit.lora.slot_hook import PassHook, SlotHook, model_input
+from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
 from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.patch import DEFAULT_CAPS
 
@@ -84,6 +84,8 @@ class AdaptedModel:
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
         self._hooked_layers: set[str] = set()
+        self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
+        """modules of experts and routers, which see the tokens of all rows at once"""
         self._loading, self._sampling = threading.Lock(), threading.Lock()
 
     @property
@@ -124,9 +126,12 @@ class AdaptedModel:
             check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
-                kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
-                hook = SlotHook(layer, kind, self._route)
-                self.model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
+                module = self.model.get_submodule(layer)
+                if layer in self._tokenwise:
+                    TokenwiseForward.install(layer, module, self._route)
+                else:
+                    kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
+                    module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource(Path(path), patch.identity, note)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.bank import AdapterBank
-from lorakit.lora.experts import expert_factors, transposed_experts
+from lorakit.lora.experts import expert_factors, expert_sum, is_transposed, transposed_experts, with_attributes
 from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear, kind_of, weight_of
 from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.routing import Adapter, Slot, adapter_numbers
-from lorakit.lora.slot_hook import SlotHook, copy_with
+from lorakit.lora.slot_hook import SlotHook, TokenwiseForward, copy_with
 from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
@@ -43,16 +43,12 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
 
     Raises:
-        PatchError: the patch adapts experts, or its values overflow the base's dtype.
+        PatchError: its values overflow the base's dtype.
     """
-    experts = [name for name, layer in patch.layers.items() if layer.num_experts]
-    if experts:
-        raise PatchError(
-            f"{patch.folder}: changes experts ({experts[0]}), which cannot be chosen per row; merge it (lorakit merge)"
-        )
     own, number = _own_tensors(patch, model), next(adapter_numbers)
-    slots = {}
-    for name in [*patch.layers, *(name for name in own if name not in patch.layers)]:
+    layers = [name for name, layer in patch.layers.items() if not layer.num_experts]
+    slots = _expert_slots(patch, model, own)
+    for name in [*layers, *(name for name in own if name not in patch.layers and name not in slots)]:
         layer = model.get_submodule(name)
         replacement = copy_with(layer, own[name]) if name in own else None
         slots[name] = Slot(replacement=replacement)
@@ -65,6 +61,29 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
         tokens = torch.tensor(token_rows.tokens, device=weight.device)
         slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(token_rows.tensor, weight, name)))
     return Adapter(number, slots, patch.identity)
+
+
+def _expert_slots(patch: Patch, model: nn.Module, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Slot]:
+    """Return module -> slot for the experts and routers that the patch changes: copies that run in their place."""
+    parts: dict[str, dict[str, PatchLayer]] = {}
+    for name, layer in patch.layers.items():
+        if layer.num_experts:
+            module, _, parameter = name.rpartition(".")
+            parts.setdefault(module, {})[parameter] = layer
+    slots = {}
+    for name, changed in parts.items():
+        replacement = copy_with(model.get_submodule(name), own.get(name, {}))
+        sums = {}
+        for parameter, layer in changed.items():
+            W = replacement.get_parameter(parameter)
+            A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
+            if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
+                merged = merged_weight(W, LINEAR, [layer_update(layer)], W.dtype)
+                replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
+            else:
+                sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, transposed=is_transposed(replacement))
+        slots[name] = Slot(replacement=with_attributes(replacement, sums))
+    return slots
 
 
 @torch.no_grad()
@@ -97,8 +116,9 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
-    for module in merged.modules():
-        remove_forward_hooks(module, SlotHook)  # else the copy would follow the routes of the base
+    for module in merged.modules():  # else the copy would follow the routes of the base
+        remove_forward_hooks(module, SlotHook)
+        TokenwiseForward.remove(module)
     changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
     for name, layer in patch.layers.items():
         if layer.num_experts:
@@ -128,6 +148,8 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 
 
 def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
+    if W.dim() == 2:
+        return merged_weight(W, LINEAR, [layer_update(layer)], W.dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
     updates = [Update(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
     kind = CONV1D if transposed else LINEAR

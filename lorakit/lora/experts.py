@@ -1,12 +1,15 @@
 """Adapt experts whose weights are 3-D parameters, with one A and one B for each expert."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from lorakit.lora.layer_kinds import is_linear_like
+from lorakit.lora.low_rank_sum import LowRankSum
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import FunctionalWrapper
 
@@ -37,7 +40,7 @@ class ExpertTarget:
 
 @final
 class LoraExperts(FunctionalWrapper):
-    """W_e + s B_e A_e for every expert e. The module's own forward runs on the sum.
+    """W_e + s B_e A_e for every expert e. The module's own forward runs, and multiplies by `LowRankSum`s.
 
     W is (E, out, in), or (E, in, out) if transposed. Factors have PEFT's layout: A is (E r, in), stacked as (E, r, in),
     and B (out, r E), stacked as (out, r, E).
@@ -53,15 +56,38 @@ class LoraExperts(FunctionalWrapper):
             )
         self.release_original()
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)  # with the sums, because LowRankSum is no tensor
+        tensors = {name: self.low_rank_sum(name) or self.get_parameter(name) for name in self._parameter_names}
+        return with_attributes(self._shell[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
+
     def effective_tensor(self, name: str) -> Tensor:
-        W = self.get_parameter(name)
+        low_rank_sum = self.low_rank_sum(name)
+        return low_rank_sum.full() if low_rank_sum else self.get_parameter(name)
+
+    def low_rank_sum(self, name: str) -> LowRankSum | None:
+        """Return an adapted parameter with its update; None for a parameter without one."""
         if name not in self.adapted:
-            return W
-        target = self.adapted[name]
+            return None
+        target, W = self.adapted[name], self.get_parameter(name)
         A, B = (self.get_parameter(f"{name}_{part}").to(W.dtype) for part in ("lora_A", "lora_B"))
-        A, B = expert_factors(A, B, target.num_experts)
-        left, right = (A.transpose(1, 2), B.transpose(1, 2)) if target.transposed else (B, A)
-        return torch.baddbmm(W, left, right, alpha=METHODS[target.method].scale(target.alpha, target.rank))
+        return expert_sum(
+            W, A, B, METHODS[target.method].scale(target.alpha, target.rank), transposed=target.transposed
+        )
+
+
+def expert_sum(W: Tensor, A: Tensor, B: Tensor, s: float, *, transposed: bool) -> LowRankSum:
+    """Return W_e + s B_e A_e of all experts, for W (E, out, in), or (E, in, out) if transposed, and stored factors."""
+    A, B = expert_factors(A, B, len(W))
+    return LowRankSum(W, A.mT, B.mT, s) if transposed else LowRankSum(W, B, A, s)
+
+
+def with_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
+    """Return a shallow copy of a module that reads these attributes in place of its own parameters and buffers."""
+    view = copy.copy(module)
+    view.__dict__.update(attributes)  # found before `nn.Module.__getattr__` looks for a parameter
+    return view
 
 
 def expert_factors(A: Tensor, B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -75,6 +101,25 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         for key, tensor in module.named_parameters(recurse=False):
             if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and _is_experts(name, module):
                 yield name, module, key
+
+
+def is_router(module: nn.Module) -> bool:
+    """True for a module that chooses experts by a weight (experts, width) of its own, and is no linear layer."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.dim() == 2
+
+
+def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield the name and (experts, out, in) of every parameter that a patch can change in its module.
+
+    These are experts, and the weights of routers, as of one expert: PEFT's ``all-linear`` takes both.
+    """
+    for name, module, key in expert_parameters(model):
+        yield f"{name}.{key}", expert_sizes(module, key)
+    for name, module in model.named_modules():
+        if is_router(module) and not is_linear_like(module):
+            num_experts, width = module.get_parameter("weight").shape
+            yield f"{name}.weight", (1, num_experts, width)
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ plain base to the bit. The hook then adds each adapter's update in place to the 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, final
@@ -19,7 +19,7 @@ from lorakit.errors import LorakitError, TargetError
 from lorakit.lora.bank import Factors
 from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, scale_embedding
 from lorakit.lora.modules_to_save import replace_logit_rows
-from lorakit.lora.routing import Route, Slot
+from lorakit.lora.routing import Adapter, Route, Slot
 from lorakit.ops._internals import remove_forward_hooks
 
 
@@ -110,6 +110,70 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @final
+class TokenwiseForward:
+    """The forward of a module that treats each token alone but in no row of the batch: experts, or their router.
+
+    Each adapter's tokens go through its own copy of the module, and the others through the module itself.
+    """
+
+    def __init__(self, name: str, forward: Callable[..., Any], route: ContextVar[Route | None]) -> None:
+        self._name, self._forward, self._route = name, forward, route
+
+    @classmethod
+    def install(cls, name: str, module: nn.Module, route: ContextVar[Route | None]) -> None:
+        """Run the module by this class."""
+        module.__dict__["forward"] = cls(name, module.forward, route)
+
+    @classmethod
+    def remove(cls, module: nn.Module) -> None:
+        """Let a module, which may be a copy, run by its own forward."""
+        if isinstance(module.__dict__.get("forward"), cls):
+            del module.__dict__["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenwiseForward":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        route = self._route.get()
+        if route is None or not route.has(self._name):
+            return self._forward(*args, **kwargs)
+        if route.is_uniform:
+            return self._forward_of(route, route.adapters[0])(*args, **kwargs)
+        x = _layer_input(args, kwargs)
+        spans = route.spans(x.shape[:-1]) if x.dim() == 2 else None
+        if spans is None:
+            raise TargetError(
+                f"{self._name} sees {tuple(x.shape)} of a batch of {route.describe()}, not its tokens in order; use one"
+                " adapter for the whole batch"
+            )
+        groups = route.groups(spans, x.device)
+        results = []
+        for adapter, tokens in groups:
+
+            def own(value: Any, tokens: slice | Tensor = tokens) -> Any:
+                return value[tokens] if isinstance(value, Tensor) and len(value) == len(x) else value
+
+            forward = self._forward_of(route, adapter)
+            results.append(forward(*map(own, args), **{key: own(value) for key, value in kwargs.items()}))
+        all_tokens = [tokens for _, tokens in groups]
+        if isinstance(results[0], Tensor):
+            return _scatter(results, all_tokens, len(x))
+        return tuple(_scatter(parts, all_tokens, len(x)) for parts in zip(*results, strict=True))
+
+    def _forward_of(self, route: Route, adapter: Adapter | None) -> Callable[..., Any]:
+        slot = route.slot(adapter, self._name)
+        return slot.replacement if slot is not None and slot.replacement is not None else self._forward
+
+
+def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: int) -> Tensor:
+    """Return the tokens' results in the order of the tokens."""
+    result = parts[0].new_empty(count, *parts[0].shape[1:])
+    for part, own in zip(parts, tokens, strict=True):
+        result[own] = part
+    return result
+
+
+@final
 class PassHook:
     """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass."""
 
@@ -149,6 +213,7 @@ def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
     remove_forward_hooks(replacement)
+    TokenwiseForward.remove(replacement)
     for name, tensor in tensors.items():
         replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return replacement

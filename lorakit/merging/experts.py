@@ -27,7 +27,7 @@ class ExpertSlice:
 
 
 def expert_slices(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertSlice]]:
-    """Return the stored tensors of each named 3-D parameter.
+    """Return the stored tensors of each named 3-D parameter, or of a router's weight.
 
     Raises:
         MergeError: the stored tensors are not concatenated along experts and rows. BaseModelError: the base cannot be
@@ -40,14 +40,14 @@ def expert_slices(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertSl
 def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice]:
     parameter = model.get_parameter(name)
     transposed = is_transposed(model.get_submodule(name.rpartition(".")[0]))
-    _, num_rows, width = parameter.shape
+    num_rows, width = parameter.shape[-2:]
     slices = []
 
     def note(stored: StoredTensor, out: Tensor, start: int) -> None:
         offset, size = out.storage_offset(), torch.Size(stored.shape).numel()
         # concatenated sources fill the meta tensor itself; a recomputed one reads into tensors with data
         full = out.is_meta and start == 0 and out.numel() == size
-        if full and stored.shape == tuple(parameter.shape):
+        if full and len(stored.shape) == 3 and stored.shape == tuple(parameter.shape):
             slices.append(ExpertSlice(stored.name, transposed))
         elif full and stored.shape[1:] == (width,) and offset % width == 0:
             expert, first = divmod(offset // width, num_rows)

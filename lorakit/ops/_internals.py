@@ -20,6 +20,12 @@ Defined in deepspeed.runtime.zero.parameter_offload. With other names, `ops.reco
 zero3 and save every layer's input: more memory, the same result.
 """
 
+GROUPED_MM: Final = torch._grouped_mm
+"""The function that the public `torch.nn.functional.grouped_mm` calls, and that `__torch_function__` gets.
+
+With another one, `lora.low_rank_sum` would form the weights of all experts: more memory, the same result.
+"""
+
 
 def storage_id(tensor: Tensor) -> int:
     """Return a number that two tensors share exactly when they share one storage; also on the meta device.

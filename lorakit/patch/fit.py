@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.experts import expert_parameters, expert_sizes
+from lorakit.lora.experts import patched_parameters
 from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
@@ -22,7 +22,7 @@ class BaseShapes:
     parameters: Mapping[str, tuple[int, ...]]
     """every parameter, tied ones under each of their names"""
     experts: Mapping[str, tuple[int, int, int]]
-    """every 3-D parameter of experts: (experts, out, in)"""
+    """every 3-D parameter of experts, and every router's weight as of one expert: (experts, out, in)"""
     tied: tuple[str, str] | None
     """output head and input embedding if they share their weight, else None"""
     embedding: str | None
@@ -34,7 +34,7 @@ class BaseShapes:
     def of(cls, model: nn.Module) -> "BaseShapes":
         """Return the shapes of a model, which may be on the meta device."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        experts = {f"{name}.{key}": expert_sizes(module, key) for name, module, key in expert_parameters(model)}
+        experts = dict(patched_parameters(model))
         return cls(adaptable_layers(model), parameters, experts, tied_head(model), *embedding_and_head(model))
 
 

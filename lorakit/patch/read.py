@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
+from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import PatchConfig, read_config
 from lorakit.patch.patch import (
     DEFAULT_CAPS,
@@ -227,10 +228,7 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
     for name in modules:
         by_module.setdefault(without_wrappers(name), set()).add(name)
     for module, names in by_module.items():
-        targets = [
-            name.rpartition(".")[2] for name in config.target_parameters
-            if not (prefix := name.rpartition(".")[0]) or module == prefix or module.endswith(f".{prefix}")
-        ]  # fmt: skip
+        targets = _targets_of(module, len(names), config)
         if names <= {module} and not targets:
             continue
         expected = {name: f"{module}.{parameter}" for parameter, name in expert_modules(module, targets).items()}
@@ -241,6 +239,24 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
             )
         parameters |= expected
     return parameters
+
+
+def _targets_of(module: str, count: int, config: PatchConfig) -> list[str]:
+    """Return the parameters of a module that `target_parameters` names, if the file has factors of `count` of them.
+
+    A name without its module, such as ``down_proj``, may be a parameter of any module. So where the file has factors
+    for as many as are named with their module, these are they, and a layer of `target_modules` has none.
+    """
+    selectors = config.raw.get("target_modules") or ()
+    if count == 1 and matches(selectors if isinstance(selectors, str) else tuple(selectors), module):
+        return []
+    prefixed, others = [], []
+    for prefix, _, name in (name.rpartition(".") for name in config.target_parameters):
+        if not prefix:
+            others.append(name)
+        elif module == prefix or module.endswith(f".{prefix}"):
+            prefixed.append(name)
+    return prefixed if len(prefixed) == count else [*prefixed, *others]
 
 
 def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:

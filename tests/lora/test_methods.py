@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.errors import PatchError, TargetError
+from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
 from lorakit.patch import read_patch, save_patch, write_patch
 from tests.helpers.models import build_variant
@@ -24,8 +24,6 @@ IDS = torch.arange(3, 27).reshape(2, 12) % 64
 class Case:
     model: str
     settings: dict[str, Any]
-    served: bool = True
-    """True if it can be loaded beside other adapters"""
     untie: bool = False
     mirrored: bool = field(default=False)
     """True if the file has tensors twice, for head and embedding"""
@@ -56,7 +54,7 @@ CASES = {
     "saved_tied": Case("llama_tied", QV | {"modules_to_save": ["embed_tokens"], "tied_head": "both"}, mirrored=True),
     "tokens": Case("llama", QV | {"trainable_tokens": [5, 3, 60]}),
     "tokens_tied": Case("llama_tied", QV | {"trainable_tokens": [5, 3, 60]}),
-    "experts_mixtral": Case("mixtral", QV | {"target_parameters": "all-experts"}, served=False),
+    "experts_mixtral": Case("mixtral", QV | {"target_parameters": "all-experts"}),
     "experts_qwen": Case(
         "qwen3_moe",
         QV
@@ -64,14 +62,9 @@ CASES = {
             "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
             "rank_pattern": {"experts.down_proj": 2},
         },
-        served=False,
     ),
-    "experts_gpt_oss": Case(
-        "gpt_oss", QV | {"target_parameters": ["experts.gate_up_proj"], "method": "rslora"}, served=False
-    ),
-    "experts_alone": Case(
-        "mixtral", {"targets": [], "rank": 2, "target_parameters": ["experts.down_proj"]}, served=False
-    ),
+    "experts_gpt_oss": Case("gpt_oss", QV | {"target_parameters": ["experts.gate_up_proj"], "method": "rslora"}),
+    "experts_alone": Case("mixtral", {"targets": [], "rank": 2, "target_parameters": ["experts.down_proj"]}),
 }
 
 
@@ -183,21 +176,17 @@ def test_merged_files_and_a_loaded_patch_answer_as_the_trained_model(name: str, 
     expected = logits(model)
 
     merged = lorakit.merge(
-        tmp_path / "base", tmp_path / "patch", out=tmp_path / "merged", untie=case.untie, verify=case.served
+        tmp_path / "base", tmp_path / "patch", out=tmp_path / "merged", untie=case.untie, verify=True
     )
 
     close(logits(AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager")), expected, 3e-5)
-    if case.served:
-        loaded = lorakit.load(tmp_path / "base", {"x": tmp_path / "patch"}, dtype="float32")
-        close(loaded(IDS, adapters="x").logits, expected, 3e-5)
-        mixed = loaded(IDS, adapters=["x", None]).logits
-        close(mixed[0], expected[0], 3e-5)
-        close(mixed[1], logits(build_variant(case.model))[1], 3e-5)
-        with loaded.merged("x") as copied:
-            close(copied(IDS).logits, expected, 3e-5)
-    else:
-        with pytest.raises(PatchError, match="changes experts"):
-            lorakit.load(tmp_path / "base", {"x": tmp_path / "patch"}, dtype="float32")
+    loaded = lorakit.load(tmp_path / "base", {"x": tmp_path / "patch"}, dtype="float32")
+    close(loaded(IDS, adapters="x").logits, expected, 3e-5)
+    mixed = loaded(IDS, adapters=["x", None]).logits
+    close(mixed[0], expected[0], 3e-5)
+    close(mixed[1], logits(build_variant(case.model))[1], 3e-5)
+    with loaded.merged("x") as copied:
+        close(copied(IDS).logits, expected, 3e-5)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -288,20 +288,20 @@ def test_a_gpus_chunks_of_logits_are_planned_as_it_computes_them(tmp_path: Path)
     assert gpu.layer == cpu.layer
 
 
-def test_the_gradient_of_effective_experts_counts(tmp_path: Path) -> None:
+def test_no_summed_weights_of_experts_are_counted(tmp_path: Path) -> None:
     model = build_variant("mixtral")
     model.save_pretrained(tmp_path)
     form = MicroBatch(1, 4, 4, packed=True, masked=False, row_lengths=(4,))
     plain, experts = (
         ActivationTracer(
-            tmp_path, of(tmp_path), AdapterSection(targets=("q_proj",), target_parameters=which), torch.float32,
+            tmp_path, of(tmp_path), AdapterSection(targets=("q_proj",), target_parameters=which, rank=1), torch.float32,
             checkpointing=False,
         ).training(form)
         for which in ((), "all-experts")
     )  # fmt: skip
     sizes = [p.nbytes for name, p in model.named_parameters() if p.dim() == 3]
-    assert experts.saved - plain.saved >= sum(sizes)  # W + s B A of every layer, kept for backward
-    assert experts.layer - plain.layer >= max(sizes) - min(sizes)  # beside W + s B A, of which one is gone by then
+    assert 0 < experts.saved - plain.saved < sum(sizes) / 4  # factors and their products, for backward
+    assert experts.layer - plain.layer < min(sizes) / 2
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
