@@ -36,6 +36,12 @@ class Batch:
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
 
+    def rows_of_tokens(self) -> Tensor:
+        """Return the place in `row_indices` of each token's row, (lines * width,) int64."""
+        lines, width = self.input_ids.shape
+        lengths = torch.tensor(self.row_lengths or [width] * lines)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
     def to(self, device: torch.device) -> "Batch":
         """Return the same micro-batch on a device, with ``label_positions``."""
         # on the host, because nonzero on a GPU waits for the device to know the size of its result

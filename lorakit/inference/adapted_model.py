@@ -83,6 +83,7 @@ class AdaptedModel:
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
+        self._last_route: Route | None = None
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
         """modules of experts and routers, which see the tokens of all rows at once"""
@@ -136,12 +137,14 @@ class AdaptedModel:
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource(Path(path), patch.identity, note)
             self._adapters[name] = adapter  # last: from here on calls can use it
+            self._last_route = None
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
             del self._adapters[name], self._sources[name]
+            self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
     def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
@@ -264,8 +267,14 @@ class AdaptedModel:
             len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
         ):
             raise LorakitError(f"lengths: {len(names)} numbers of tokens, one for each adapter; got {lengths!r}")
-        route = tuple(None if name is None else known[name] for name in names)
-        return Route(route, None if lengths is None else tuple(lengths))
+        route = Route(
+            tuple(None if name is None else known[name] for name in names), None if lengths is None else tuple(lengths)
+        )
+        last = self._last_route
+        if last is not None and (last.adapters, last.lengths) == (route.adapters, route.lengths):
+            return last  # with the indices that are on the device already
+        self._last_route = route
+        return route
 
     def _resident(self, identity: str | None) -> Adapter | None:
         """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""

@@ -55,7 +55,7 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
 def _show_patch(patch: Patch, say: Say) -> None:
     folder, config, facts = patch.folder, patch.config, patch.metadata
     ranks = sorted({layer.rank for layer in patch.layers.values()})
-    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patch.layers))
+    kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
     _table(
         say,
         patch=folder, base=config.base_model, quantised=_quantization(facts), method=config.method,

@@ -152,6 +152,7 @@ def _attach_linear(
     adapted = LoraLinear(
         layer,
         target.kind,
+        name=target.name,
         method=spec.method,
         rank=target.rank,
         alpha=target.alpha,
@@ -193,7 +194,7 @@ def _tie_head(model: nn.Module, head_name: str, embedding_name: str, spec: Adapt
     """Let a head change as the embedding does with which it shares a weight."""
     head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
     if isinstance(embedding, LoraLinear):
-        replace_module(model, head, TiedLoraHead(head, embedding, spec.dropout))
+        replace_module(model, head, TiedLoraHead(head, embedding, spec.dropout, head_name))
     elif isinstance(embedding, TrainableTokens):
         replace_module(model, head, TiedTokenHead(head, embedding))
     else:

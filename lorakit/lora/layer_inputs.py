@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.lora.layer_kinds import LayerKind
+from lorakit.ops.dropout import DropoutMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,16 +18,16 @@ class LayerInputs:
     x: Tensor
     """(..., in); token ids for an embedding"""
     bias: Tensor | None
-    dropout: float
-    """probability of a zero in x'; 0 outside training"""
+    mask: DropoutMask | None = None
+    """the zeros of x'; None: x' is x"""
 
     def y(self) -> Tensor:
         """Return x W^T + b, (..., out)."""
         return self.kind.run(self.layer, self.x, self.bias)
 
     def dropped(self) -> Tensor:
-        """Return x'. Each call draws another mask."""
-        return F.dropout(self.x, self.dropout) if self.dropout > 0 else self.x
+        """Return x'."""
+        return self.x if self.mask is None else self.mask.apply(self.x)
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x W^T without b, for x or x'. `y`: of `self.y()`, from which the product of x is known."""

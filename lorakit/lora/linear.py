@@ -11,11 +11,15 @@ from lorakit.lora.layer_inputs import LayerInputs
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
+from lorakit.ops.dropout import dropout_mask
 
 
 @final
 class LoraLinear(AdapterModule):
-    """y = x W^T + b + s (dropout(x) A^T) B^T, or the formula of another method. W is the base's own parameter."""
+    """y = x W^T + b + s (dropout(x) A^T) B^T, or the formula of another method. W is the base's own parameter.
+
+    `name`: the layer's name in the model, of which its dropout mask is a function.
+    """
 
     bias: nn.Parameter | None
 
@@ -24,6 +28,7 @@ class LoraLinear(AdapterModule):
         base: nn.Module,
         kind: LayerKind,
         *,
+        name: str = "",
         method: str,
         rank: int,
         alpha: float,
@@ -35,7 +40,7 @@ class LoraLinear(AdapterModule):
         self.out_features, self.in_features = kind.sizes(base)
         self.kind, self.method, self.rank, self.alpha = kind, method, rank, alpha
         self.scale = METHODS[method].scale(alpha, rank)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self.name = dropout, name
         bias = base._parameters.get("bias")
         self.bias_dtype = None if bias is None else bias.dtype
         for name in kind.copied_attributes:
@@ -56,8 +61,9 @@ class LoraLinear(AdapterModule):
 
     def inputs(self, x: Tensor) -> LayerInputs:
         """Return what the method reads in a forward pass on x."""
-        has_dropout = self.training and x.is_floating_point()  # an embedding's x is token ids
-        return LayerInputs(self, self.kind, x, self._bias(), self.dropout.p if has_dropout else 0.0)
+        has_dropout = self.dropout > 0 and self.training and x.is_floating_point()  # an embedding's x is token ids
+        mask = dropout_mask(x, self.dropout, self.name) if has_dropout else None
+        return LayerInputs(self, self.kind, x, self._bias(), mask)
 
     def _bias(self) -> Tensor | None:
         """Return the bias in the base's dtype, which a trainable bias, a float32 master, has not."""
@@ -65,7 +71,10 @@ class LoraLinear(AdapterModule):
         return bias if bias is None or self.bias_dtype is None else bias.to(self.bias_dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}"
+        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
+        return (
+            f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}{dropout}"
+        )
 
 
 @final
@@ -76,14 +85,16 @@ class TiedLoraHead(AdapterModule):
     so its A is (r, vocabulary) and its B (width, r).
     """
 
-    def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float) -> None:
+    def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float, name: str) -> None:
         super().__init__(head)
         self.out_features, self.in_features = embedding.in_features, embedding.out_features
-        self.scale, self.dropout = embedding.scale, nn.Dropout(dropout)
+        self.scale, self.dropout, self.name = embedding.scale, dropout, name
         self.register_parameter("lora_A", embedding.get_parameter("lora_A"))
         self.register_parameter("lora_B", embedding.get_parameter("lora_B"))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.get_parameter("weight"), self._parameters.get("bias"))
         A, B = (self.get_parameter(name).to(x.dtype) for name in ("lora_A", "lora_B"))
-        return torch.add(y, F.linear(F.linear(self.dropout(x), B.T), A.T), alpha=self.scale)
+        if self.dropout > 0 and self.training:
+            x = dropout_mask(x, self.dropout, self.name).apply(x)
+        return torch.add(y, F.linear(F.linear(x, B.T), A.T), alpha=self.scale)

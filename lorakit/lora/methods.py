@@ -92,7 +92,7 @@ def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor 
         tensors["lora_B"],
         s,
         transposed=inputs.kind.transposed,
-        dropout=inputs.dropout,
+        mask=inputs.mask,
         gain=gain,
     )
 
@@ -132,7 +132,7 @@ def fused_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None
 
     With a bias, an untrained adapter would not keep y's bits. With dropout there are two products with W.
     """
-    if inputs.bias is not None or inputs.dropout > 0 or not has_fused_product(inputs):
+    if inputs.bias is not None or inputs.mask is not None or not has_fused_product(inputs):
         return None
     return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.weight_times, s))
 

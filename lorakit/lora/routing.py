@@ -5,7 +5,7 @@ Invariant: a route and its adapters are immutable, so that a call under way is n
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -73,12 +73,21 @@ class Route:
     """of the forward under way; None before it is known"""
     _groups: dict[tuple[tuple[int, ...], torch.device], list[Group]] = field(default_factory=dict, init=False)
     _columns: dict[str, list[tuple[FactorColumns, Tensor]]] = field(default_factory=dict, init=False, repr=False)
+    _passes: dict[int, "Route"] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
         """True if every token has the same adapter."""
         return all(adapter is self.adapters[0] for adapter in self.adapters)
+
+    def of_pass(self, tokens_per_row: int) -> "Route":
+        """Return this route for a forward pass on rows of so many tokens; the same object for the same number."""
+        if tokens_per_row == self.tokens_per_row:
+            return self
+        if tokens_per_row not in self._passes:
+            self._passes[tokens_per_row] = replace(self, tokens_per_row=tokens_per_row)
+        return self._passes[tokens_per_row]
 
     def slot(self, adapter: Adapter | None, layer: str) -> Slot | None:
         """Return an adapter's slot of a layer; None if it leaves the layer as it is."""

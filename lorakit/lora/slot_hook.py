@@ -8,7 +8,6 @@ plain base to the bit. The hook then adds each adapter's update in place to the 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -193,8 +192,8 @@ class PassHook:
                 " any more; call model.model.activation_checkpointing_disable()"
             )
         tokens = model_input(args, kwargs)
-        if tokens is not None and tokens.dim() > 1 and tokens.shape[1] != route.tokens_per_row:
-            self._route.set(replace(route, tokens_per_row=tokens.shape[1]))  # until the call ends
+        if tokens is not None and tokens.dim() > 1:
+            self._route.set(route.of_pass(tokens.shape[1]))  # until the call ends
 
 
 def model_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 - forward computes the small product first and adds the large one onto it, so y is written once;
 - backward computes dY B once and uses it for dA and dx;
 - of x, nothing is saved where `ops.recompute` can recompute it; otherwise x itself, without a copy in another dtype;
-- dropout saves its seed instead of its mask;
+- dropout saves the keys of its mask, one number for each token and column, instead of the mask;
 - of W, only the function that returns it is saved.
 
 With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lorakit.ops.dropout import DropoutMask
 from lorakit.ops.recompute import RecomputedInput, recomputable
 
 GetWeight = Callable[[], Tensor]
@@ -47,29 +48,23 @@ def lora_linear(
     s: float,
     *,
     transposed: bool,
-    dropout: float,
+    mask: DropoutMask | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
-    `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `dropout`: probability of a zero in x'.
+    `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `mask`: the zeros of x';
+    None: x' is x.
     `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
     """
-    assert gain is None or (bias is None and dropout == 0)
-    # from torch's global CPU generator, which the engine seeds for every micro-batch (decision 0004)
-    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else None
+    assert gain is None or (bias is None and mask is None)
     recomputed = recomputable(x) if torch.is_grad_enabled() else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, dropout, seed, recomputed, gain)  # type: ignore[no-untyped-call]
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, mask, recomputed, gain)  # type: ignore[no-untyped-call]
     return y
 
 
-def apply_dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
-    """Set each value of x to zero with probability p and divide the others by 1 - p. One seed gives one mask."""
-    if seed is None:
-        return x
-    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)  # meta has no generators
-    mask = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
-    return mask.mul_(1 / (1 - p)).mul_(x)
+def _dropped(x: Tensor, mask: DropoutMask | None) -> Tensor:
+    return x if mask is None else mask.apply(x)
 
 
 @final
@@ -84,14 +79,13 @@ class _LoraLinearFunction(torch.autograd.Function):
         B: Tensor,
         s: float,
         transposed: bool,
-        dropout: float,
-        seed: int | None,
+        mask: DropoutMask | None,
         recomputed: RecomputedInput | None,
         gain: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
-        S = apply_dropout(rows, dropout, seed) @ A.to(x.dtype).T
+        S = _dropped(rows, mask) @ A.to(x.dtype).T
         y = S @ (B * s).to(x.dtype).T
         if bias is not None:
             y += bias
@@ -100,8 +94,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(A, B, S, *([rows] if recomputed is None else []), *([] if gain is None else [gain, y]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
-        ctx.weight, ctx.s, ctx.transposed, ctx.dropout, ctx.seed = weight, s, transposed, dropout, seed
-        ctx.recomputed = recomputed
+        ctx.weight, ctx.s, ctx.transposed, ctx.mask, ctx.recomputed = weight, s, transposed, mask, recomputed
         if gain is not None:
             y = (y * gain).to(y.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -123,13 +116,13 @@ class _LoraLinearFunction(torch.autograd.Function):
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
         if needs_dA:
             x = saved[0] if ctx.recomputed is None else ctx.recomputed.get().reshape(-1, A.shape[1])
-            dA = (D.T @ apply_dropout(x, ctx.dropout, ctx.seed)).to(A.dtype)
+            dA = (D.T @ _dropped(x, ctx.mask)).to(A.dtype)
         if needs_dx:
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
-            dx = apply_dropout(D @ A.to(D.dtype), ctx.dropout, ctx.seed)
+            dx = _dropped(D @ A.to(D.dtype), ctx.mask)
             W = ctx.weight().to(dy.dtype)
             dx.addmm_(dy, W.T if ctx.transposed else W)
             dx = dx.view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None, None, dgain
+        return dx, None, dbias, dA, dB, None, None, None, None, dgain

@@ -25,6 +25,7 @@ from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.engine import (
     BuildOptimizer,
@@ -158,10 +159,11 @@ class BaseEngine(ABC):
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for number, batch in enumerate(micro_batches):
-                # the position among the micro-batches of all rows, so that no two of them share a dropout mask
+                # for dropout of the base's own; of all ranks' micro-batches, so that no two of them share a mask
                 position = number * self.mesh.data.size + self.mesh.data.rank
-                torch.manual_seed(dropout_seed(self._settings.seed, index, position))
-                with self.micro_batch(last=number == len(micro_batches) - 1):
+                torch.manual_seed(_derived_seed(self._settings.seed, index, position))
+                keys = dropout_keys(batch, self._settings.seed, index)
+                with use_token_keys(keys), self.micro_batch(last=number == len(micro_batches) - 1):
                     scores = token_scores(self._wrapped, batch.to(self.device))
                     terms = self._objective.terms(scores)
                     shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
@@ -241,12 +243,16 @@ class BaseEngine(ABC):
         }
 
 
-def dropout_seed(seed: int, step: int, position: int) -> int:
-    """Return the seed of a micro-batch's dropout masks: a function of these numbers, so checkpoints need no RNG state.
+def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
+    """Return the keys of a micro-batch's dropout: functions of seed, step and row, so checkpoints need no state."""
+    if not batch.row_indices:  # a rank without rows: its tokens have no label
+        return TokenKeys(torch.zeros_like(batch.position_ids).flatten(), batch.position_ids.flatten())
+    seeds = torch.tensor([_derived_seed(seed, step, f"row {row}") for row in batch.row_indices])
+    return TokenKeys(seeds[batch.rows_of_tokens()], batch.position_ids.flatten())
 
-    position: the micro-batch's number within the step, over all ranks.
-    """
-    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{position}".encode()).digest()[:7], "little")
+
+def _derived_seed(seed: int, step: int, part: int | str) -> int:
+    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{part}".encode()).digest()[:7], "little")
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -85,7 +85,7 @@ def patch_from_model(
     for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
             parts.layers[name] = _linear(name, carrier, tensors)
-            dropout, transposed = carrier.dropout.p, [*transposed, carrier.kind.transposed]
+            dropout, transposed = carrier.dropout, [*transposed, carrier.kind.transposed]
         elif isinstance(carrier, LoraExperts):
             parts.layers |= _experts(name, carrier, tensors)
         elif isinstance(carrier, TrainableTokens):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
+from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
 from tests.helpers.models import build_variant
 
@@ -206,11 +207,25 @@ def test_a_start_at_a_part_of_the_weight_is_the_one_that_peft_makes(init: str) -
         assert torch.equal(A, fixed_tensors(model)[name + "0"])
 
 
+class MaskedDropout(torch.nn.Module):
+    """lorakit's dropout of one layer, in PEFT's place for it."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropout_mask(x, 0.5, self.layer).apply(x)
+
+
 def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
     case = Case("llama", QV | {"method": "dora", "dropout": 0.5})
     model = trained(case).train()
     save_patch(model, tmp_path / "patch")
     peft = PeftModel.from_pretrained(build_variant("llama"), tmp_path / "patch", is_trainable=True).train()
+    for name, layer in peft.base_model.model.named_modules():
+        if hasattr(layer, "lora_dropout"):  # with our masks, because PEFT draws its own from torch's generator
+            layer.lora_dropout["default"] = MaskedDropout(name)
 
     outputs = []
     for one in (model, peft):

@@ -87,11 +87,12 @@ def test_the_metrics_of_a_step_are_over_all_its_label_tokens(base: Path, batches
     assert 0 < report.metrics["accuracy"] < 1
 
 
-def test_a_step_is_the_same_however_its_rows_are_cut(base: Path, batches: Any) -> None:
-    whole, losses = trained(base, batches(8))
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_step_is_the_same_however_its_rows_are_cut(base: Path, batches: Any, dropout: float) -> None:
+    whole, losses = trained(base, batches(8), dropout=dropout)
 
     for micro_batch_size, packing in ((1, True), (3, True), (8, False), (3, False)):
-        parts, part_losses = trained(base, batches(micro_batch_size, packing))
+        parts, part_losses = trained(base, batches(micro_batch_size, packing), dropout=dropout)
         assert part_losses == pytest.approx(losses, rel=1e-6)
         for name, tensor in whole.items():
             assert (parts[name] - tensor).norm() <= 1e-4 * tensor.norm(), (micro_batch_size, packing, name)

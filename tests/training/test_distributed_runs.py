@@ -91,7 +91,7 @@ def long_recipe(recipe: Recipe) -> Path:
             "micro_batch_size": 2,
             "eval_every_steps": 20,
         },
-        "adapter": {"dropout": 0.0, "rank": 3, "alpha": 6.0},
+        "adapter": {"dropout": 0.1, "rank": 3, "alpha": 6.0},
     }
     return recipe(**sections)
 

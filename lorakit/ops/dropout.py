@@ -1,0 +1,103 @@
+"""Dropout whose mask is a function of each token and column, and not of how the work is cut.
+
+A value is zero where the hash of its token's key and its column's key is small. An engine derives a token's key from
+the run's seed, the step, the row and the position in it. So a token gets the same zeros in any micro-batch, packed or
+padded, and on any rank. For backward nothing is saved but the keys, one number for each token and each column.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""values hashed at a time: on CPUs their 32-bit hashes, 256 KiB, stay in a core's cache"""
+GOLDEN: Final = -0x61C8864680B583EB
+"""2**64 / golden ratio, odd, as a signed number: multiples of it are spread evenly"""
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutMask:
+    """The mask of one layer for some tokens. Applied again, it is the same."""
+
+    token_keys: Tensor
+    """(tokens,) int32"""
+    column_keys: Tensor
+    """(columns,) int32"""
+    p: float
+    """probability of a zero"""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Set values of x (..., columns), of these tokens, to zero, and divide the others by 1 - p."""
+        keep = torch.empty(len(self.token_keys), x.shape[-1], dtype=torch.bool, device=x.device)
+        num_rows = max(1, BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cpu"]) // x.shape[-1])
+        threshold = round(self.p * 2**32) - 2**31  # int32 counts from -2**31
+        for keys, part in zip(self.token_keys.split(num_rows), keep.split(num_rows), strict=True):
+            # two rounds of multiplying, with the high bits brought to the low ones in between; int32 wraps around
+            hashes = (keys[:, None] ^ self.column_keys).mul_(0x21F0AAAD)
+            hashes.bitwise_xor_(hashes >> 15).mul_(0x735A2D97)
+            torch.ge(hashes, threshold, out=part)
+        return (x * keep.view(x.shape)).mul_(1 / (1 - self.p))
+
+
+@final
+class TokenKeys:
+    """A key for each token of a micro-batch: of its row's seed and its position in the row, both (tokens,) int64."""
+
+    def __init__(self, seeds: Tensor, positions: Tensor) -> None:
+        self._seeds, self._positions = seeds, positions
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the keys, (tokens,) int32, on a device; computed when the first layer asks for them."""
+        if device not in self._on_device:
+            self._on_device[device] = _mixed(self._seeds + self._positions * GOLDEN).to(device)
+        return self._on_device[device]
+
+
+_token_keys: list[TokenKeys] = []
+"""the keys of the micro-batch that an engine computes; a global, because recomputation runs in autograd's threads"""
+
+
+@contextmanager
+def use_token_keys(keys: TokenKeys) -> Iterator[None]:
+    """Use the keys of a micro-batch for all masks that are made in the block."""
+    _token_keys.append(keys)
+    try:
+        yield
+    finally:
+        _token_keys.pop()
+
+
+def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask:
+    """Return the mask of a layer for its input x (..., columns).
+
+    Where x is not the tokens of an engine's micro-batch, as outside of any, each token's key is drawn from torch's
+    global generator.
+    """
+    num_tokens = x.shape[:-1].numel()
+    if _token_keys and len(_token_keys[-1]) == num_tokens:
+        keys = _token_keys[-1].on(x.device)
+    else:
+        keys = torch.randint(-(2**31), 2**31, (num_tokens,), dtype=torch.int32).to(x.device)
+    return DropoutMask(keys, _column_keys(layer, x.shape[-1], x.device), p)
+
+
+@lru_cache(4096)  # a model's layers
+def _column_keys(layer: str, count: int, device: torch.device) -> Tensor:
+    return _mixed(torch.arange(count, device=device) * GOLDEN + zlib.crc32(layer.encode()))
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Return the high half of a 64-bit hash. Source: SplitMix64 (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> 30)) * -0x40A7B892E31B1A47
+    values = (values ^ (values >> 27)) * -0x6B2FB644ECCEEE15
+    return (values >> 32).to(torch.int32)
