@@ -91,8 +91,13 @@ def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask:
     return DropoutMask(keys, _column_keys(layer, x.shape[-1], x.device), p)
 
 
-@lru_cache(4096)  # a model's layers
 def _column_keys(layer: str, count: int, device: torch.device) -> Tensor:
+    # a plan on meta counts every tensor that is made, so it must not get an earlier plan's
+    return (_cached_keys.__wrapped__ if device.type == "meta" else _cached_keys)(layer, count, device)
+
+
+@lru_cache(4096)  # a model's layers
+def _cached_keys(layer: str, count: int, device: torch.device) -> Tensor:
     return _mixed(torch.arange(count, device=device) * GOLDEN + zlib.crc32(layer.encode()))
 
 
