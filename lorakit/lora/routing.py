@@ -55,7 +55,7 @@ class Adapter:
     """digest of its tensors and settings; None if it was not read from files"""
 
 
-Group = tuple[Adapter | None, slice | Tensor]
+TokenGroup = tuple[Adapter | None, slice | Tensor]
 """an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
 
 
@@ -71,7 +71,7 @@ class Route:
     """tokens of each adapter's segment of the line; None: each adapter has one row of the batch"""
     tokens_per_row: int | None = None
     """of the forward under way; None before it is known"""
-    _groups: dict[tuple[tuple[int, ...], torch.device], list[Group]] = field(default_factory=dict, init=False)
+    _groups: dict[tuple[tuple[int, ...], torch.device], list[TokenGroup]] = field(default_factory=dict, init=False)
     _columns: dict[str, list[tuple[FactorColumns, Tensor]]] = field(default_factory=dict, init=False, repr=False)
     _passes: dict[int, "Route"] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -114,7 +114,7 @@ class Route:
             return (num_tokens // count,) * count
         return None
 
-    def groups(self, spans: tuple[int, ...], device: torch.device) -> list[Group]:
+    def groups(self, spans: tuple[int, ...], device: torch.device) -> list[TokenGroup]:
         """Return each adapter with its tokens, numbered through all rows. `spans`: as returned by `spans`.
 
         Indices are made on the device once: from the host they would be sent for every layer and token.

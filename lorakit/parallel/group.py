@@ -95,10 +95,16 @@ class Group:
                 raise theirs if rank == self.rank else type(theirs)(f"rank {rank}: {theirs}")
         return result  # type: ignore[return-value]
 
-    def local_rank_0_first(self, work: Callable[[], object]) -> None:
-        """Run `work` in one process of each machine while the others wait. Raises as `run_on_all`."""
-        if self.size > 1:
-            self.run_on_all(lambda: work() if self.local_rank == 0 else None)
+    def local_rank_0_first(self, work: Callable[[], T]) -> T:
+        """Run `work` in one process of each machine, then in its others; return this rank's result.
+
+        For work that writes a cache, which the other ranks then read. Raises as `run_on_all`.
+        """
+        if self.size == 1:
+            return work()
+        first = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
+        others = self.run_on_all(lambda: [] if first else [work()])
+        return (first or others)[0]
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Return if every rank has the same facts.

@@ -102,8 +102,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
         LorakitError: base, rows or targets are unusable, or differ between ranks.
     """
     group, output = engine.group, Path(recipe.output)
-    group.local_rank_0_first(lambda: load_data(recipe))  # writes the token cache; the machine's other ranks read it
-    folder, rows, eval_rows = group.run_on_all(lambda: load_data(recipe))
+    folder, rows, eval_rows = group.local_rank_0_first(lambda: load_data(recipe))  # writes the token cache
     # `auto` measures the machine, so one rank chooses for all
     dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
     if "dtype" in recorded:

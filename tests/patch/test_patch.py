@@ -18,6 +18,7 @@ import lorakit
 from lorakit.base.find import find_base
 from lorakit.base.load import load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
+from lorakit.files.atomic import digest
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import open_tensors
 from lorakit.lora import adapter_tensors, inject
@@ -392,3 +393,23 @@ def test_tensors_and_the_settings_that_select_them_agree(
     (patch / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(PatchError, match=message):
         lorakit.load(base, {"x": patch}, dtype="float32")
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["xxh3_128", "sha256 of earlier versions"])
+def test_another_tensor_file_than_the_saved_one_is_refused(base: Path, tmp_path: Path, older: bool) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    file, sidecar = patch / "adapter_model.safetensors", patch / "lorakit.json"
+    assert json.loads(sidecar.read_text())["xxh3_128"].keys() == {file.name}
+    if older:
+        sidecar.write_text(json.dumps({"format": 1, "files": {file.name: digest(file)}}))
+    read_patch(patch)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+
+    file.write_bytes(content)
+
+    for read in (read_patch, open_patch):
+        with pytest.raises(
+            PatchError, match=f"is not the file that was saved .its {'sha256' if older else 'xxh3_128'}"
+        ):
+            read(patch)
