@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Final, final
 
 import torch
@@ -37,7 +38,10 @@ class DropoutMask:
         keep = torch.empty(len(self.token_keys), x.shape[-1], dtype=torch.bool, device=x.device)
         num_rows = max(1, BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cpu"]) // x.shape[-1])
         threshold = round(self.p * 2**32) - 2**31  # int32 counts from -2**31
-        for keys, part in zip(self.token_keys.split(num_rows), keep.split(num_rows), strict=True):
+        parts = zip(self.token_keys.split(num_rows), keep.split(num_rows), strict=True)
+        for keys, part in islice(
+            parts, 1 if x.is_meta else None
+        ):  # a plan counts memory, and one block is there at a time
             # two rounds of multiplying, with the high bits brought to the low ones in between; int32 wraps around
             hashes = (keys[:, None] ^ self.column_keys).mul_(0x21F0AAAD)
             hashes.bitwise_xor_(hashes >> 15).mul_(0x735A2D97)

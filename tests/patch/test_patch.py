@@ -395,7 +395,7 @@ def test_tensors_and_the_settings_that_select_them_agree(
         lorakit.load(base, {"x": patch}, dtype="float32")
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["xxh3_128", "sha256 of earlier versions"])
+@pytest.mark.parametrize("older", [False, True], ids=["xxh3_128", "sha256 of earlier versions alone"])
 def test_another_tensor_file_than_the_saved_one_is_refused(base: Path, tmp_path: Path, older: bool) -> None:
     patch = make_patch(base, tmp_path / "patch")
     file, sidecar = patch / "adapter_model.safetensors", patch / "lorakit.json"
