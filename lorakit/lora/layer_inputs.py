@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.ops.dropout import DropoutMask
+from lorakit.ops.dropout import DrawnMask, DropoutMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class LayerInputs:
     x: Tensor
     """(..., in); token ids for an embedding"""
     bias: Tensor | None
-    mask: DropoutMask | None = None
+    mask: DropoutMask | DrawnMask | None = None
     """the zeros of x'; None: x' is x"""
 
     def y(self) -> Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorakit.lora.layer_inputs import LayerInputs
+from lorakit.ops.dropout import DrawnMask
 from lorakit.ops.lora_linear import can_fuse, lora_linear
 
 Tensors = Mapping[str, Tensor]
@@ -84,6 +85,7 @@ def has_fused_product(inputs: LayerInputs) -> bool:
 
 def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor | None) -> Tensor:
     """Return x W^T + b + s (x' A^T) B^T, times a gain if there is one."""
+    assert not isinstance(inputs.mask, DrawnMask)  # torch.compile's, under which nothing is fused
     return lora_linear(
         inputs.x,
         partial(inputs.kind.dequantized, inputs.layer),  # not a method of `inputs`, which would hold x until backward

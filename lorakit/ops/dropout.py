@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Final, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_ELEMENTS: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -50,6 +51,17 @@ class DropoutMask:
 
 
 @final
+class DrawnMask:
+    """torch's own dropout, for torch.compile, which would compile a graph for the keys of each layer."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def apply(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p)
+
+
+@final
 class TokenKeys:
     """A key for each token of a micro-batch: of its row's seed and its position in the row, both (tokens,) int64."""
 
@@ -81,12 +93,14 @@ def use_token_keys(keys: TokenKeys) -> Iterator[None]:
         _token_keys.pop()
 
 
-def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask:
+def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
     """Return the mask of a layer for its input x (..., columns).
 
     Where x is not the tokens of an engine's micro-batch, as outside of any, each token's key is drawn from torch's
     global generator.
     """
+    if torch.compiler.is_compiling():
+        return DrawnMask(p)
     num_tokens = x.shape[:-1].numel()
     if _token_keys and len(_token_keys[-1]) == num_tokens:
         keys = _token_keys[-1].on(x.device)

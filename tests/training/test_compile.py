@@ -41,6 +41,18 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
 
 
+@pytest.mark.spread
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.filterwarnings("default")
+def test_dropout_adds_no_graphs(recipe: Any) -> None:
+    compiled = train(recipe(adapter={"rank": 4, "dropout": 0.1}, data={"eval": None}), **{"train.compile": True})
+
+    told = json.loads((compiled / "run.json").read_text())["compiled"]
+    assert 0 < told["graphs"] < 12
+    assert told["last_step"] == 1
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
