@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lorakit import train
@@ -78,6 +79,7 @@ def test_a_model_without_repeated_layers_is_refused() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_without_a_compiler_the_run_says_so(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()  # or what an earlier test compiled is used
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
 
