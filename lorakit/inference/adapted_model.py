@@ -123,8 +123,10 @@ class AdaptedModel:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             self._check(patch, allow_base_mismatch)
-            adapter = self._resident(patch.identity) or build_adapter(patch, self.model, self._bank)
-            check_replacements_called(patch, self.model, adapter.slots)
+            adapter = self._resident(patch.identity)
+            if adapter is None:
+                adapter = build_adapter(patch, self.model, self._bank)
+                check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
                 module = self.model.get_submodule(layer)
@@ -179,9 +181,7 @@ class AdaptedModel:
         route = self._route.get() if adapters is None and lengths is None else self._resolve(adapters, lengths)
         first = model_input(args, inputs)
         if first is not None:
-            _check_size(
-                route, first.shape[:2], "a batch of {} rows", one_for_all=not isinstance(adapters, list | tuple)
-            )
+            _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
         with self._routed(route):
             return self.model(*args, **inputs)
 
@@ -216,7 +216,7 @@ class AdaptedModel:
         route = self._route.get() if adapters is None else self._resolve(adapters)
         if route is not None and route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
-        _check_size(route, (len(prompts),), "{} prompts", one_for_all=not isinstance(adapters, list | tuple))
+        _check_size(route, adapters, (len(prompts),), "{} prompts")
         settings = self._prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
@@ -290,10 +290,10 @@ class AdaptedModel:
             self._route.reset(token)
 
 
-def _check_size(route: Route | None, shape: Sequence[int], rows: str, *, one_for_all: bool) -> None:
-    """Raise an error unless a route goes with inputs of this shape, (rows, tokens).
+def _check_size(route: Route | None, adapters: Adapters, shape: Sequence[int], rows: str) -> None:
+    """Raise an error unless the route of a call with these `adapters` goes with inputs of this shape, (rows, tokens).
 
-    rows: their name in the error. one_for_all: True if one adapter is meant for any number of rows.
+    rows: their name in the error.
     """
     if route is None:
         return
@@ -301,5 +301,6 @@ def _check_size(route: Route | None, shape: Sequence[int], rows: str, *, one_for
         expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
         raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")
     count = len(route.adapters)
-    if route.lengths is None and count != shape[0] and not (one_for_all and count == 1):
+    one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
+    if route.lengths is None and count != shape[0] and not one_for_all:
         raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

@@ -54,7 +54,7 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
         slots[name] = Slot(replacement=replacement)
         if name in patch.layers:
             A, B, gain = _factors(patch.layers[name], layer, replacement)
-            factors = bank.add(name, A, A, B, patch.layers[name].scale, number)
+            factors = bank.add(name, A, B, patch.layers[name].scale, number)
             slots[name] = Slot(factors, replacement, gain)
     for name, token_rows in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
@@ -78,7 +78,7 @@ def _expert_slots(patch: Patch, model: nn.Module, own: Mapping[str, Mapping[str,
             W = replacement.get_parameter(parameter)
             A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
             if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-                merged = merged_weight(W, LINEAR, [layer_update(layer)], W.dtype)
+                merged = _merged_experts(layer, W, transposed=False)
                 replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
             else:
                 sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, transposed=is_transposed(replacement))
@@ -148,6 +148,7 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 
 
 def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
+    """Return the merged weights of experts, (E, ...), or the one of a router."""
     if W.dim() == 2:
         return merged_weight(W, LINEAR, [layer_update(layer)], W.dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)

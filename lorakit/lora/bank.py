@@ -4,6 +4,7 @@ Invariant: an adapter's columns never move, and are free only when no call can r
 are added and removed while calls run.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,10 +135,10 @@ class AdapterBank:
     def __init__(self) -> None:
         self.layers: dict[str, LayerBank] = {}
 
-    def add(self, layer: str, like: Tensor, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
-        """Store an adapter's A and B for one layer; `like`: a tensor of the dtype and device to store them in."""
+    def add(self, layer: str, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
+        """Store an adapter's A and B for one layer, on its device and in the dtype of its computation."""
         if layer not in self.layers:
-            self.layers[layer] = LayerBank(like, (len(B), A.shape[1]))
+            self.layers[layer] = LayerBank(A, (len(B), A.shape[1]))
         return self.layers[layer].add(A, B, scale, owner)
 
 
@@ -149,11 +150,15 @@ def columns_of(factors: Iterable[Factors]) -> list[FactorColumns]:
     by_block: dict[FactorColumns, list[range]] = {}
     for one in factors:
         by_block.setdefault(one.block, []).append(one.columns)
-    return [block.select(_range_or_index(columns, block.owners.device)) for block, columns in by_block.items()]
+    return [block.select(range_or_index(own, block.owners.device, spread=2)) for block, own in by_block.items()]
 
 
-def _range_or_index(columns: list[range], device: torch.device) -> slice | Tensor:
-    start, stop = min(own.start for own in columns), max(own.stop for own in columns)
-    if stop - start <= 2 * sum(map(len, columns)):
+def range_or_index(ranges: list[range], device: torch.device, spread: int = 1) -> slice | Tensor:
+    """Return the range from the first to the last of disjoint ranges, or an index of their members on the device.
+
+    spread: how many times as long as the ranges together their common range may be; 1: it holds nothing else.
+    """
+    start, stop = min(one.start for one in ranges), max(one.stop for one in ranges)
+    if stop - start <= spread * sum(map(len, ranges)):
         return slice(start, stop)
-    return torch.tensor([column for own in columns for column in own], device=device)
+    return torch.tensor([*itertools.chain(*ranges)], device=device)

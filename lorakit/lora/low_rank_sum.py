@@ -67,9 +67,6 @@ class LowRankSum:
             raise AttributeError(name)
         return getattr(self.full(), name)  # anything else that a tensor has
 
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self)  # type: ignore[arg-type]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         product = PRODUCTS.get(func)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.bank import FactorColumns, Factors, columns_of
+from lorakit.lora.bank import FactorColumns, Factors, columns_of, range_or_index
 
 BASE: Final = -2
 """stands for an adapter's number in tokens that have none"""
@@ -124,7 +124,7 @@ class Route:
             ranges: dict[Adapter | None, list[range]] = {}
             for adapter, end, length in zip(self.adapters, ends, spans, strict=True):
                 ranges.setdefault(adapter, []).append(range(end - length, end))
-            self._groups[spans, device] = [(adapter, _index(own, device)) for adapter, own in ranges.items()]
+            self._groups[spans, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
         return self._groups[spans, device]
 
     def columns(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[FactorColumns, Tensor]]:
@@ -142,10 +142,3 @@ class Route:
             numbers = [BASE if adapter is None else adapter.number for adapter in self.adapters]
             self._numbers[device] = torch.tensor(numbers, device=device)
         return self._numbers[device]
-
-
-def _index(ranges: list[range], device: torch.device) -> slice | Tensor:
-    first, last = ranges[0].start, ranges[-1].stop
-    if last - first == sum(map(len, ranges)):
-        return slice(first, last)
-    return torch.tensor([*itertools.chain(*ranges)], device=device)

@@ -216,7 +216,7 @@ def _sum_slots(name: str, slots: Sequence[tuple[WeightedPatch, Slot]], bank: Ada
     if not factors:
         return Slot(replacement=replacement)
     A, B = torch.cat([own.A for _, own in factors]), torch.cat([s * own.B for s, own in factors])
-    return Slot(bank.add(name, A, A, B.T, 1.0, next(adapter_numbers)), replacement)
+    return Slot(bank.add(name, A, B.T, 1.0, next(adapter_numbers)), replacement)
 
 
 def _load_quantized(folder: Path, quantization: TrainedQuantization) -> nn.Module:
