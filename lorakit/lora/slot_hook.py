@@ -150,7 +150,9 @@ class TokenwiseForward:
         for adapter, tokens in groups:
 
             def own(value: Any, tokens: slice | Tensor = tokens) -> Any:
-                return value[tokens] if isinstance(value, Tensor) and len(value) == len(x) else value
+                # a vector is no token's: a router's bias has a number for each expert, as many as tokens perhaps
+                is_per_token = isinstance(value, Tensor) and value.dim() > 1 and len(value) == len(x)
+                return value[tokens] if is_per_token else value
 
             forward = self._forward_of(route, adapter)
             results.append(forward(*map(own, args), **{key: own(value) for key, value in kwargs.items()}))

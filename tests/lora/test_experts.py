@@ -1,11 +1,12 @@
 """Experts and routers: products without the sum of weights, PEFT's own patches, and adapters chosen per token."""
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,8 @@ import lorakit
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, inject
 from lorakit.lora.low_rank_sum import LowRankSum
+from lorakit.lora.routing import Adapter, Route, Slot
+from lorakit.lora.slot_hook import TokenwiseForward
 from lorakit.patch import read_patch
 from tests.helpers.models import build_variant
 from tests.helpers.patches import save_trained_peft
@@ -153,3 +156,19 @@ def test_experts_that_see_other_tokens_than_the_batch_are_refused_for_several_ad
         router(torch.randn(3, 32))
     with model.using("x"):
         router(torch.randn(3, 32))
+
+
+def test_a_routers_bias_is_given_to_every_adapter_as_it_is() -> None:
+    class Router(nn.Module):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return x + bias
+
+    route: ContextVar[Route | None] = ContextVar("route", default=None)
+    layer, copied = Router(), Router()
+    TokenwiseForward.install("gate", layer, route)
+    x, bias = torch.randn(2, 2), torch.tensor([10.0, 20.0])  # as many experts as tokens
+    adapter = Adapter(0, {"gate": Slot(replacement=copied)})
+
+    route.set(Route((adapter, None)))
+    assert torch.equal(layer(x, bias), x + bias)
+    assert torch.equal(layer(x, bias=bias), x + bias)
