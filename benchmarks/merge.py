@@ -4,7 +4,8 @@
 
 Every round runs `cp -r` + sync, `lorakit merge` and PEFT's merge_and_unload + save_pretrained, each in a process of its
 own, one after the other. A process prints how long the work took without its imports, and its peak memory; the whole
-command is timed from outside.
+command is timed from outside. Every side removes the last round's files just before its time starts, because a virtual
+machine may give freed memory back to its host within seconds, and writing into it again is then several times slower.
 """
 
 import json
@@ -23,7 +24,11 @@ from benchmarks.models import make_base, make_patch
 from benchmarks.turns import Step, middle, ratio, take_turns
 
 PEAK = """
-import json, sys, time
+import json, os, shutil, sys, time
+def start():
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
+    os.sync()
+    return time.perf_counter()
 def peak():  # not ru_maxrss, which begins with what the parent process held
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 """
@@ -35,16 +40,16 @@ base, patch, out = sys.argv[1:]
 merge = lorakit.merge
 load_skeleton(Path(base))
 imports = peak()
-began = time.perf_counter()
+began = start()
 merge(base, patch, out=out)
 """
 PEFT = """
-import os, torch
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from peft import PeftModel
 base, patch, out = sys.argv[1:]
 imports = peak()
-began = time.perf_counter()
+began = start()
 model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
 PeftModel.from_pretrained(model, patch).merge_and_unload().save_pretrained(out, max_shard_size="500MB")
 AutoTokenizer.from_pretrained(base).save_pretrained(out)
@@ -57,6 +62,8 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": peak(), 
 
 def copied(base: Path, out: Path) -> dict[str, float]:
     """cp and fsync of the same files."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
     began = time.perf_counter()
     subprocess.run(f"cp -r '{base}' '{out}' && sync '{out}'/* '{out}'", shell=True, check=True)
     return {"seconds": time.perf_counter() - began}
@@ -78,17 +85,9 @@ def measure(shape: str, pairs: int, dtype: str, rank: int, no_peft: bool = False
     files = sorted(base.glob("*.safetensors"))
     out = scratch() / "out"
 
-    def fresh(work: Step) -> Step:
-        def step() -> dict[str, Any]:
-            shutil.rmtree(out, ignore_errors=True)
-            os.sync()
-            return work()
-
-        return step
-
-    sides = {"cp": fresh(lambda: copied(base, out)), "lorakit": fresh(lambda: run(LORAKIT, base, patch, out))}
+    sides: dict[str, Step] = {"cp": lambda: copied(base, out), "lorakit": lambda: run(LORAKIT, base, patch, out)}
     if not no_peft:
-        sides["peft"] = fresh(lambda: run(PEFT, base, patch, out))
+        sides["peft"] = lambda: run(PEFT, base, patch, out)
     found = take_turns(sides, pairs, warm=0)
     shutil.rmtree(out)
     return {

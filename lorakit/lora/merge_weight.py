@@ -124,6 +124,7 @@ class Rounding:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._float32, self._bits = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        self._is_halfway = np.empty(0, dtype=np.bool_)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return float64 values in the dtype, each rounded once."""
@@ -132,6 +133,7 @@ class Rounding:
         if self._float32.numel() < values.numel() or self._float32.device != values.device:
             self._float32 = torch.empty(values.numel(), device=values.device)
             self._bits = torch.empty_like(self._float32, dtype=torch.int32)
+            self._is_halfway = np.empty(values.numel(), dtype=np.bool_)
         flat = self._float32[: values.numel()]
         float32 = flat.view(values.shape).copy_(values)
         if (indices := self._halfway_indices(flat)).size:
@@ -155,8 +157,11 @@ class Rounding:
         """Return the indices of float32 values that lie halfway between two neighbours of the dtype."""
         mask, halfway = HALFWAY_BITS[self._dtype]
         bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
-        on_cpu = bits.device.type == "cpu"  # there, because numpy compares integers eight times as fast as torch
-        is_halfway = bits.numpy() == halfway if on_cpu else (bits == halfway).numpy(force=True)
+        is_halfway = self._is_halfway[: flat.numel()]
+        if bits.device.type == "cpu":  # in numpy, because it compares integers eight times as fast as torch
+            np.equal(bits.numpy(), halfway, out=is_halfway)
+        else:
+            is_halfway[:] = (bits == halfway).numpy(force=True)
         if self._dtype is torch.float16:
             # below 2**-14 float16 has fewer bits than the mask assumes, so that all such values are rounded to odd
             is_halfway |= (flat.abs() < 2.0**-14).numpy(force=True)
@@ -165,13 +170,19 @@ class Rounding:
 
 def _round_to_odd(flat: Tensor, exact: Tensor, indices: np.ndarray) -> None:
     """Replace float32 values at these indices by the float64 values `exact` rounded to odd."""
+    if flat.device.type == "cpu":
+        flat.numpy()[indices] = _to_odd(exact.numpy()[indices], flat.numpy()[indices])
+        return
     where = torch.from_numpy(indices).to(flat.device)
-    nearest, wanted = (values[where].numpy(force=True) for values in (flat, exact))
-    wide = nearest.astype(np.float64)
-    # one less in the bits of a float is one step towards zero, whatever its sign
-    bits = nearest.view(np.int32) - (np.abs(wide) > np.abs(wanted))
-    odd = np.where(wide != wanted, bits | 1, bits).astype(np.int32).view(np.float32)
+    odd = _to_odd(exact[where].numpy(force=True), flat[where].numpy(force=True))
     flat[where] = torch.from_numpy(odd).to(flat.device)
+
+
+def _to_odd(exact: np.ndarray, nearest: np.ndarray) -> np.ndarray:
+    """Return float64 values rounded to float32 "to odd", from the float32 values nearest to them."""
+    # one less in the bits of a float is one step towards zero, whatever its sign
+    bits = nearest.view(np.int32) - (np.abs(nearest) > np.abs(exact)).astype(np.int32)
+    return (bits | (nearest != exact)).view(np.float32)
 
 
 def squared_norm(values: Tensor) -> float:

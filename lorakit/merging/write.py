@@ -48,8 +48,6 @@ def write_shard(
     with open(path, "wb") as target, open(file.path, "rb") as source:
         target.write(header)
         target.flush()
-        for start, count, offset in _ranges(copied):
-            copy_range(source.fileno(), target.fileno(), start, count, offset)
 
         def compute(item: tuple[OutputTensor, int]) -> list[dict[str, Any]]:
             tensor, offset = item
@@ -60,7 +58,14 @@ def write_shard(
         # one thread per tensor, because the blocks are too small to share one among threads
         workers = min(MAX_WORKERS, torch.get_num_threads())
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return [line for lines in pool.map(compute, computed) for line in lines]
+            copying = [
+                pool.submit(copy_range, source.fileno(), target.fileno(), start, count, offset)
+                for start, count, offset in _ranges(copied)
+            ]
+            lines = [line for lines in pool.map(compute, computed) for line in lines]
+            for copy in copying:
+                copy.result()
+            return lines
 
 
 def copy_range(source: int, target: int, start: int, count: int, offset: int) -> None:
