@@ -6,7 +6,6 @@ template and settings, so that a file of other tokens is never opened.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.rows import BadRow, RowSource, find_sources, read_rows
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
+from lorakit.files.cache import cache_folder
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import DataSection
@@ -110,7 +110,7 @@ def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, sett
     sources = find_sources(names, split)
     digests = [source.digest() for source in sources]
     key = _key(digests, tokenizer, settings)
-    folder = _cache() / key
+    folder = cache_folder("tokens") / key
     if not manifest_matches(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
@@ -209,10 +209,6 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
     parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
     parts += [{name: str(token) for name, token in tokenizer.special_tokens_map.items()}, tokenizers.__version__]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorakit" / "tokens"
 
 
 def load_split(data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:

@@ -15,6 +15,7 @@ import torch
 from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
+from lorakit.files.cache import user_cache
 from lorakit.parallel import BACKENDS
 from lorakit.run.record import versions
 
@@ -64,9 +65,8 @@ def _version(package: str) -> str | None:
 
 def _check_folders(say: Callable[[str], None]) -> list[str]:
     """Print the free space of cache and working folder; returns the folders that cannot be written."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     broken = []
-    for name, folder in (("cache", cache), ("here", Path.cwd())):
+    for name, folder in (("cache", user_cache()), ("here", Path.cwd())):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         say(f"disk       {name} {folder}: {free / 1e9:.1f} GB free")

@@ -1,21 +1,29 @@
 """Bytes of a process without its base and adapter: the interpreter, its libraries and their internal buffers.
 
 On CPUs this is measured: a subprocess imports the libraries of a run, takes one step with the built-in base, and prints
-its resident memory. On GPUs it is a constant.
+its resident memory. That takes seconds, so the user's cache keeps the answer. On GPUs it is a constant.
 """
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import os
+import platform
+import socket
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from lorakit.errors import TemporaryFailure
+from lorakit.files.atomic import file_signature, write_json
+from lorakit.files.cache import cache_folder
 from lorakit.run.process_memory import rss_bytes
+from lorakit.version import VERSION
 
 CUDA_CONTEXT: Final = 500_000_000  # GPU memory of driver, kernels and cuBLAS's workspace
 NCCL_BUFFERS: Final = 400_000_000  # GPU memory of the channels between two or more processes
@@ -23,6 +31,10 @@ HOST_OF_GPU_PROCESS: Final = 3_000_000_000  # host memory of libraries with thei
 TOKENS: Final = 256
 OPTIONAL_PACKAGES: Final = ("deepspeed",)
 """Packages that only some backends import."""
+PACKAGES: Final = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "bitsandbytes", "numpy", "pyarrow")
+"""packages whose version changes the measurement"""
+VARIABLES: Final = ("OMP_", "MKL_", "KMP_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_", "TORCH", "PYTORCH", "PYTHON")
+"""beginnings of the names of environment variables that change it"""
 QUANTIZATION: Final = "quantization"  # key of bitsandbytes' share in the measurement
 
 
@@ -32,12 +44,39 @@ def measure_process_bytes(folder: Path, dtype: str, package: str | None, *, quan
     ``folder``: the base, because its tokenizer may be large. ``package``: an optional package that the backend imports.
     ``quantizes``: import bitsandbytes too, as a run with a quantised base or 8-bit moments does.
     """
-    measured = _measure_in_subprocess(folder, dtype)
+    measured = _measured_bytes(folder, dtype)
     parts = (package, QUANTIZATION if quantizes else None)
     return measured["plain"] + sum(measured.get(part, 0) for part in parts if part is not None)
 
 
 @functools.cache
+def _measured_bytes(folder: Path, dtype: str) -> dict[str, int]:
+    """Return the measurement from the cache, or make it and keep it there."""
+    path = cache_folder("process_bytes") / f"{_key(folder, dtype)}.json"
+    with contextlib.suppress(OSError, ValueError):  # missing or damaged: measured anew
+        cached: dict[str, int] = json.loads(path.read_text())
+        if isinstance(cached, dict) and "plain" in cached and all(type(count) is int for count in cached.values()):
+            return cached
+    measured = _measure_in_subprocess(folder, dtype)
+    with contextlib.suppress(OSError, TemporaryFailure):  # a cache that cannot be written costs time only
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, measured)
+    return measured
+
+
+def _key(folder: Path, dtype: str) -> str:
+    """Return a digest of what the measurement depends on."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    computer = [sys.version, sys.executable, platform.platform(), socket.gethostname()]
+    base = [str(folder.resolve()), file_signature(folder / "tokenizer.json"), dtype]
+    parts = [VERSION, computer, versions, variables, base]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def _measure_in_subprocess(folder: Path, dtype: str) -> dict[str, int]:
     command = [sys.executable, "-m", "lorakit.planning.process_overhead", str(folder), dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
