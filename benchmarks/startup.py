@@ -1,22 +1,26 @@
 """From a command's start to the end of its first step: `lorakit train` beside a script with PEFT and Trainer (C5).
 
+Also the whole of short commands (C5b): `check`, `show`, `plan` and `generate` of one token, on the built-in base.
+
     python -m benchmarks.startup [--pairs 5] [--keep]
 
 Both read the same rows, put the same adapter on the same tiny base and train; a command is stopped after its first
-step. The importing of torch alone is measured beside them: neither can be faster.
+step. The importing of torch, and of torch and transformers, is measured beside them: what needs them cannot be faster.
 """
 
 import json
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import program, python, scratch, table
-from benchmarks.models import make_base
-from benchmarks.turns import BEFORE, middle, ratio, take_turns
+from benchmarks.models import make_base, make_patch
+from benchmarks.turns import BEFORE, Step, middle, ratio, take_turns
+from lorakit.base.find import find_base
 
 TRAINER = """
 import sys
@@ -52,6 +56,14 @@ output: {out}
 """
 
 
+TRANSFORMERS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM"
+COMMANDS = {
+    "check": ("check", "{recipe}"), "show": ("show", "{patch}"), "plan": ("plan", "{recipe}"),
+    "generate": ("generate", "builtin:tiny", "--prompt", "Mira", "--max-new-tokens", "1"),
+}  # fmt: skip
+"""short command -> its arguments"""
+
+
 def rows_file() -> Path:
     """200 rows of a prompt and a completion."""
     path = scratch() / "startup-rows.jsonl"
@@ -71,6 +83,18 @@ def until_first_step(command: list[str], stepped: Any, checkout: Path | None = N
     process.kill()
     process.wait()
     return {"seconds": seconds}
+
+
+def until_ended(*arguments: str) -> dict[str, float]:
+    """Seconds until a Python process has ended."""
+    return until_first_step(python(*arguments), lambda process: process.wait())
+
+
+def command(name: str, rows: Path) -> dict[str, float]:
+    """Seconds of a short command on the built-in base."""
+    recipe, patch = scratch() / f"startup-{name}.yaml", make_patch(scratch(), find_base("builtin:tiny"), rank=8, seed=0)
+    recipe.write_text(RECIPE.format(base="builtin:tiny", rows=rows, out=scratch() / "startup-none"))
+    return until_ended("-m", "lorakit.cli", *(part.format(recipe=recipe, patch=patch) for part in COMMANDS[name]))
 
 
 def written(process: subprocess.Popen[str], metrics: Path) -> None:
@@ -109,8 +133,10 @@ def trainer_side(base: Path, rows: Path) -> dict[str, float]:
 def measure(pairs: int, before: Path | None = None) -> dict[str, Any]:
     """Both commands and the import of torch, in turn; `before`: and the command of another checkout."""
     base, rows = make_base(scratch(), "tiny", torch.float32), rows_file()
-    sides = {
-        "torch": lambda: until_first_step(python("-c", "import torch"), lambda process: process.wait()),
+    sides: dict[str, Step] = {
+        "torch": lambda: until_ended("-c", "import torch"),
+        "transformers": lambda: until_ended("-c", TRANSFORMERS),
+        **{name: partial(command, name, rows) for name in COMMANDS},
         "lorakit": lambda: lorakit_side(base, rows),
         "peft": lambda: trainer_side(base, rows),
     }
@@ -121,15 +147,23 @@ def measure(pairs: int, before: Path | None = None) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    lines = [("", "seconds to the first step", "/ peft")]
-    for name, label in (("torch", "import torch"), ("lorakit", "lorakit train"), ("peft", "PEFT + Trainer")):
-        lines.append((label, f"{middle(result[name]):.2f}", f"{ratio(result[name], result['peft']):.2f}"))
+    lines = [("", "seconds", "/ peft", "/ import torch")]
+    labels = {
+        "torch": "import torch",
+        "transformers": "import torch, transformers",
+        "lorakit": "lorakit train, first step",
+    }
+    labels |= {"peft": "PEFT + Trainer, first step", **{name: f"lorakit {name}" for name in COMMANDS}}
+    for name, label in labels.items():
+        beside_peft, beside_torch = (f"{ratio(result[name], result[other]):.2f}" for other in ("peft", "torch"))
+        lines.append((label, f"{middle(result[name]):.2f}", beside_peft, beside_torch))
     table(lines)
 
 
 def rates(result: dict[str, Any]) -> dict[str, float]:
-    """The figure that the target speaks of."""
-    return {"start to first step / peft": ratio(result["lorakit"], result["peft"])}
+    """The figures that the targets speak of."""
+    commands = {f"{name} / import torch": ratio(result[name], result["torch"]) for name in COMMANDS}
+    return {"start to first step / peft": ratio(result["lorakit"], result["peft"]), **commands}
 
 
 if __name__ == "__main__":

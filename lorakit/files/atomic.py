@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,9 +48,14 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     """
     staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
     try:
-        with disk_full_as_retryable(folder):
+        # a file is synced while the next is made and written
+        with disk_full_as_retryable(folder), ThreadPoolExecutor(len(staged)) as pool:
+            syncing = []
             for name, path in staged.items():
-                _write_new(path, files[name])
+                _write_new(path, files[name], sync=False)
+                syncing.append(pool.submit(sync_file, path))
+            for file in syncing:
+                file.result()
         (folder / last).unlink(missing_ok=True)
         sync_folder(folder)
         for name, path in staged.items():
@@ -189,14 +195,15 @@ def disk_full_as_retryable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _write_new(path: Path, content: Content) -> None:
+def _write_new(path: Path, content: Content, *, sync: bool = True) -> None:
     with open(path, "xb") as file:
         if callable(content):
             content(file)
         else:
             file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def sync_file(path: Path) -> None:

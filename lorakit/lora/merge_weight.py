@@ -182,7 +182,8 @@ def _to_odd(exact: np.ndarray, nearest: np.ndarray) -> np.ndarray:
     """Return float64 values rounded to float32 "to odd", from the float32 values nearest to them."""
     # one less in the bits of a float is one step towards zero, whatever its sign
     bits = nearest.view(np.int32) - (np.abs(nearest) > np.abs(exact)).astype(np.int32)
-    return (bits | (nearest != exact)).view(np.float32)
+    odd: np.ndarray = (bits | (nearest != exact)).view(np.float32)
+    return odd
 
 
 def squared_norm(values: Tensor) -> float:
