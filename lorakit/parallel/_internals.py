@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,18 @@ DispatchMode = TorchDispatchMode
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dicts. Without `_pytree`, collectives cannot be sized."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def ranks_of_operation(arguments: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ranks of the process group among the arguments of a c10d operation; none if there is no group.
+
+    Without `unbox`, a counted message could not be said to go along an axis of the mesh.
+    """
+    boxed = (a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    group = next(boxed, None)
+    if group is None:
+        return ()
+    return tuple(sorted(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))))
 
 
 def is_in_backward() -> bool:

@@ -1,24 +1,28 @@
 """Measure what a rank really stores and sends: bytes of tensors, and collectives of one step. Nothing is assumed."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
 
 from torch import Tensor
 
-from lorakit.parallel._internals import DispatchMode, tensors_in
+from lorakit.parallel._internals import DispatchMode, ranks_of_operation, tensors_in
 
 KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_scatter comes before reduce
     "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
     "broadcast": "broadcast", "reduce": "reduce",
 }  # fmt: skip
 COUNTED_PASSES: Final = 2
+Message = tuple[str, tuple[int, ...]]
+"""(kind, ranks of the group)"""
+Counts = dict[str, dict[str, int]]
+"""kind -> ``calls`` and ``bytes``"""
 
 
 @final
 class Collectives:
-    """The collectives of one step on this rank: calls and bytes by kind, of the larger of input and output.
+    """The collectives of one step on this rank: calls and bytes by kind and group, of the larger of input and output.
 
     A pass is one forward, backward and update. The first two are counted and the second one's counts are final,
     because DeepSpeed records the order of fetches in the first step and prefetches only from the second on. One rank
@@ -28,8 +32,8 @@ class Collectives:
     def __init__(self, num_ranks: int) -> None:
         self._passes = 0 if num_ranks > 1 else COUNTED_PASSES
         self._reported = num_ranks == 1
-        self._calls: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self._calls: Counter[Message] = Counter()
+        self._bytes: Counter[Message] = Counter()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -49,9 +53,20 @@ class Collectives:
         self._reported = self._reported or new
         return new
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Return kind -> calls and bytes. Empty before the first step."""
-        return {kind: {"calls": self._calls[kind], "bytes": self._bytes[kind]} for kind in sorted(self._calls)}
+    def counts(self, ranks: Collection[int] | None = None) -> Counts:
+        """Return kind -> calls and bytes; empty before the first step. ``ranks``: of groups of these ranks alone."""
+        counts: Counts = {}
+        for message in sorted(self._calls):
+            kind, group = message
+            if ranks is None or set(group) == set(ranks):
+                total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
+                total["calls"] += self._calls[message]
+                total["bytes"] += self._bytes[message]
+        return counts
+
+    def groups(self) -> set[tuple[int, ...]]:
+        """Return the ranks of every group that something was sent to, sorted in each."""
+        return {ranks for _, ranks in self._calls}
 
 
 class _CollectiveCounter(DispatchMode):
@@ -60,7 +75,7 @@ class _CollectiveCounter(DispatchMode):
     Counting calls of `torch.distributed`'s functions instead would miss those that DDP's C++ reducer makes.
     """
 
-    def __init__(self, calls: Counter[str], num_bytes: Counter[str]) -> None:
+    def __init__(self, calls: Counter[Message], num_bytes: Counter[Message]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls, self._bytes = calls, num_bytes
 
@@ -68,8 +83,9 @@ class _CollectiveCounter(DispatchMode):
         if func.namespace == "c10d":
             kind = _kind_of(func.name().partition("::")[2])
             if kind is not None and tensors_in((args, kwargs)):
-                self._calls[kind] += 1
-                self._bytes[kind] += max(_nbytes(args[0]), _nbytes(args[1:2]))  # c10d: outputs first, then inputs
+                message = (kind, ranks_of_operation(args))
+                self._calls[message] += 1
+                self._bytes[message] += max(_nbytes(args[0]), _nbytes(args[1:2]))  # c10d: outputs first, then inputs
         return func(*args, **(kwargs or {}))
 
 

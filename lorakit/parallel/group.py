@@ -27,6 +27,13 @@ class Group:
         self.rank, self.size, self.local_rank, self._group = rank, size, local_rank, group
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, by their numbers among all processes."""
+        if self.size == 1:
+            return (self.rank,)
+        return tuple(sorted(dist.get_process_group_ranks(self._group)))
+
+    @property
     def is_rank_0(self) -> bool:
         """True if this process writes the files and shows the progress."""
         return self.rank == 0

@@ -30,3 +30,8 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis."""
         return {axis: getattr(self, axis).size for axis in AXES}
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that this one talks to along each axis that has more than one."""
+        return {axis: getattr(self, axis).ranks for axis, size in self.sizes.items() if size > 1}

@@ -228,6 +228,13 @@ class BaseEngine(ABC):
         self._scale.restore(state.optimizer.get(LOSS_SCALE_KEY))
         self.record_gradient(parts_by_name)  # an optimizer has state only for tensors that have had a gradient
 
+    def _collectives_by_axis(self) -> dict[str, Any]:
+        """Return the collectives along each axis of the mesh, and the groups that are none of its axes."""
+        axes = self.mesh.ranks
+        along = {axis: self._collectives.counts(ranks) for axis, ranks in axes.items()}
+        others = self._collectives.groups() - set(axes.values())
+        return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
+
     def layout(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
         resident = self.resident_bytes()  # first, because FSDP2 frees what forward left gathered there
@@ -240,6 +247,7 @@ class BaseEngine(ABC):
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
             "collectives_of_a_step": self._collectives.counts(),
+            **self._collectives_by_axis(),
         }
 
 

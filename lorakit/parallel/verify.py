@@ -72,7 +72,9 @@ def _layout_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Ite
 def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
     if expected.num_ranks == 1:
         return
-    sent = layout["collectives_of_a_step"]
+    if layout["groups_of_no_axis"]:
+        yield f"something is sent among ranks {layout['groups_of_no_axis']}, which no axis of {layout['mesh']} joins"
+    sent = layout["collectives_by_axis"]["data"]  # gradients and the parts of the base belong to this axis
     gathered = sent.get("all_gather", {}).get("bytes", 0)
     reduced = sum(sent.get(kind, {}).get("bytes", 0) for kind in ("all_reduce", "reduce_scatter", "reduce"))
     if reduced < expected.adapter_bytes:
