@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from lorakit.data.row_formats import Chat
+from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, has_value, refusal
 from lorakit.data.rows import BadRow
 from lorakit.errors import DataError
 
+SHOWN_FIELDS: Final = ("role", "content", "tool_calls")
+"""fields of a message that are looked for in the text by themselves"""
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
 
 
@@ -102,6 +105,29 @@ class ChatTemplate:
                     raise BadRow(f"message {number}: the chat template leaves out its tool call")
         if row.tools and self.render(row.messages, None) == text:
             raise BadRow("tools: the chat template leaves them out")
+        self._check_fields(row, text)
+
+    def _check_fields(self, row: Chat, text: str) -> None:
+        """Pass if every further field of a message changes the text, or is harmless.
+
+        An assistant's message without loss may lose fields: templates drop the reasoning of earlier turns in use too.
+
+        Raises:
+            BadRow: such as ``reasoning_content`` that the template does not show.
+        """
+        for index, message in enumerate(row.messages):
+            if message["role"] == "assistant" and not row.trained[index]:
+                continue
+            for key, value in message.items():
+                if key in (*SHOWN_FIELDS, *HARMLESS_IN_MESSAGES) or not has_value(value):
+                    continue
+                without = {name: part for name, part in message.items() if name != key}
+                try:
+                    shown = self.render((*row.messages[:index], without, *row.messages[index + 1 :]), row.tools) != text
+                except BadRow:
+                    continue  # the template needs it
+                if not shown:
+                    raise refusal(key, f"message {index + 1}: the chat template leaves out ")
 
     def _answer_start(self, row: Chat, index: int, text: str) -> int:
         """Return the end of the prompt after which the model generates this answer."""

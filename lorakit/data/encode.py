@@ -14,7 +14,8 @@ the text is a label.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from lorakit.data.chat_template import ChatTemplate
@@ -33,18 +34,23 @@ class Encoded:
     ids: list[int]
     label_mask: list[bool]
     """True: the loss is on this token"""
+    unread: frozenset[str] = frozenset()
+    """keys of the row that were not read"""
 
 
 @final
 class Encoder:
-    """Encodes rows with one tokenizer; ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token)."""
+    """Encodes rows with one tokenizer.
 
-    def __init__(self, tokenizer: Any, loss_on: str) -> None:
+    ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token). ``ignore``: keys to leave unread.
+    """
+
+    def __init__(self, tokenizer: Any, loss_on: str, ignore: Collection[str] = ()) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
-        self._tokenizer, self._loss_on = tokenizer, loss_on
+        self._tokenizer, self._loss_on, self._ignore = tokenizer, loss_on, ignore
         self._template = ChatTemplate(tokenizer)
 
     def __call__(self, row: Any) -> Encoded:
@@ -53,11 +59,11 @@ class Encoder:
         Raises:
             BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
-        parsed = parse_row_format(row)
+        parsed = parse_row_format(row, self._ignore)
         encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_plain(parsed)
         if not any(encoded.label_mask[1:]):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
-        return encoded
+        return replace(encoded, unread=parsed.unread)
 
     def _encode_plain(self, row: Plain) -> Encoded:
         text = row.prompt + row.completion

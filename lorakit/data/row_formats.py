@@ -1,14 +1,16 @@
 """Parse a row into a conversation or plain text; its keys decide which of the usual row formats it has.
 
 They are tried in this order: ``messages``; ``conversations``; ``prompt`` + ``completion``; ``instruction`` (+
-``input``) + ``output``; ``text``. Invariant: other keys are ignored, and a value of the wrong type is a BadRow.
+``input``) + ``output``; ``text``. Invariant: every key of a row, turn and message is read, harmless, ignored on
+request, or a BadRow (row_keys.py); so is a value of the wrong type.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, REMEDIES, SWITCHES, harmless_keys, is_switched_on
 from lorakit.data.rows import BadRow
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -16,6 +18,14 @@ SHAREGPT_ROLES: Final = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
+FORMATS: Final = {
+    ("messages",): ("tools", "system"),
+    ("conversations",): ("tools", "system"),
+    ("prompt", "completion"): (),
+    ("instruction", "output"): ("input", "system"),
+    ("text",): (),
+}
+"""keys that a row of this format has -> keys that it may have besides"""
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class Chat:
     tools: list[Any] | None
     trained: tuple[bool, ...]
     """for each message: True if the loss is on it"""
+    unread: frozenset[str] = frozenset()
+    """keys of the row, of turns and of messages that were not read"""
 
 
 @dataclass(frozen=True)
@@ -34,42 +46,53 @@ class Plain:
 
     prompt: str
     completion: str
+    unread: frozenset[str] = frozenset()
 
 
-def parse_row_format(row: Any) -> Chat | Plain:
-    """Parse the conversation or text of a row.
+def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
+    """Parse the conversation or text of a row. ``ignore``: keys to leave unread, of the row, turns and messages.
 
     Raises:
-        BadRow: no known format, or a value of the wrong type.
+        BadRow: no known format, a key that is not read, or a value of the wrong type.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"a row is a mapping, got {type(row).__name__}")
-    present = {key for key, value in row.items() if value is not None}
-    if "messages" in present:
-        return _chat(row["messages"], row.get("tools"))
-    if "conversations" in present:
-        return _chat([*_system(row), *_sharegpt(row["conversations"])], row.get("tools"))
-    if {"prompt", "completion"} <= present:
-        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-            return _chat([*row["prompt"], *row["completion"]], row.get("tools"), len(row["prompt"]))
-        return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
-    if {"instruction", "output"} <= present:
-        instruction_input = _text(row, "input", may_be_empty=True) if "input" in present else ""
-        question = _text(row, "instruction") + (f"\n{instruction_input}" if instruction_input else "")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
-        return _chat([*_system(row), *turns], None)
-    if "text" in present:
-        return Plain("", _text(row, "text"))
-    raise BadRow(
-        f"keys {sorted(map(str, row))} are none of: messages; conversations; prompt + completion;"
-        " instruction (+ input) + output; text"
+    # weight 1 is what every row has
+    row = {key: value for key, value in row.items() if value is not None and (key, value) != ("weight", 1)}
+    present = row.keys() - set(ignore)
+    names = next((names for names in FORMATS if present >= set(names)), None)
+    if names is None:
+        hints = [f"; {key}: {REMEDIES[key]}" for key in row if key in ("chosen", "rejected")][:1]
+        raise BadRow(
+            f"keys {sorted(map(str, row))} are none of: messages; conversations; prompt + completion;"
+            f" instruction (+ input) + output; text{''.join(hints)}"
+        )
+    is_chat = (
+        names == ("prompt", "completion") and isinstance(row["prompt"], list) and isinstance(row["completion"], list)
     )
+    read = {*names, *FORMATS[names], *(("tools", "system") if is_chat else ())} - set(ignore)
+    unread = frozenset(harmless_keys(row, read, ignore))
+    row = {key: value for key, value in row.items() if key in read}
+    if names == ("text",):
+        return Plain("", _text(row, "text"), unread)
+    if names == ("prompt", "completion") and not is_chat:
+        return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"), unread)
+    messages, first_trained = _messages(names, row, ignore)
+    return _chat(messages, row, unread, ignore, first_trained)
 
 
-def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if row.get("history"):
-        raise BadRow("history: not read; put the earlier turns into `messages`")
-    return [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+def _messages(names: tuple[str, ...], row: Mapping[str, Any], ignore: Collection[str]) -> tuple[Any, int]:
+    """Return the messages of a conversation's row, and the index of the first one that may be trained."""
+    match names[0]:
+        case "messages":
+            return row["messages"], 0
+        case "conversations":
+            return _sharegpt(row["conversations"], ignore), 0
+        case "prompt":
+            return [*row["prompt"], *row["completion"]], len(row["prompt"])
+    instruction_input = _text(row, "input", may_be_empty=True) if "input" in row else ""
+    question = _text(row, "instruction") + (f"\n{instruction_input}" if instruction_input else "")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}], 0
 
 
 def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
@@ -81,7 +104,8 @@ def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> st
     return value
 
 
-def _sharegpt(turns: Any) -> list[dict[str, Any]]:
+def _sharegpt(turns: Any, ignore: Collection[str]) -> list[dict[str, Any]]:
+    """Return ShareGPT's turns as messages, with the other keys of each turn."""
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise BadRow(f"conversations: a list expected, got {type(turns).__name__}")
     messages = []
@@ -90,24 +114,33 @@ def _sharegpt(turns: Any) -> list[dict[str, Any]]:
             raise BadRow(f"conversations: turn {number} has no 'from' and 'value'")
         if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
             raise BadRow(f"conversations: turn {number} is from {turn['from']!r}; known: {', '.join(SHAREGPT_ROLES)}")
-        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        harmless_keys(others, SWITCHES, ignore, HARMLESS_IN_MESSAGES, f"conversations: turn {number}: ")
+        messages.append({**others, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     return messages
 
 
-def _chat(messages: Any, tools: Any, first_trained: int = 0) -> Chat:
+def _chat(
+    messages: Any, row: Mapping[str, Any], unread: frozenset[str], ignore: Collection[str], first_trained: int
+) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise BadRow(f"messages: a list with at least one message expected, got {str(messages)[:40]}")
-    checked = tuple(_message(number, message) for number, message in enumerate(messages, 1))
-    trained = tuple(
-        message["role"] == "assistant" and index >= first_trained and messages[index].get("weight", 1) != 0
-        for index, message in enumerate(checked)
-    )
-    if any(message.get("weight", 1) not in (0, 1) for message in messages):
-        raise BadRow("weight: 0 or 1 expected")
-    return Chat(checked, _tools(tools), trained)
+    checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
+    trained = [
+        is_switched_on(f"message {number}: ", message) and message["role"] == "assistant" and number > first_trained
+        for number, message in enumerate(messages, 1)
+    ]
+    if row.get("system"):
+        text = _text(row, "system")
+        if checked[0]["role"] not in ("system", "developer"):
+            checked, trained = [{"role": "system", "content": text}, *checked], [False, *trained]
+        elif checked[0]["content"] != text:
+            raise BadRow("system: another one than the conversation's own system message; keep one")
+    ignored = {key for message in messages for key in message if key in ignore}
+    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread | ignored)
 
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, Mapping) else message
         raise BadRow(f"message {number}: role {str(role)[:40]!r} is none of {', '.join(ROLES)}")
@@ -119,7 +152,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
     # without None, because templates test whether a key exists
-    fields = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    unread = {*SWITCHES, *ignore} - {"role", "content"}
+    fields = {key: value for key, value in message.items() if value is not None and key not in unread}
     return {**fields, "content": content or ""}
 
 

@@ -7,7 +7,7 @@ template and settings, so that a file of other tokens is never opened.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from lorakit.files.cache import cache_folder
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import DataSection
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """part of the cache's key; change it whenever the same row would give other tokens"""
 LABEL_MASK: Final = "learnt"
 """name of the column; not renamed, because existing files have it, and their digests are in run.json"""
@@ -39,6 +39,7 @@ class RowSettings:
     on_long_rows: str
     on_bad_rows: str
     loss_on: str
+    ignore_keys: tuple[str, ...] = ()
 
 
 @dataclass
@@ -57,6 +58,8 @@ class RowCounts:
     """rows longer than ``max_tokens``, whether truncated or dropped"""
     longest: int = 0
     """tokens of the longest row, before truncation"""
+    unread: dict[str, int] = field(default_factory=dict)
+    """key that was not read -> rows that have it"""
 
 
 class TokenDataset:
@@ -116,7 +119,7 @@ def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, sett
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         try:
             with atomic_folder(folder) as staging:
-                _build(staging, sources, Encoder(tokenizer, settings.loss_on), settings)
+                _build(staging, sources, Encoder(tokenizer, settings.loss_on, settings.ignore_keys), settings)
                 if digests != [source.digest() for source in sources]:
                     raise DataError(f"data: {names} changed while it was read; run again when it is complete")
         except OSError:
@@ -141,6 +144,8 @@ def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: 
                 counts.bad += 1
                 bad += [f"{sources[index].name}:{line}: {encoded}"] if len(bad) < SHOWN_BAD_ROWS else []
                 continue
+            for unread in sorted(encoded.unread):
+                counts.unread[unread] = counts.unread.get(unread, 0) + 1
             fitted = _fit(encoded, settings, counts)
             if fitted is None:
                 continue
@@ -213,5 +218,5 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
 
 def load_split(data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
     """Return the tokenised rows of ``data.train`` or ``data.eval`` (``names``), by the settings of the data section."""
-    settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on)
+    settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on, data.ignore_keys)
     return tokenize_rows(names, split, tokenizer, settings)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import generation_settings, vocabulary_size
+from lorakit.base.positions import num_positions
 from lorakit.data import end_marker
 from lorakit.errors import LorakitError
 
@@ -19,8 +20,7 @@ class PromptCodec:
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        config: Any = model.config
-        self._limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self._limit = num_positions(model.config) or math.inf
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         self._num_tokens = vocabulary_size(model)
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id

@@ -118,6 +118,8 @@ class DataSection(Section):
     """For rows that cannot be read: stop with an error, or skip them. Skipped rows are counted and reported."""
     loss_on: Literal["answer", "all"] = "answer"
     """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
+    ignore_keys: tuple[Name, ...] = ()
+    """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error."""
     packing: bool = True
     """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them."""
     hub_split: Name = "train"

@@ -9,23 +9,35 @@ from lorakit.errors import RunError
 PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Return if the packages of these trackers are installed.
+
+    Raises:
+        RunError: names those that are not, with the command that installs them.
+    """
+    if not names:
+        return  # without importing accelerate
+    from accelerate.tracking import get_available_trackers
+
+    installed = {tracker.value for tracker in get_available_trackers()}
+    if missing := [name for name in names if name not in installed]:
+        raise RunError(
+            f"train.log_to: {', '.join(missing)} not installed: pip install "
+            + " ".join(PACKAGES[name] for name in missing)
+        )
+
+
 class Trackers:
     """The experiment trackers of a run. Without any, accelerate is not imported."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Any] = []
+        check_trackers(names)
         if not names:
             return
         from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        installed = {tracker.value for tracker in get_available_trackers()}
-        missing = [name for name in names if name not in installed]
-        if missing:
-            raise RunError(
-                f"train.log_to: {', '.join(missing)} not installed: pip install "
-                + " ".join(PACKAGES[name] for name in missing)
-            )
         PartialState()  # accelerate's trackers read the rank from this singleton
         run = folder.name or "lorakit"
         for name in names:

@@ -26,8 +26,9 @@ from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.record import open_record
+from lorakit.run.trackers import check_trackers
 from lorakit.training.job import NOT_FUSED, check_vocabulary
-from lorakit.training.model_checks import check_positions
+from lorakit.training.model_checks import check_positions, check_row_lengths
 
 SHOWN_CHARACTERS = 1200
 
@@ -53,12 +54,15 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
         tokenizer = attempt(load_tokenizer, folder)
         model = attempt(_check_targets, recipe, folder, say)
         if tokenizer is not None:
-            rows = attempt(_check_rows, recipe, tokenizer, say)
-            if model is not None and rows is not None:
-                attempt(check_vocabulary, model, rows)
+            datasets = attempt(_check_rows, recipe, tokenizer, say)
+            if model is not None and datasets is not None:
                 attempt(check_positions, model, recipe.data.max_tokens)
+                for rows in datasets:
+                    attempt(check_vocabulary, model, rows)
+                    attempt(check_row_lengths, model, rows)
     attempt(check_prerequisites, recipe.parallel)
     attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
+    attempt(check_trackers, recipe.train.log_to)
     if Path(recipe.output).exists():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
@@ -91,28 +95,33 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     return model
 
 
-def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> TokenDataset:
-    """Print the counts of rows and tokens, the steps, and the first row with its labels. Returns the training rows."""
+def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> list[TokenDataset]:
+    """Print the counts of rows and tokens, the steps, and the first row with its labels.
+
+    Returns the rows: those for training, and those held out if there are any.
+    """
     data = recipe.data
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
     say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'labels':>12}")
+    datasets = []
     for name, source, split in sets:
-        rows = load_split(data, source, split, tokenizer)
-        c = rows.counts
+        datasets.append(load_split(data, source, split, tokenizer))
+        c = datasets[-1].counts
         say(
             f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
             f" {c.label_tokens:>12,}"
         )
-        if name == "train":
-            first = rows
+        for key, number in c.unread.items():
+            say(f"{'':<8} {key}: not read, in {number:,} rows")
     if data.eval is None:
         say("eval     none (data.eval): no held-out loss will be measured")
+    first = datasets[0]
     steps = count_steps(recipe, len(first))
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
     say(f"\nfirst row ({first.location(0)}), label tokens between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
-    return first
+    return datasets
 
 
 def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:

@@ -38,7 +38,7 @@ from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.compile import CompiledLayers
-from lorakit.training.model_checks import check_positions, enable_packing, verify_chunked_loss
+from lorakit.training.model_checks import check_positions, check_row_lengths, enable_packing, verify_chunked_loss
 
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
@@ -165,6 +165,7 @@ def load_adapted_base(
     model = base.model
     for dataset in filter(None, (rows, eval_rows)):
         check_vocabulary(model, dataset)
+        check_row_lengths(model, dataset)
     spec = adapter_spec(recipe.adapter, folder)
     check_tokens_occur(spec.trainable_tokens, rows)
     targets = find_targets(model, spec)

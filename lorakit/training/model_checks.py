@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.data import BatchSampler, collate
+from lorakit.base.positions import num_positions
+from lorakit.data import BatchSampler, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
@@ -39,6 +40,22 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
                 f"data.max_tokens: {kind} positions of this base change for rows longer than {limit}, and then a row's"
                 f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"
             )
+
+
+def check_row_lengths(model: nn.Module, rows: TokenDataset) -> None:
+    """Return if the base has a position for every token of the rows.
+
+    Raises:
+        RunError: a row is longer.
+    """
+    limit, longest = num_positions(model.config), int(rows.lengths.max())
+    if limit is not None and longest > limit:
+        number = int((rows.lengths > limit).sum())
+        raise RunError(
+            f"data: {number} of {len(rows)} rows are longer than this base's {limit} positions"
+            f" (max_position_embeddings); the longest, {rows.location(int(rows.lengths.argmax()))}, has {longest}."
+            f" Set data.max_tokens to {limit} or less, with data.on_long_rows: truncate or drop"
+        )
 
 
 def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:

@@ -206,7 +206,7 @@ def test_the_labels_are_the_tokens_that_the_model_must_generate_after_its_prompt
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}, *TURNS[3:]]}, "no<|end|>"),
         ({"messages": [TURNS[1], {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]}, "yes<|end|>"),
         ({"messages": TURNS[1:3], "tools": [{"name": "clock"}]}, "yes<|end|>"),
-        ({"messages": TURNS[1:3], "tools": '[{"name": "clock"}]', "prompt": "ignored", "id": 7}, "yes<|end|>"),
+        ({"messages": TURNS[1:3], "tools": '[{"name": "clock"}]', "id": 7}, "yes<|end|>"),
     ],
     ids=str,
 )

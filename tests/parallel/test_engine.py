@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BloomConfig, GPT2Config, LlamaConfig
 
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_base
+from lorakit.base.positions import num_positions
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
@@ -202,6 +204,22 @@ def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> 
     check_positions(model, 256)
     with pytest.raises(RunError, match="dynamic positions of this base change for rows longer than 256"):
         check_positions(model, 257)
+
+
+def test_the_positions_of_a_base_are_its_configs_stretched_by_its_scaling() -> None:
+    def positions(**settings: Any) -> int | None:
+        return num_positions(LlamaConfig(max_position_embeddings=1024, **settings))
+
+    def rope(kind: str, **settings: Any) -> dict[str, Any]:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
+
+    assert positions() == 1024
+    assert positions(**rope("linear", factor=4.0)) == 4096
+    assert positions(**rope("yarn", factor=4.0, original_max_position_embeddings=1024)) == 4096
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    assert positions(**rope("llama3", factor=8.0, **llama3)) == 1024
+    assert num_positions(GPT2Config(n_positions=64)) == 64
+    assert num_positions(BloomConfig()) is None  # its attention has no positions that end
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

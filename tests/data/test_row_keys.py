@@ -1,0 +1,171 @@
+"""Every key of a row, a turn and a message is read, harmless or refused: none changes what is learnt unseen."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorakit.base.find import find_base
+from lorakit.base.load import load_tokenizer
+from lorakit.cli import main
+from lorakit.data.encode import Encoder
+from lorakit.data.row_formats import parse_row_format
+from lorakit.data.row_keys import HARMLESS, REMEDIES
+from lorakit.data.rows import BadRow
+from lorakit.data.token_cache import RowSettings, tokenize_rows
+from tests.helpers.rows import chat, write_rows
+
+ASKED = {"role": "user", "content": "hi"}
+ANSWERED = {"role": "assistant", "content": "yes"}
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+PLAIN = {"prompt": "hi", "completion": "yes"}
+CHAT = {"messages": [ASKED, ANSWERED]}
+SHOWS_REASONING = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}{{ m.reasoning_content }} so {% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(find_base("builtin:tiny"))
+
+
+def labels(tokenizer: Any, row: Any, *ignore: str) -> str:
+    encoded = Encoder(tokenizer, "answer", ignore)(row)
+    return str(tokenizer.decode([i for i, mask in zip(encoded.ids, encoded.label_mask, strict=True) if mask]))
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (PLAIN | {"label": False}, "label: whether the answer is good"),
+        (CHAT | {"label": False}, "label: whether the answer is good"),
+        (CHAT | {"kto_tag": False}, "kto_tag: whether the answer is good"),
+        (CHAT | {"chosen": [ANSWERED]}, "chosen: a preference pair"),
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, "chosen: a preference pair"),
+        (PLAIN | {"system": "Be kind."}, "system: plain text has no system prompt"),
+        (PLAIN | {"history": [["a", "b"]]}, "history: not read"),
+        ({"conversations": TURNS, "history": [["a", "b"]]}, "history: not read"),
+        (CHAT | {"images": ["a.png"]}, "images: lorakit trains on text alone"),
+        (CHAT | {"functions": [{"name": "clock"}]}, "functions: OpenAI's earlier form"),
+        (CHAT | {"weight": 0}, "weight: of a full row is not read"),
+        (CHAT | {"weight": 0.1}, "weight: of a full row is not read"),
+        (CHAT | {"text": "hi yes"}, "text: not a key that is read here"),
+        (PLAIN | {"tools": [{"name": "clock"}]}, "tools: plain text has no tools"),
+        ({"instruction": "a", "output": "b", "tools": [1]}, "tools"),
+        ({"messages": [ASKED, ANSWERED | {"reasoning_content": "hm"}]}, "message 2: the chat template leaves out reasoning_content"),
+        ({"messages": [ASKED, ANSWERED | {"thinking": "hm"}]}, "message 2: the chat template leaves out thinking"),
+        ({"messages": [ASKED, ANSWERED | {"function_call": {"name": "clock"}}]}, "leaves out function_call: OpenAI's"),
+        ({"messages": [ASKED | {"images": ["a.png"]}, ANSWERED]}, "message 1: the chat template leaves out images"),
+        ({"messages": [ASKED, ANSWERED | {"train": "no"}]}, "message 2: train: 0 or 1 expected, got no"),
+        ({"messages": [ASKED, ANSWERED | {"weight": 1, "loss": False}]}, "message 2: weight, loss disagree"),
+        ({"conversations": [TURNS[0], TURNS[1] | {"score": 0.1}]}, "conversations: turn 2: score"),
+        ({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "b"}, "system: another one"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_that_says_what_to_learn_and_is_not_read_is_refused(tokenizer: Any, row: Any, names: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        labels(tokenizer, row)
+    assert names in str(caught.value)
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss": 0}])
+def test_a_message_that_is_switched_off_is_not_learnt(tokenizer: Any, off: dict[str, Any]) -> None:
+    later = [ASKED, {"role": "assistant", "content": "no"}]
+    assert labels(tokenizer, {"messages": [ASKED, ANSWERED | off, *later]}) == "no<|end|>"
+    turns = [TURNS[0], TURNS[1] | off, TURNS[0], {"from": "gpt", "value": "no"}]
+    assert labels(tokenizer, {"conversations": turns}) == "no<|end|>"
+    with pytest.raises(BadRow, match="nothing to learn"):
+        labels(tokenizer, {"messages": [ASKED, ANSWERED | off]})
+
+
+@pytest.mark.parametrize(
+    "row", [CHAT, {"conversations": TURNS}, {"prompt": [ASKED], "completion": [ANSWERED]}], ids=str
+)
+def test_a_system_prompt_beside_a_conversation_is_its_first_message(tokenizer: Any, row: dict[str, Any]) -> None:
+    parsed = parse_row_format(row | {"system": "Be kind."})
+    assert parsed.messages == ({"role": "system", "content": "Be kind."}, ASKED, ANSWERED)
+    assert parsed.trained == (False, False, True)
+    assert parse_row_format({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "a"})
+
+
+def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [
+        chat("hi", "yes") | {"id": 1, "source": "here", "images": [], "system": "", "weight": 1.0},
+        {"messages": [ASKED | {"name": "Ann"}, ANSWERED | {"refusal": None}], "id": 2},
+    ]
+    tokens = tokenize_rows(
+        str(write_rows(tmp_path / "rows.jsonl", rows)), "train", tokenizer, RowSettings(64, "stop", "stop", "answer")
+    )
+    assert tokens.counts.unread == {"id": 2, "source": 1}
+    assert not HARMLESS & REMEDIES.keys()
+
+
+def test_keys_to_ignore_are_not_read_in_rows_turns_and_messages(tokenizer: Any) -> None:
+    row = {"messages": [ASKED, ANSWERED | {"thinking": "hm"}], "prompt": "hi", "label": True}
+    assert labels(tokenizer, row, "thinking", "prompt", "label") == "yes<|end|>"
+    assert parse_row_format(row, ["thinking", "prompt", "label"]).unread == {"thinking", "prompt", "label"}
+    assert labels(tokenizer, {"conversations": [TURNS[0], TURNS[1] | {"score": 1}]}, "score") == "yes<|end|>"
+    with pytest.raises(BadRow, match="none of"):
+        labels(tokenizer, CHAT, "messages")
+
+
+def test_reasoning_that_the_template_shows_is_learnt(tokenizer: Any) -> None:
+    shows = copy.deepcopy(tokenizer)
+    shows.chat_template = SHOWS_REASONING
+    answer = labels(shows, {"messages": [ASKED, ANSWERED | {"reasoning_content": "hm"}]})
+    assert answer == "hm so yes<|end|>"
+
+
+KEYS = st.sampled_from(
+    [*sorted(REMEDIES), *sorted(HARMLESS)[:6], "messages", "prompt", "completion", "text", "nothing"]
+)
+VALUES = st.sampled_from([None, "", [], 0, 1, False, True, "words", [ASKED, ANSWERED], {"a": 1}])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_no_key_with_a_value_is_lost(extra: dict[str, Any]) -> None:
+    """A row with more keys is refused, or is parsed as it is without those that are named as unread."""
+    row = CHAT | {key: value for key, value in extra.items() if key != "messages"}
+    try:
+        parsed = parse_row_format(row)
+    except BadRow:
+        return
+    assert parsed.unread <= HARMLESS
+    assert parsed == parse_row_format(
+        {k: v for k, v in row.items() if k not in parsed.unread} | dict.fromkeys(parsed.unread, "x")
+    )
+
+
+def test_check_names_the_key_and_counts_those_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("hi", "yes") | {"label": True, "id": n} for n in range(3)])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: {{model: builtin:tiny}}\ndata: {{train: {rows}}}\noutput: {tmp_path / 'out'}\n")
+    assert main(["check", str(recipe)]) == 2
+    assert "rows.jsonl:1: label: whether the answer is good" in capsys.readouterr().err
+    assert main(["check", str(recipe), "data.ignore_keys=[label]"]) == 0
+    shown = capsys.readouterr().out
+    assert "id: not read, in 3 rows" in shown
+    assert "label: not read, in 3 rows" in shown
+
+
+def test_check_refuses_what_train_would_refuse_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "so " * 1500}, {"text": "so"}])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: {{model: builtin:tiny}}\ndata: {{train: {rows}, max_tokens: 4096}}\noutput: {tmp_path / 'out'}\n"
+        "train: {log_to: [wandb]}\n"
+    )
+    assert main(["check", str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "1 of 2 rows are longer than this base's 1024 positions" in said
+    assert f"{rows.name}:1" in said
+    assert "wandb not installed: pip install wandb" in said
+    assert main(["train", str(recipe), "train.log_to=[]"]) == 2
+    assert "longer than this base's 1024 positions" in capsys.readouterr().err
