@@ -27,6 +27,11 @@ def find_base(name: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         if revision is not None:
             raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
+        if not (folder / "config.json").is_file() and (folder / "adapter_config.json").exists():
+            raise BaseModelError(
+                f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
+                f" (in Python lorakit.load(BASE, {{NAME: {str(folder)!r}}}))"
+            )
         if not (folder / "config.json").is_file():
             raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
         if (folder / "adapter_config.json").exists():

@@ -79,3 +79,8 @@ def add_revision_option(parser: argparse.ArgumentParser) -> None:
 def add_mismatch_option(parser: argparse.ArgumentParser) -> None:
     """Add the option that accepts a patch of another base."""
     parser.add_argument("--allow-base-mismatch", action="store_true", help="accept a patch trained on another base")
+    parser.add_argument(
+        "--allow-edited-config",
+        action="store_true",
+        help="accept a rank or alpha that was edited after the patch was saved",
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from lorakit.cli.arguments import (
     AddCommand,
@@ -29,7 +30,13 @@ def add_generate_commands(add_command: AddCommand) -> None:
         "--each", action="store_true", help="answer with the base and with every adapter, in one batch"
     )
     generate.add_argument("--raw", action="store_true", help="give prompts as they are, without the chat template")
-    generate.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: standard input)")
+    generate.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated (default: standard input, all of it one prompt)",
+    )
+    generate.add_argument("--prompts", metavar="FILE", help="prompts from a file, one per line; - is standard input")
     generate.add_argument("--max-new-tokens", type=positive_int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
@@ -50,6 +57,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_revision_option(parser)
     add_mismatch_option(parser)
+    parser.add_argument(
+        "--allow-template-change",
+        action="store_true",
+        help="accept another chat template than the patch was trained with",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
@@ -58,6 +70,10 @@ def _generate(options: argparse.Namespace) -> int:
     from lorakit.inference.adapted_model import load
 
     adapters = parse_named(options.adapter, "--adapter")
+    uses = _adapters_to_use(options, adapters)
+    # standard input after loading, so that mistakes are told before anyone types
+    types = not options.prompt and options.prompts in (None, "-")
+    prompts = [] if types else _read_prompts(options)
     model = load(
         options.base,
         adapters,
@@ -65,13 +81,16 @@ def _generate(options: argparse.Namespace) -> int:
         quantize=options.quantize,
         revision=options.revision,
         allow_base_mismatch=options.allow_base_mismatch,
+        allow_edited_config=options.allow_edited_config,
+        allow_template_change=options.allow_template_change,
     )
     for note in model.notes:
         print(note, file=sys.stderr)
-    if not options.prompt and sys.stdin.isatty():
-        print("the prompt, ended with Ctrl-D:", file=sys.stderr)
-    prompts = options.prompt or [sys.stdin.read().strip()]
-    uses = _adapters_to_use(options, adapters)
+    prompts = prompts or _read_prompts(options)
+    if len(adapters) > 1 and options.use is None and not options.each:
+        print(
+            f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
+        )
     answers = model.generate(
         [prompt for prompt in prompts for _ in uses],
         uses * len(prompts),
@@ -86,6 +105,33 @@ def _generate(options: argparse.Namespace) -> int:
             print(f"{'' if number == 0 else chr(10)}{prompts[number // len(uses)]}")
         print(f"{use or 'base':<{width}}  {answer}" if options.each else answer)
     return 0
+
+
+def _read_prompts(options: argparse.Namespace) -> list[str]:
+    """Return the prompts of the command line, of a file's lines, or all of standard input as one.
+
+    Raises:
+        LorakitError: there is none, one is empty, or the file cannot be read.
+    """
+    if options.prompt and options.prompts is not None:
+        raise LorakitError("--prompts: beside --prompt; leave one of them out")
+    if options.prompt:
+        prompts, where = list(options.prompt), "--prompt"
+    else:
+        named = options.prompts not in (None, "-")
+        if not named and sys.stdin.isatty():
+            print("the prompt, ended with Ctrl-D:", file=sys.stderr)
+        try:
+            text = Path(options.prompts).read_text(encoding="utf-8") if named else sys.stdin.read()
+        except (OSError, UnicodeDecodeError) as problem:
+            raise LorakitError(f"--prompts: {options.prompts} cannot be read: {problem}") from None
+        lines = [line for line in text.splitlines() if line.strip()]  # a blank line is no prompt
+        prompts, where = (
+            ([text.strip()], "standard input") if options.prompts is None else (lines, f"--prompts {options.prompts}")
+        )
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise LorakitError(f"{where}: an empty prompt" if prompts else f"{where}: holds no prompt")
+    return prompts
 
 
 def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> list[str | None]:
@@ -113,6 +159,8 @@ def _score(options: argparse.Namespace) -> int:
         quantize=options.quantize,
         revision=options.revision,
         allow_base_mismatch=options.allow_base_mismatch,
+        allow_edited_config=options.allow_edited_config,
+        allow_template_change=options.allow_template_change,
     )
     score(model, data, max_new_tokens=options.max_new_tokens, limit=options.limit, say=print)
     return 0

@@ -101,6 +101,7 @@ def _merge(options: argparse.Namespace) -> int:
         requantize=options.requantize,
         measure=options.measure,
         allow_base_mismatch=options.allow_base_mismatch,
+        allow_edited_config=options.allow_edited_config,
         say=print_line,
     )
     print(f"merged into {out}; merge.json there says what went where")
@@ -137,6 +138,7 @@ def _combine(options: argparse.Namespace, adapters: list[tuple[str, float]]) -> 
         density=options.density,
         seed=options.seed or 0,
         allow_base_mismatch=options.allow_base_mismatch,
+        allow_edited_config=options.allow_edited_config,
         say=print_line,
     )
     print(f"combined into {out}")

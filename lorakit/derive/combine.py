@@ -33,7 +33,8 @@ Parts = list[tuple[PatchLayer, float]]
 
 def combine(
     *adapters: str | Path | tuple[str | Path, float], out: str | Path, how: How = "sum", rank: int | None = None,
-    density: float | None = None, seed: int = 0, allow_base_mismatch: bool = False, say: Say = lambda text: None,
+    density: float | None = None, seed: int = 0, allow_base_mismatch: bool = False, allow_edited_config: bool = False,
+    say: Say = lambda text: None,
 ) -> Path:  # fmt: skip
     """Write several patches of one base as one; returns ``out``. An adapter may be given as (folder, weight).
 
@@ -53,7 +54,7 @@ def combine(
     density = DENSITIES[how] if density is None else density
     if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
-    sources = _sources(adapters, rank)
+    sources = _sources(adapters, rank, allow_edited_config=allow_edited_config)
     differing, unknown = _compare_bases(sources)
     if differing and not allow_base_mismatch:
         way_out = "to combine them all the same, say --allow-base-mismatch (in Python allow_base_mismatch=True)"
@@ -90,9 +91,11 @@ def _check_settings(how: str, rank: int | None, density: float | None) -> None:
         raise MergeError(f"rank: a whole number from 1, got {rank}")
 
 
-def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[WeightedPatch]:
+def _sources(
+    adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None, *, allow_edited_config: bool
+) -> list[WeightedPatch]:
     """Open the patches and check that they can be combined with each other."""
-    sources = open_weighted(adapters)
+    sources = open_weighted(adapters, allow_edited_config=allow_edited_config)
     if not sources or (len(sources) == 1 and rank is None):
         raise MergeError(f"{len(sources)} patches: name two or more, or one with the rank it is to be brought down to")
     if not any(one.weight for one in sources):

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -32,6 +33,15 @@ Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base."""
 
 
+class Default(Enum):
+    """The adapters of a call that does not choose."""
+
+    SURROUNDING = "those of the surrounding `using` block, or the base outside of one"
+
+
+SURROUNDING: Final = Default.SURROUNDING
+
+
 def load(
     base: str | Path,
     adapters: Mapping[str, str | Path] | None = None,
@@ -40,6 +50,8 @@ def load(
     quantize: str = "none",
     revision: str | None = None,
     allow_base_mismatch: bool = False,
+    allow_edited_config: bool = False,
+    allow_template_change: bool = False,
 ) -> "AdaptedModel":
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches, on the GPU if there is one.
 
@@ -59,15 +71,19 @@ def load(
     model = load_any_base(folder, choose_dtype(dtype_name(dtype), device).dtype, device, quantize)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
-        adapted.load_adapter(name, path, allow_base_mismatch=allow_base_mismatch)
+        adapted.load_adapter(
+            name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
+            allow_template_change=allow_template_change,
+        )  # fmt: skip
     return adapted
 
 
 class AdaptedModel:
     """A frozen base and its loaded adapters.
 
-    Calls in different threads may use different adapters. A thread started inside a ``using`` block does not inherit
-    the block's route. Loading, unloading and replacing an adapter never change a call under way.
+    Calls in different threads may use different adapters. While a thread is inside a ``using`` block, a call in another
+    one must choose its adapters, because a thread started inside the block does not have the block's choice. Loading,
+    unloading and replacing an adapter never change a call under way.
     """
 
     def __init__(
@@ -79,7 +95,10 @@ class AdaptedModel:
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
-        self.model.register_forward_pre_hook(PassHook(self._route), with_kwargs=True)
+        self._open_blocks = 0
+        """``using`` blocks that some thread is inside"""
+        self._counting = threading.Lock()
+        self.model.register_forward_pre_hook(PassHook(self._route, self._refuse_other_threads_block), with_kwargs=True)
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
@@ -106,23 +125,27 @@ class AdaptedModel:
         *,
         replace: bool = False,
         allow_base_mismatch: bool = False,
+        allow_edited_config: bool = False,
+        allow_template_change: bool = False,
         caps: Caps = DEFAULT_CAPS,
     ) -> None:
         """Load a patch under a name; with ``replace`` it replaces the adapter of that name.
 
         The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
         with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
+        ``allow_edited_config``: accept a rank or alpha other than those that were saved. ``allow_template_change``:
+        accept a base whose chat template or tokenizer settings changed since the patch was trained.
 
         Raises:
             PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(path, caps)
+        patch = read_patch(path, caps, allow_edited_config=allow_edited_config)
         with self._loading:
             if not isinstance(name, str) or not name:
                 raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
-            self._check(patch, allow_base_mismatch)
+            self._check(patch, allow_base_mismatch, allow_template_change)
             adapter = self._resident(patch.identity)
             if adapter is None:
                 adapter = build_adapter(patch, self.model, self._bank)
@@ -154,8 +177,13 @@ class AdaptedModel:
 
         lengths: for a packed line, a batch of one row: the number of tokens that each adapter has in it, in order.
         """
-        with self._routed(self._resolve(adapters, lengths)):
-            yield self
+        route = self._resolve(adapters, lengths)
+        self._count_blocks(1)
+        try:
+            with self._routed(route):
+                yield self
+        finally:
+            self._count_blocks(-1)
 
     @contextmanager
     def merged(self, name: str) -> Iterator["AdaptedModel"]:
@@ -169,16 +197,22 @@ class AdaptedModel:
         """
         self._resolve(name)
         source = self._sources[name]
-        patch = read_patch(source.folder)
+        patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
         yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
 
     def __call__(
-        self, *args: Any, adapters: Adapters = None, lengths: Sequence[int] | None = None, **inputs: Any
+        self,
+        *args: Any,
+        adapters: Adapters | Default = SURROUNDING,
+        lengths: Sequence[int] | None = None,
+        **inputs: Any,
     ) -> Any:
         """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; default: the surrounding block's."""
-        route = self._route.get() if adapters is None and lengths is None else self._resolve(adapters, lengths)
+        if lengths is not None and adapters is SURROUNDING:
+            raise LorakitError("lengths: they go with adapters, one for each; say adapters=[...]")
+        route = self._chosen(adapters, lengths)
         first = model_input(args, inputs)
         if first is not None:
             _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
@@ -189,7 +223,7 @@ class AdaptedModel:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        adapters: Adapters = None,
+        adapters: Adapters | Default = SURROUNDING,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -201,7 +235,7 @@ class AdaptedModel:
 
         A prompt is a user's text or a list of messages, rendered by the chat template if there is one. With ``raw`` a
         text goes to the model unchanged, as rows of prompt + completion are trained. ``adapters``: one for all prompts,
-        or one per prompt; default: the surrounding ``using`` block's.
+        or one per prompt, None for the base; default: the surrounding ``using`` block's.
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
@@ -213,8 +247,8 @@ class AdaptedModel:
                 else "token ids; call the model with them"
             )
             raise LorakitError(f"prompts: a list of prompts, got {what}")
-        route = self._route.get() if adapters is None else self._resolve(adapters)
-        if route is not None and route.lengths is not None:
+        route = self._chosen(adapters)
+        if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
         _check_size(route, adapters, (len(prompts),), "{} prompts")
         settings = self._prompts.settings(max_new_tokens, temperature, top_p, seed)
@@ -226,12 +260,12 @@ class AdaptedModel:
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
-    def _check(self, patch: Patch, allow_base_mismatch: bool) -> None:
+    def _check(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> None:
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         check_fits(patch, self._shapes, self._identity.files.folder)
         if not allow_base_mismatch:
-            check_base(patch, self._identity)
+            check_base(patch, self._identity, allow_template_change=allow_template_change)
 
     @contextmanager
     def _seeded_sampling(self, seed: int) -> Iterator[None]:
@@ -244,6 +278,31 @@ class AdaptedModel:
                 with torch.cuda.device(gpu):
                     torch.cuda.manual_seed(seed)
             yield
+
+    def _chosen(self, adapters: Adapters | Default, lengths: Sequence[int] | None = None) -> Route:
+        """Return the route of a call: to these adapters, or the surrounding block's.
+
+        Raises:
+            LorakitError: as ``_resolve``; or the call does not choose, and only another thread is inside a block.
+        """
+        if not isinstance(adapters, Default):
+            return self._resolve(adapters, lengths)
+        route = self._route.get()
+        if route is None:
+            self._refuse_other_threads_block()
+        return self._resolve(None) if route is None else route
+
+    def _refuse_other_threads_block(self) -> None:
+        """Raise an error if a `using` block is open. For a call outside of any block in its own thread."""
+        if self._open_blocks:
+            raise LorakitError(
+                "adapters: another thread is inside a `using` block, and a thread started there does not have its"
+                " choice; choose here too: adapters=..., or using(...), with None for the base"
+            )
+
+    def _count_blocks(self, change: int) -> None:
+        with self._counting:
+            self._open_blocks += change
 
     def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
         """Return the route to these adapters, with the tensors they have now.
@@ -282,7 +341,7 @@ class AdaptedModel:
         return None if identity is None else next(same, None)
 
     @contextmanager
-    def _routed(self, route: Route | None) -> Iterator[None]:
+    def _routed(self, route: Route) -> Iterator[None]:
         token = self._route.set(route)
         try:
             yield
@@ -290,13 +349,11 @@ class AdaptedModel:
             self._route.reset(token)
 
 
-def _check_size(route: Route | None, adapters: Adapters, shape: Sequence[int], rows: str) -> None:
+def _check_size(route: Route, adapters: Adapters | Default, shape: Sequence[int], rows: str) -> None:
     """Raise an error unless the route of a call with these `adapters` goes with inputs of this shape, (rows, tokens).
 
     rows: their name in the error.
     """
-    if route is None:
-        return
     if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
         expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
         raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")

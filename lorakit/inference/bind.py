@@ -18,9 +18,9 @@ from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear,
 from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.routing import Adapter, Slot, adapter_numbers
-from lorakit.lora.slot_hook import SlotHook, TokenwiseForward, copy_with
+from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, copy_with
 from lorakit.lora.targets import tied_head
-from lorakit.ops._internals import remove_forward_hooks
+from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
 
@@ -119,6 +119,7 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     for module in merged.modules():  # else the copy would follow the routes of the base
         remove_forward_hooks(module, SlotHook)
         TokenwiseForward.remove(module)
+    remove_forward_pre_hooks(merged, PassHook)
     changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
     for name, layer in patch.layers.items():
         if layer.num_experts:

@@ -176,10 +176,13 @@ def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: i
 
 @final
 class PassHook:
-    """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass."""
+    """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass.
 
-    def __init__(self, route: ContextVar[Route | None]) -> None:
-        self._route = route
+    without_route: called for a pass without a route; may raise.
+    """
+
+    def __init__(self, route: ContextVar[Route | None], without_route: Callable[[], None]) -> None:
+        self._route, self._without_route = route, without_route
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PassHook":
         return self
@@ -187,6 +190,7 @@ class PassHook:
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         route = self._route.get()
         if route is None:
+            self._without_route()
             return
         if torch.is_grad_enabled() and model.training and getattr(model, "is_activation_checkpointing", False):
             raise LorakitError(

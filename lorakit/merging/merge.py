@@ -32,7 +32,7 @@ from lorakit.merging.staging import Lines, Staging, staged
 from lorakit.merging.verify import measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
-from lorakit.patch.fingerprint import compared_by, full_digests
+from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
@@ -52,6 +52,7 @@ def merge(
     requantize: bool = False,
     measure: bool = True,
     allow_base_mismatch: bool = False,
+    allow_edited_config: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write the base with the patches merged in as a normal model folder; returns ``out``.
@@ -74,7 +75,7 @@ def merge(
     """
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
-    weighted = _open(adapters)
+    weighted = _open(adapters, allow_edited_config=allow_edited_config)
     files, skeleton = open_base_files(folder), load_skeleton(folder)
     shapes, linear = BaseShapes.of(skeleton), list(linear_layers(skeleton))
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
@@ -159,7 +160,11 @@ def _check_bases(
     """
     for one in weighted:
         if not mismatch:
-            check_base(one.patch, identity, full=full and full_digests(one.patch) is not None)
+            check_base(
+                one.patch, identity, full=full and full_digests(one.patch) is not None, allow_template_change=True
+            )
+        if changed := changed_prompting(one.patch, identity):
+            say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
         if (note := unverified_note(one.patch, base)) is not None:
             say(note)
 
@@ -187,7 +192,9 @@ def _check_out(out: Path, base: Path) -> None:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
 
-def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
+def _open(
+    adapters: Sequence[str | Path | tuple[str | Path, float]], *, allow_edited_config: bool
+) -> list[WeightedPatch]:
     """Open the patches.
 
     Raises:
@@ -195,7 +202,7 @@ def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Wei
     """
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
-    weighted = open_weighted(adapters)
+    weighted = open_weighted(adapters, allow_edited_config=allow_edited_config)
     for one in weighted:
         if one.patch.digest in {other.patch.digest for other in weighted[: one.index]}:
             raise MergeError(f"{one.folder}: named twice; to apply it with weight 2 write {one.folder}:2")

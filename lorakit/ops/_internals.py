@@ -92,3 +92,10 @@ def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
     for number, hook in list(module._forward_hooks.items()):
         if isinstance(hook, kind):
             del module._forward_hooks[number]
+
+
+def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
+    """Remove a module's forward pre-hooks of one class, for the reason of ``remove_forward_hooks``."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, kind):
+            del module._forward_pre_hooks[number]

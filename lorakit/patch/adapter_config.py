@@ -23,12 +23,21 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save", "use_dora",
     "target_parameters", "trainable_token_indices",
 }  # fmt: skip
+ARITHMETIC: Final = (
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+)  # fmt: skip
+"""keys that decide by which numbers the tensors are multiplied"""
 METHOD_OF: Final = {
     (False, False): "lora", (False, True): "rslora", (True, False): "dora", (True, True): "rsdora",
 }  # fmt: skip
 """(use_dora, use_rslora) -> method"""
 BIASES: Final = ("none", "all", "lora_only")
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
+
+
+def arithmetic_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an ``adapter_config.json`` that decide by which numbers the tensors are multiplied."""
+    return {key: raw[key] for key in ARITHMETIC if raw.get(key) is not None}
 
 
 @dataclass(frozen=True)

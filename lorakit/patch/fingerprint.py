@@ -1,9 +1,10 @@
 """Fingerprint a base, and compare the fingerprints of patches with bases and with each other.
 
-A fingerprint has digests of the tensors that a patch adapts, of the config and of the tokenizer. A weight has two
-digests, both over its shape and its values as float32. So sharding, file names and the storage dtype do not matter
-where values are equal. ``sampled-1`` covers 8 evenly spaced runs of 512 values and takes milliseconds for any base.
-``full-1`` covers every value.
+A fingerprint has digests of the tensors that a patch adapts, of those that none adapts (embedding, norms, head), of the
+config, of the tokenizer and of how prompts are written (prompting.py). An adapted weight has two digests, both over its
+shape and its values as float32. So sharding, file names and the storage dtype do not matter where values are equal.
+``sampled-1`` covers 8 evenly spaced runs of 512 values and takes milliseconds for any base. ``full-1`` covers every
+value.
 """
 
 import hashlib
@@ -25,8 +26,11 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.patch.patch import Patch
+from lorakit.patch.prompting import chat_template_digest, tokenizer_settings_digest
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"
+PROMPTING: Final = ("chat_template", "tokenizer_settings")
+"""parts of a fingerprint that say how prompts are written"""
 RUNS, RUN_ELEMENTS = 8, 512
 BLOCK_ELEMENTS: Final = 1 << 20
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
@@ -59,6 +63,29 @@ class BaseIdentity:
             # without the settings of the last call, which saving a tokenizer writes there
             {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
         )
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        return chat_template_digest(self.files.folder)
+
+    @cached_property
+    def tokenizer_settings(self) -> str | None:
+        return tokenizer_settings_digest(self.files.folder)
+
+    @cached_property
+    def unadapted(self) -> dict[str, Any]:
+        """``sampled-1`` digests of embedding, head and final norm (``outside``), and one of all vectors in layers."""
+        outside, vectors = set(), []
+        for name, shard in sorted(self.files.shard_of.items()):
+            entry = shard.entries[name]
+            if not entry.dtype.is_floating_point or not name.endswith((".weight", ".bias")):
+                continue  # the state of a quantised weight, or a buffer
+            in_layer = re.search(r"\.\d+\.", name) is not None
+            if not in_layer:
+                outside.add(_sampled(*self._source(name, None)))  # a set, because a tied head may be stored or not
+            elif len(entry.shape) == 1:
+                vectors.append(_sampled(*self._source(name, None)))
+        return {"outside": sorted(outside), "vectors": _json_digest(vectors)}
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """Return module -> ``sampled-1`` digest of its weight.
@@ -132,6 +159,7 @@ def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
     identity, modules = BaseIdentity(files), list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
+        "unadapted": identity.unadapted, **{part: getattr(identity, part) for part in PROMPTING},
         "weights": identity.sampled(modules), "full": {"scheme": FULL_SCHEME, "weights": identity.full(modules)},
     }  # fmt: skip
 
@@ -155,11 +183,13 @@ def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -> None:
+def check_base(
+    patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow_template_change: bool = False
+) -> None:
     """Raise an error if ``base`` is not the base that the patch was trained on.
 
     A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
-    adapted weights, not of samples.
+    adapted weights, not of samples. ``allow_template_change``: accept a base whose prompts are written in another way.
 
     Raises:
         PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
@@ -186,8 +216,23 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False) -
     for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
         if recorded.get(part) and value and recorded[part] != value:
             parts.append(part)
+    if recorded.get("unadapted") not in (None, identity.unadapted):
+        parts.append("embedding, norms or head")
     if parts:
         raise PatchError(mismatch_message(patch, identity.files.folder, " and ".join(parts)))
+    if not allow_template_change and (changed := changed_prompting(patch, identity)):
+        raise PatchError(
+            f"{patch.folder}: was trained with another {changed} than {identity.files.folder} has, so the same prompt"
+            " is another text; put the trained one back, or say --allow-template-change (in Python"
+            " allow_template_change=True)"
+        )
+
+
+def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
+    """Return what writes prompts in another way on this base than in training; empty if nothing is known to."""
+    recorded = patch.metadata.get("base") or {}
+    changed = [part for part in PROMPTING if part in recorded and recorded[part] != getattr(identity, part)]
+    return " and other ".join(part.replace("_", " ") for part in changed)
 
 
 def unverified_note(patch: Patch, base: object) -> str | None:
@@ -243,7 +288,8 @@ def base_differences(one: Patch, two: Patch) -> list[str]:
         wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
         if wrong:
             differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
-    return differences + [key for key in ("config", "tokenizer") if a.get(key) and b.get(key) not in (None, a[key])]
+    keys = ("config", "tokenizer", "unadapted", *PROMPTING)
+    return differences + [key for key in keys if a.get(key) and b.get(key) not in (None, a[key])]
 
 
 def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
@@ -259,8 +305,9 @@ def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[st
     )
     if len(weights) < len(names):
         return None
-    keys = ("config", "tokenizer", "rounded_to")
+    keys = ("config", "tokenizer", "rounded_to", "unadapted", *PROMPTING)
     shared = {key: next((base[key] for base in bases if base.get(key)), None) for key in keys}
+    shared = {key: value for key, value in shared.items() if value is not None or any(key in base for base in bases)}
     full_part = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
     return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
 

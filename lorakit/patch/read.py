@@ -17,7 +17,7 @@ from torch import Tensor
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.targets import matches
-from lorakit.patch.adapter_config import PatchConfig, read_config
+from lorakit.patch.adapter_config import ARITHMETIC, CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import (
     DEFAULT_CAPS,
     FLOATS,
@@ -76,33 +76,35 @@ class LazyPatchTensors(Mapping[str, Tensor]):
         return len(self.keys_in_file)
 
 
-def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
+def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS, *, allow_edited_config: bool = False) -> Patch:
     """Return a patch whose tensors are read when they are used, so that one layer at a time fits in any memory.
 
     Raises:
         PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
     """
     path, config = _tensor_file(Path(folder), caps)
+    recorded = _recorded_digests(path, config, allow_edited_config=allow_edited_config)
     patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
-    return replace(patch, digest=_check_digest(path, _blocks(path)))
+    return replace(patch, digest=_check_digest(path, _blocks(path), recorded))
 
 
-def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
+def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS, *, allow_edited_config: bool = False) -> Patch:
     """Return a patch folder written by lorakit or PEFT, with all tensors in memory.
 
     Header and config are checked before anything is allocated. Then the file is read once, so that the checked bytes
-    are the bytes that are used.
+    are the bytes that are used. ``allow_edited_config``: accept a rank or alpha other than those that were saved.
 
     Raises:
         PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
         tensor.
     """
     path, config = _tensor_file(Path(folder), caps)
+    recorded = _recorded_digests(path, config, allow_edited_config=allow_edited_config)
     stored = open_tensors(path, caps.header_bytes, caps.file_bytes)
     patch = build_patch(Path(folder), config, stored, caps)
     file = stored.into_memory()
     assert file.content is not None
-    digest = _check_digest(path, [file.content])
+    digest = _check_digest(path, [file.content], recorded)
 
     def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(tensors, LazyPatchTensors)
@@ -134,24 +136,45 @@ def _blocks(path: Path) -> Iterator[memoryview]:
             yield block[:size]
 
 
-def _check_digest(path: Path, content: Iterable[bytes | memoryview]) -> str:
-    """Return the XXH3-128 of a tensor file, compared with the sidecar if there is one; other programs write none."""
-    sidecar, expected = path.parent / SIDECAR, {}
-    if sidecar.is_file():
-        try:
-            with open(sidecar, "rb") as file:
-                record = json.loads(file.read(MAX_SIDECAR_BYTES))
-            fast = record.get("xxh3_128", {}).get(TENSOR_FILE)
-            expected = {"xxh3_128": fast} if fast else {"sha256": record["files"][TENSOR_FILE]}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
-    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in expected else {})
+def _recorded_digests(path: Path, config: PatchConfig, *, allow_edited_config: bool) -> dict[str, str]:
+    """Return the digests of a tensor file in its sidecar, by algorithm; none without one, as other programs write none.
+
+    The sidecar's settings are compared with the config's.
+
+    Raises:
+        PatchError: it cannot be read, or the config was edited after it was saved.
+    """
+    sidecar = path.parent / SIDECAR
+    if not sidecar.is_file():
+        return {}
+    try:
+        with open(sidecar, "rb") as file:
+            record = json.loads(file.read(MAX_SIDECAR_BYTES))
+        fast = record.get("xxh3_128", {}).get(TENSOR_FILE)
+        digests = {"xxh3_128": fast} if fast else {"sha256": record["files"][TENSOR_FILE]}
+        saved = record.get("settings")
+        actual = arithmetic_settings(config.raw)
+        edited = [] if saved is None else [key for key in ARITHMETIC if saved.get(key) != actual.get(key)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
+    if edited and not allow_edited_config:
+        changes = "; ".join(f"{key} {actual.get(key)}, saved with {saved.get(key)}" for key in edited)
+        raise PatchError(
+            f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. Write the saved values"
+            " back, or say --allow-edited-config (in Python allow_edited_config=True)"
+        )
+    return digests
+
+
+def _check_digest(path: Path, content: Iterable[bytes | memoryview], recorded: Mapping[str, str]) -> str:
+    """Return the XXH3-128 of a tensor file, compared with what its sidecar recorded."""
+    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in recorded else {})
     for block in content:
         for state in states.values():
             state.update(block)
-    for name, value in expected.items():
+    for name, value in recorded.items():
         if states[name].hexdigest() != value:
-            raise PatchError(f"{path}: is not the file that was saved (its {name} differs from {sidecar.name})")
+            raise PatchError(f"{path}: is not the file that was saved (its {name} differs from {SIDECAR})")
     return str(states["xxh3_128"].hexdigest())
 
 

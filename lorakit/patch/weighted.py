@@ -24,8 +24,10 @@ class WeightedPatch:
         return self.patch.folder
 
 
-def open_weighted(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
-    """Open patch folders given as a path (weight 1) or as (path, weight).
+def open_weighted(
+    adapters: Sequence[str | Path | tuple[str | Path, float]], *, allow_edited_config: bool = False
+) -> list[WeightedPatch]:
+    """Open patch folders given as a path (weight 1) or as (path, weight); ``allow_edited_config`` as in ``open_patch``.
 
     Raises:
         MergeError: a weight is not a finite number. PatchError: a patch is damaged.
@@ -34,4 +36,7 @@ def open_weighted(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> 
     for path, weight in pairs:
         if not isinstance(weight, int | float) or not math.isfinite(weight):
             raise MergeError(f"{path}: the weight must be a finite number, got {weight!r}")
-    return [WeightedPatch(index, open_patch(path), float(weight)) for index, (path, weight) in enumerate(pairs)]
+    return [
+        WeightedPatch(index, open_patch(path, allow_edited_config=allow_edited_config), float(weight))
+        for index, (path, weight) in enumerate(pairs)
+    ]

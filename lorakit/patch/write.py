@@ -14,7 +14,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_folder, write_files
 from lorakit.files.safetensors import write_tensors
-from lorakit.patch.adapter_config import CONFIG_FILE, config_json, parse_config
+from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
 from lorakit.patch.peft_names import expert_modules, full_tensor_key, rows_key, update_key
@@ -46,7 +46,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written, so its digests are complete
         written = hashing.digests()
         digests = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
-        file.write(json_text({"format": 1, **digests}).encode())
+        file.write(json_text({"format": 1, **digests, "settings": arithmetic_settings(patch.config.raw)}).encode())
 
     folder.mkdir(parents=True, exist_ok=True)
     write_files(

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,37 @@ def test_threads_do_not_mix_their_adapters(model: Any) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_none_is_the_base_also_inside_of_a_block(model: Any) -> None:
+    plain, one = model(IDS, adapters=None).logits, model(IDS, adapters="one").logits
+    answers = {name: model.generate(["say it"], name, max_new_tokens=8) for name in (None, "one")}
+    assert answers[None] != answers["one"]
+    with model.using("one"):
+        assert torch.equal(model(IDS, adapters=None).logits, plain)
+        assert torch.equal(model(IDS).logits, one)
+        assert model.generate(["say it"], None, max_new_tokens=8) == answers[None]
+        assert model.generate(["say it"], adapters=None, max_new_tokens=8) == answers[None]
+        assert model.generate(["say it"], max_new_tokens=8) == answers["one"]
+
+
+def test_a_thread_that_does_not_choose_while_another_is_in_a_block_is_refused(model: Any) -> None:
+    plain = model(IDS).logits
+
+    def in_a_thread(work: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    with model.using("one"), model.merged("two") as merged:
+        for work in (lambda: model(IDS), lambda: model.generate(["say it"]), lambda: model.model(IDS)):
+            with pytest.raises(LorakitError, match="another thread is inside a `using` block"):
+                in_a_thread(work)
+        assert torch.equal(in_a_thread(lambda: model(IDS, adapters=None)).logits, plain)
+        in_a_thread(lambda: merged(IDS))  # a merged model has routes of its own
+        with pytest.raises(LorakitError, match="not loaded"), model.using("three"):
+            pass
+    assert torch.equal(in_a_thread(lambda: model(IDS)).logits, plain)
+    assert torch.equal(in_a_thread(lambda: model.model(IDS)).logits, plain)
 
 
 def test_unloading_or_replacing_an_adapter_does_not_change_a_call_under_way(model: Any, tmp_path: Path) -> None:

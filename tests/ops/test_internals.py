@@ -88,6 +88,21 @@ def test_forward_hooks_of_every_form_are_removed() -> None:
     assert calls == []
 
 
+def test_forward_pre_hooks_of_a_class_are_removed() -> None:
+    class Hook:
+        def __call__(self, *arguments: object) -> None:
+            calls.append("class")
+
+    module, calls = nn.Linear(2, 2), []
+    module.register_forward_pre_hook(Hook(), with_kwargs=True)
+    module.register_forward_pre_hook(lambda *arguments: calls.append("other"))
+
+    _internals.remove_forward_pre_hooks(module, Hook)
+    module(torch.zeros(1, 2))
+
+    assert calls == ["other"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_deepspeed_still_has_the_nodes_that_change_no_value() -> None:
     pytest.importorskip("deepspeed")

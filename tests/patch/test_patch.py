@@ -145,7 +145,7 @@ def test_a_setting_that_would_mean_something_else_is_refused_by_name(
     patch: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PatchError) as caught:
-        read_patch(edit(patch, **changes))
+        read_patch(edit(patch, **changes), allow_edited_config=True)
     assert message in str(caught.value)
 
 

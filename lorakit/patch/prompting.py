@@ -1,0 +1,52 @@
+"""Identify how prompts are written for a base: its chat template, and the settings of its tokenizer.
+
+The same weights with another template or begin token read another text than the adapter was trained on.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import BaseModelError
+from lorakit.files.base_files import read_json
+
+SETTINGS: Final = (
+    "bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
+    "split_special_tokens",
+)  # fmt: skip
+"""keys of ``tokenizer_config.json`` that change the tokens of a text, or where an answer ends"""
+
+
+def chat_template_digest(folder: Path) -> str | None:
+    """Return a digest of a base's chat template; None if it has none."""
+    file = folder / "chat_template.jinja"  # which transformers prefers to the template in the config
+    if file.is_file():
+        try:
+            template: Any = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as problem:
+            raise BaseModelError(f"{file}: not UTF-8: {problem}") from None
+    else:
+        template = _read(folder / "chat_template.json").get("chat_template")
+        template = _read(folder / "tokenizer_config.json").get("chat_template") if template is None else template
+    return None if template is None else _digest(template)
+
+
+def tokenizer_settings_digest(folder: Path) -> str | None:
+    """Return a digest of the settings of a base's tokenizer; None without a ``tokenizer_config.json``."""
+    config = _read(folder / "tokenizer_config.json")
+    settings = {key: _text(config[key]) for key in SETTINGS if config.get(key) not in (None, False)}
+    return _digest(settings) if config else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _text(value: Any) -> Any:
+    """Return a token's text, which some versions write with its settings."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""`lorakit generate`: which prompts it answers, and with which adapter."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from lorakit.cli import main
+from tests.helpers.patches import make_patch
+
+FLAGS = ("--max-new-tokens", "4", "--dtype", "float32")
+
+
+def answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], str]:
+    code = main([*map(str, ("generate", *arguments, *FLAGS))])
+    said = capsys.readouterr()
+    return code, said.out.splitlines(), said.err
+
+
+def test_prompts_of_a_file_are_its_lines_and_standard_input_is_one_prompt(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "say it\n\nsay more than that\n"
+    file = tmp_path / "prompts.txt"
+    file.write_text(text)
+    each = answers(capsys, base, "--prompt", "say it", "--prompt", "say more than that")[1]
+    assert len(each) == 2
+
+    assert answers(capsys, base, "--prompts", file) == (0, each, "")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert answers(capsys, base, "--prompts", "-") == (0, each, "")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert answers(capsys, base) == answers(capsys, base, "--prompt", text.strip())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--prompt", " "], "--prompt: an empty prompt"),
+        (["--prompt", "a", "--prompt", ""], "--prompt: an empty prompt"),
+        ([], "standard input: an empty prompt"),
+        (["--prompts", "-"], "--prompts -: holds no prompt"),
+        (["--prompts", "no-such-file"], "--prompts: no-such-file cannot be read"),
+        (["--prompts", "no-such-file", "--prompt", "a"], "--prompts: beside --prompt"),
+    ],
+)
+def test_no_prompt_is_an_error(
+    arguments: list[str], names: str, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    code, out, err = answers(capsys, base, *arguments)
+    assert (code, out) == (2, [])
+    assert names in err
+
+
+def test_the_adapter_that_answers_unasked_is_named(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (make_patch(base, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
+    both = ("--adapter", f"a={one}", "--adapter", f"b={two}", "--prompt", "say it")
+    code, out, err = answers(capsys, base, *both)
+    assert code == 0
+    assert err == "note: a answers, the first of 2; choose with --use NAME or --each\n"
+    assert answers(capsys, base, *both, "--use", "a") == (0, out, "")
+    assert answers(capsys, base, *both[:2], *both[4:]) == (0, out, "")
+
+
+def test_a_patch_in_the_bases_place_is_told(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    code, _, err = answers(capsys, patch, "--prompt", "say it")
+    assert code == 2
+    assert f"{patch} is a patch, not a model; name its base here, and the patch as --adapter NAME={patch}" in err

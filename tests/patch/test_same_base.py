@@ -1,0 +1,131 @@
+"""A patch knows its base by more than the weights it adapts: also by embedding, norms and head, and by how prompts are written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lorakit
+from lorakit.base.load import load_base, load_tokenizer
+from lorakit.cli import main
+from lorakit.errors import PatchError
+from lorakit.files.base_files import open_base_files
+from lorakit.patch import check_base, read_patch, write_patch
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint
+from tests.helpers.patches import make_patch
+
+Change = Callable[[Path], None]
+
+
+def change_json(name: str, **values: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def change_tensor(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def rewrite(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        name = next(name for name in sorted(tensors) if part in name)
+        save_file(tensors | {name: change(tensors[name]).contiguous()}, path, {"format": "pt"})
+
+    return rewrite
+
+
+def longer_template(folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text() + "\n")
+
+
+@pytest.fixture
+def patch(base: Path, tmp_path: Path) -> Path:
+    """A patch with the fingerprint of the base's files, as training writes it."""
+    patch = read_patch(make_patch(base, tmp_path / "live", targets=["q_proj"]))
+    patch.metadata["base"] = fingerprint(open_base_files(base), patch.layers)  # type: ignore[index]
+    return write_patch(tmp_path / "patch", patch)
+
+
+@pytest.fixture
+def other(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_tensor("embed_tokens", lambda W: W.flip(0)),
+        change_tensor("input_layernorm", lambda w: w * 1.01),
+        change_tensor("model.norm", lambda w: w + 0.01),
+        change_tensor("lm_head", lambda W: W * 2),
+    ],
+    ids=["embedding", "norm of a layer", "final norm", "head"],
+)
+def test_a_base_that_differs_where_nothing_is_adapted_is_another_base(
+    change: Change, patch: Path, base: Path, other: Path
+) -> None:
+    change(other)
+    lorakit.load(base, {"a": patch})
+    with pytest.raises(PatchError, match="embedding, norms or head differ"):
+        lorakit.load(other, {"a": patch})
+    lorakit.load(other, {"a": patch}, allow_base_mismatch=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (longer_template, "another chat template than"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "another chat template than"),
+        (change_json("tokenizer_config.json", add_bos_token=True), "another tokenizer settings than"),
+        (change_json("tokenizer_config.json", eos_token="<|user|>"), "another tokenizer settings than"),
+    ],
+    ids=["longer", "none", "begin token", "end token"],
+)
+def test_a_base_that_writes_prompts_in_another_way_is_refused_for_answers_and_told_for_merges(
+    change: Change, names: str, patch: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(other)
+    asked = ["generate", str(other), "--adapter", f"a={patch}", "--prompt", "say", "--raw", "--max-new-tokens", "2"]
+    assert main(asked) == 2
+    assert names in capsys.readouterr().err
+    assert main([*asked, "--allow-template-change"]) == 0
+    capsys.readouterr()
+    assert main(["merge", str(other), str(patch), "--out", str(tmp_path / "merged")]) == 0
+    assert f"note: {patch} was trained with another" in capsys.readouterr().out
+
+
+def test_a_base_that_transformers_saved_anew_is_the_same(patch: Path, base: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    load_base(base, torch.float32, torch.device("cpu")).save_pretrained(again)
+    load_tokenizer(base).save_pretrained(again)
+    check_base(read_patch(patch), again)
+    one, two = (BaseIdentity(open_base_files(folder)) for folder in (base, again))
+    assert one.chat_template == two.chat_template is not None
+    assert one.tokenizer_settings == two.tokenizer_settings is not None
+    assert one.unadapted == two.unadapted
+
+
+def test_a_template_in_the_config_is_the_template_in_a_file(base: Path, other: Path) -> None:
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").unlink()
+    change_json("tokenizer_config.json", chat_template=template)(other)
+    one, two = (BaseIdentity(open_base_files(folder)) for folder in (base, other))
+    assert one.chat_template == two.chat_template is not None
+    change_json("tokenizer_config.json", chat_template=template + " ")(other)
+    assert BaseIdentity(open_base_files(other)).chat_template != one.chat_template
+
+
+def test_a_patch_of_an_earlier_version_is_compared_by_what_it_recorded(patch: Path, other: Path) -> None:
+    longer_template(other)
+    change_tensor("model.norm", lambda w: w + 0.01)(other)
+    saved = read_patch(patch)
+    for key in ("unadapted", "chat_template", "tokenizer_settings"):
+        del saved.metadata["base"][key]  # type: ignore[attr-defined]
+    check_base(saved, other)
