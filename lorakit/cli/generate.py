@@ -29,7 +29,10 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument(
         "--each", action="store_true", help="answer with the base and with every adapter, in one batch"
     )
-    generate.add_argument("--raw", action="store_true", help="give prompts as they are, without the chat template")
+    generate.add_argument(
+        "--raw", action=argparse.BooleanOptionalAction, default=None,
+        help="give prompts as they are, without the chat template (default: as the adapter's rows were in training)",
+    )  # fmt: skip
     generate.add_argument(
         "--prompt",
         action="append",

@@ -36,6 +36,10 @@ class Encoded:
     """True: the loss is on this token"""
     unread: frozenset[str] = frozenset()
     """keys of the row that were not read"""
+    plain: bool = False
+    """the row is plain text, rendered by no template"""
+    system: str | None = None
+    """system prompt that the row begins with"""
 
 
 @final
@@ -63,7 +67,9 @@ class Encoder:
         encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_plain(parsed)
         if not any(encoded.label_mask[1:]):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
-        return replace(encoded, unread=parsed.unread)
+        first = parsed.messages[0] if isinstance(parsed, Chat) else {}
+        system = str(first["content"]) if first.get("role") == "system" else None
+        return replace(encoded, unread=parsed.unread, plain=isinstance(parsed, Plain), system=system)
 
     def _encode_plain(self, row: Plain) -> Encoded:
         text = row.prompt + row.completion

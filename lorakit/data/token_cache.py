@@ -60,6 +60,10 @@ class RowCounts:
     """tokens of the longest row, before truncation"""
     unread: dict[str, int] = field(default_factory=dict)
     """key that was not read -> rows that have it"""
+    plain: int = 0
+    """rows of plain text, rendered by no template"""
+    system: str | None = None
+    """system prompt that every row begins with; None if there is none, or another in some rows"""
 
 
 class TokenDataset:
@@ -151,7 +155,11 @@ def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: 
                 continue
             block.append({"input_ids": fitted.ids, LABEL_MASK: fitted.label_mask, "source": index, "line": line})
             lengths.append(len(fitted.ids))
+            if counts.rows == 0:
+                counts.system = encoded.system
+            counts.system = counts.system if counts.system == encoded.system else None
             counts.rows += 1
+            counts.plain += encoded.plain
             counts.tokens += len(fitted.ids)
             counts.label_tokens += sum(fitted.label_mask[1:])  # no token predicts the first one
             counts.largest_id = max(counts.largest_id, *fitted.ids)

@@ -28,6 +28,7 @@ from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
 from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.patch import DEFAULT_CAPS
+from lorakit.patch.prompting import PromptForm, trained_form
 
 Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base."""
@@ -102,6 +103,7 @@ class AdaptedModel:
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
+        self._base_form = PromptForm()
         self._last_route: Route | None = None
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
@@ -200,7 +202,9 @@ class AdaptedModel:
         patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        yield AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
+        alone = AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
+        alone._base_form = trained_form(patch.metadata)
+        yield alone
 
     def __call__(
         self,
@@ -229,12 +233,13 @@ class AdaptedModel:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        raw: bool = False,
+        raw: bool | None = None,
     ) -> list[str]:
         """Return one answer per prompt: greedy at temperature 0, else sampled.
 
-        A prompt is a user's text or a list of messages, rendered by the chat template if there is one. With ``raw`` a
-        text goes to the model unchanged, as rows of prompt + completion are trained. ``adapters``: one for all prompts,
+        A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
+        adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
+        the rows were plain text. ``raw``: give texts unchanged, or (False) as messages. ``adapters``: one for all,
         or one per prompt, None for the base; default: the surrounding ``using`` block's.
 
         Raises:
@@ -255,10 +260,17 @@ class AdaptedModel:
         if not prompts:
             return []
         device = next(self.model.parameters()).device
-        ids, mask = (part.to(device) for part in self._prompts.encode(prompts, raw, max_new_tokens))
+        forms = self._forms_of(route, len(prompts), raw)
+        ids, mask = (part.to(device) for part in self._prompts.encode(prompts, forms, max_new_tokens))
         with self._routed(route), self._seeded_sampling(seed) if temperature else nullcontext():
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
         return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
+
+    def _forms_of(self, route: Route, num_prompts: int, raw: bool | None) -> list[PromptForm]:
+        """Return the form of each prompt: that of its adapter's rows; `raw` decides alone if the template is used."""
+        forms = [self._base_form if adapter is None else adapter.facts for adapter in route.adapters]
+        forms = forms * num_prompts if len(forms) == 1 else forms
+        return forms if raw is None else [PromptForm(raw, form.system) for form in forms]
 
     def _check(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> None:
         if self._identity is None:

@@ -23,6 +23,7 @@ from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
+from lorakit.patch.prompting import trained_form
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
         weight = weight_of(model.get_submodule(name))
         tokens = torch.tensor(token_rows.tokens, device=weight.device)
         slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(token_rows.tensor, weight, name)))
-    return Adapter(number, slots, patch.identity)
+    return Adapter(number, slots, patch.identity, trained_form(patch.metadata))
 
 
 def _expert_slots(patch: Patch, model: nn.Module, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Slot]:

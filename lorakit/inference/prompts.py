@@ -11,6 +11,7 @@ from lorakit.base.load import generation_settings, vocabulary_size
 from lorakit.base.positions import num_positions
 from lorakit.data import end_marker
 from lorakit.errors import LorakitError
+from lorakit.patch.prompting import PromptForm
 
 Prompt = str | list[dict[str, Any]]
 
@@ -26,13 +27,15 @@ class PromptCodec:
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._pad = int(pad if pad is not None else end or 0)
 
-    def encode(self, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int) -> tuple[Tensor, Tensor]:
-        """Encode prompts, padded on the left: ids and mask, both (rows, longest).
+    def encode(
+        self, prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Encode prompts, each in its form, padded on the left: ids and mask, both (rows, longest).
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or is too long.
         """
-        rows = [self._ids(prompt, raw) for prompt in prompts]
+        rows = [self._ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
         longest = max(map(len, rows))
         if min(map(len, rows)) == 0 or longest + max_new_tokens > self._limit:
             raise LorakitError(
@@ -74,13 +77,14 @@ class PromptCodec:
         end = next((index for index, token in enumerate(ids) if token in self._ends), len(ids))
         return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
 
-    def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
+    def _ids(self, prompt: Prompt, form: PromptForm) -> list[int]:
         import jinja2
 
         try:
-            if isinstance(prompt, str) and (raw or not self._tokenizer.chat_template):
+            if isinstance(prompt, str) and (form.raw or not self._tokenizer.chat_template):
                 return list(self._tokenizer(prompt)["input_ids"])
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            system = [] if form.system is None else [{"role": "system", "content": form.system}]
+            messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:

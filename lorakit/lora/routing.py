@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Adapter:
     slots: Mapping[str, Slot]
     identity: str | None = None
     """digest of its tensors and settings; None if it was not read from files"""
+    facts: Any = None
+    """what its loader keeps with it, so that a call under way still has it after a swap"""
 
 
 TokenGroup = tuple[Adapter | None, slice | Tensor]

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from lorakit.patch.prompting import trained_form
+
 
 def model_card(
     name: str, base_model: str | None, metadata: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
@@ -39,12 +41,25 @@ def model_card(
             f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
+            *_prompt_lines(metadata),
         ]  # fmt: skip
     else:
         lines += ["`PeftModel.from_pretrained(model, path)` puts it onto the model it was made on."]
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _prompt_lines(metadata: Mapping[str, Any]) -> list[str]:
+    """Return how the patch is to be prompted, where a user's message alone is not what it was trained on."""
+    form = trained_form(metadata)
+    if form.raw:
+        said = "The rows were plain text: prompts go to the model as they are, without a chat template."
+    elif form.system is not None:
+        said = f"Every row began with the system prompt {json.dumps(form.system, ensure_ascii=False)}."
+    else:
+        return []
+    return ["", f"{said} lorakit does so for prompts that are texts; other programs have to be told."]
 
 
 def _origin(metadata: Mapping[str, Any]) -> str:

@@ -1,10 +1,12 @@
-"""Identify how prompts are written for a base: its chat template, and the settings of its tokenizer.
+"""How prompts are written: the base's chat template and tokenizer settings, and the form of the rows in training.
 
 The same weights with another template or begin token read another text than the adapter was trained on.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,23 @@ SETTINGS: Final = (
     "split_special_tokens",
 )  # fmt: skip
 """keys of ``tokenizer_config.json`` that change the tokens of a text, or where an answer ends"""
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """The form of the rows that a patch was trained on, in which it is to be prompted."""
+
+    raw: bool = False
+    """prompts were plain text, without the chat template"""
+    system: str | None = None
+    """system prompt of every row"""
+
+
+def trained_form(metadata: Mapping[str, Any]) -> PromptForm:
+    """Return the form of a patch's training rows; chat without a system prompt if it is not recorded, or was mixed."""
+    rows = metadata.get("data", {}).get("train", {})
+    raw = rows.get("plain") is not None and 0 < rows["plain"] == rows.get("rows")
+    return PromptForm(raw, rows.get("system"))
 
 
 def chat_template_digest(folder: Path) -> str | None:

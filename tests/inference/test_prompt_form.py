@@ -1,0 +1,89 @@
+"""A patch is asked as its rows were in training: as plain text, or by the template after its system prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lorakit
+from lorakit.base.load import load_tokenizer
+from lorakit.cli import main
+from lorakit.patch import read_patch
+from lorakit.patch.prompting import PromptForm, trained_form
+from tests.helpers.patches import make_patch
+from tests.helpers.rows import chat, write_rows
+
+TEXT = {"prompt": "hi ", "completion": "yes"}
+KIND = {"role": "system", "content": "Be kind."}
+
+
+def with_system(row: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": text}, *row["messages"]]}
+
+
+def trained(recipe: Any, tmp_path: Path, rows: list[Any], name: str) -> Path:
+    out = tmp_path / name
+    file = write_rows(tmp_path / f"{name}.jsonl", rows)
+    path = recipe(data={"train": str(file)}, train={"steps": 1, "warmup_steps": 0}, output=str(out))
+    assert main(["train", str(path), "data.eval=null"]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        ([TEXT, TEXT], PromptForm(raw=True)),
+        ([{"text": "hi"}, TEXT], PromptForm(raw=True)),
+        ([chat("a", "b"), TEXT], PromptForm()),
+        ([chat("a", "b")], PromptForm()),
+        ([with_system(chat("a", "b"), "Be kind."), chat("c", "d") | {"system": "Be kind."}], PromptForm(False, "Be kind.")),
+        ([with_system(chat("a", "b"), "Be kind."), with_system(chat("a", "b"), "Be brief.")], PromptForm()),
+        ([with_system(chat("a", "b"), "Be kind."), chat("a", "b")], PromptForm()),
+    ],
+    ids=["plain", "texts", "mixed", "chat", "one system prompt", "two", "one in some rows"],
+)  # fmt: skip
+def test_the_form_of_the_rows_is_recorded(
+    rows: list[Any], form: PromptForm, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = trained(recipe, tmp_path, rows * 4, "out")
+    assert trained_form(read_patch(out).metadata) == form
+    card = (out / "README.md").read_text()
+    assert ("prompts go to the model as they are" in card) is form.raw
+    assert ('system prompt "Be kind."' in card) is (form.system is not None)
+
+
+def test_each_row_of_a_batch_is_asked_as_its_adapter_was_trained(base: Path, recipe: Any, tmp_path: Path) -> None:
+    plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
+    kind = trained(recipe, tmp_path, [with_system(chat("a", "b"), "Be kind.")] * 8, "kind")
+    unknown = make_patch(base, tmp_path / "unknown")
+    model = lorakit.load(base, {"plain": plain, "kind": kind, "unknown": unknown}, dtype="float32")
+    asked = {"role": "user", "content": "say it"}
+
+    def answer(prompt: Any, name: str | None, **how: Any) -> str:
+        return model.generate([prompt], name, max_new_tokens=8, **how)[0]
+
+    assert answer("say it", "plain") == answer("say it", "plain", raw=True) != answer("say it", "plain", raw=False)
+    assert answer("say it", "kind") == answer([KIND, asked], "kind") != answer([asked], "kind")
+    assert answer("say it", "unknown") == answer([asked], "unknown")
+    assert answer("say it", None) == answer([asked], None)
+    names = ["plain", "kind", None, "unknown"]
+    assert model.generate(["say it"] * 4, names, max_new_tokens=8) == [answer("say it", name) for name in names]
+    with model.merged("plain") as merged:
+        assert merged.generate(["say it"], max_new_tokens=8) == [answer("say it", "plain")]
+
+
+def test_the_printed_line_asks_in_the_trained_form(
+    base: Path, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
+    assert load_tokenizer(base).chat_template
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("try it"))
+    command = [*line.split()[3:-1], "say it", "--max-new-tokens", "8", "--dtype", "float32"]
+
+    def answers(*flags: str) -> str:
+        assert main([*command, *flags]) == 0
+        return capsys.readouterr().out
+
+    assert str(plain) in line
+    assert answers() == answers("--raw") != answers("--no-raw")
