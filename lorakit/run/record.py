@@ -6,6 +6,7 @@ The file is written when a run starts and completed when it ends, so an interrup
 import json
 import platform
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -40,9 +41,7 @@ class RunRecord:
             RunError: data or base are no longer what the run began with.
         """
         for key in ("data", "base"):
-            before = self.values.get(key)
-            if before is not None and before != facts[key]:
-                differing = sorted(name for name in facts[key] if before.get(name) != facts[key][name])
+            if differing := _changed(self.values.get(key) or {}, facts[key]):
                 raise RunError(
                     f"{self._path}: {key} has changed since this run began ({', '.join(differing)});"
                     " put it back, or start over with --fresh"
@@ -57,6 +56,17 @@ class RunRecord:
         """Record how the run ended."""
         self.values |= {"status": "finished", **facts}
         write_json(self._path, self.values)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of recorded facts that are others now. A fact that an earlier version did not record is none."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, dict) and isinstance(other, dict):
+            return all(key in other and same(value, other[key]) for key, value in one.items())
+        return bool(one == other)
+
+    return sorted(name for name, fact in before.items() if name not in now or not same(fact, now[name]))
 
 
 def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:

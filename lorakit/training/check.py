@@ -113,7 +113,7 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
             f" {c.label_tokens:>12,}"
         )
         for key, number in c.unread.items():
-            say(f"{'':<8} {key}: not read, in {number:,} rows")
+            say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
     if data.eval is None:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]
