@@ -33,8 +33,14 @@ class Batch:
     num_label_tokens: int
     row_lengths: tuple[int, ...] = ()
     """packed: tokens of each row, in the order of the line; padded: empty"""
+    label_weights: Tensor | None = None
+    """(labels,) float32: weight of each label's loss, in the order of the flattened ``labels``; None: all are 1"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
+
+    def sum_of_weights(self) -> float:
+        """Return the sum of all labels' weights. Call it on the host, before ``to``."""
+        return self.num_label_tokens if self.label_weights is None else float(self.label_weights.double().sum())
 
     def rows_of_tokens(self) -> Tensor:
         """Return the place in `row_indices` of each token's row, (lines * width,) int64."""
@@ -51,7 +57,7 @@ class Batch:
             for name, value in (
                 ("input_ids", self.input_ids), ("labels", self.labels),
                 ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
-                ("label_positions", positions),
+                ("label_positions", positions), ("label_weights", self.label_weights),
             )
         }  # fmt: skip
         return replace(self, **tensors)  # type: ignore[arg-type]

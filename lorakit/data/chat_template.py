@@ -68,7 +68,8 @@ class ChatTemplate:
             BadRow: the answer's start or end cannot be found exactly.
         """
         start = self._answer_start(row, index, text)
-        through = self.render(row.messages[: index + 1], row.tools)
+        is_last = index == len(row.messages) - 1
+        through = text if is_last else self.render(row.messages[: index + 1], row.tools)
         if text.startswith(through):
             stop, end_token = len(through.rstrip()), self._token_at_end(through)
             content_stop = stop - len(end_token)

@@ -18,6 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import numpy as np
+
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_formats import Chat, Plain, parse_row_format
 from lorakit.data.rows import BadRow
@@ -40,6 +42,8 @@ class Encoded:
     """the row is plain text, rendered by no template"""
     system: str | None = None
     """system prompt that the row begins with"""
+    weight: float = 1.0
+    """weight of each label's loss"""
 
 
 @final
@@ -55,6 +59,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer, self._loss_on, self._ignore = tokenizer, loss_on, ignore
+        self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer)
 
     def __call__(self, row: Any) -> Encoded:
@@ -69,7 +74,9 @@ class Encoder:
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
         system = str(first["content"]) if first.get("role") == "system" else None
-        return replace(encoded, unread=parsed.unread, plain=isinstance(parsed, Plain), system=system)
+        return replace(
+            encoded, unread=parsed.unread, plain=isinstance(parsed, Plain), system=system, weight=parsed.weight
+        )
 
     def _encode_plain(self, row: Plain) -> Encoded:
         text = row.prompt + row.completion
@@ -100,20 +107,22 @@ class Encoder:
         include white space after it, and then reaches out of its span.
         """
         coded = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True
-        )
-        offsets = _close_gaps(coded["offset_mapping"])
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True,
+            verbose=False,  # because its warning of long rows is not for training: max_tokens decides
+        )  # fmt: skip
+        first, stop = _close_gaps(np.array(coded["offset_mapping"], dtype=np.int64).reshape(-1, 2))
         # added tokens are no problem: one before an answer may include its first spaces, and counts as prompt then
-        added = self._tokenizer.added_tokens_decoder
-        ordinary = [offset for offset, token in zip(offsets, coded["input_ids"], strict=True) if token not in added]
-        if any(first < start < stop for start, _ in spans for first, stop in ordinary):
+        ordinary = ~np.isin(coded["input_ids"], self._added_ids)
+        if any(np.any((first < start) & (start < stop) & ordinary) for start, _ in spans):
             # a token reaches across the start of an answer, which cannot happen in use: the prompt is tokenised alone
             return self._tokenize_in_pieces(text, spans, add_special_tokens=add_special_tokens)
-        label_mask = [
-            not special and (_inside(first, stop, spans) or any(first <= end < stop for end in end_tokens))
-            for (first, stop), special in zip(offsets, coded["special_tokens_mask"], strict=True)
-        ]
-        return Encoded(list(coded["input_ids"]), label_mask)
+        label_mask = np.zeros(len(first), dtype=bool)
+        for start, end in spans:  # an empty token at a span's end is outside
+            label_mask |= (start <= first) & (stop <= end) & ((first < stop) | (first < end))
+        for end_token in end_tokens:
+            label_mask |= (first <= end_token) & (end_token < stop)
+        label_mask &= np.array(coded["special_tokens_mask"]) == 0
+        return Encoded(list(coded["input_ids"]), label_mask.tolist())
 
     def _tokenize_in_pieces(self, text: str, spans: list[Span], *, add_special_tokens: bool) -> Encoded:
         """Return the tokens of a text that is cut at every edge of a span, so that no token crosses an edge."""
@@ -124,7 +133,7 @@ class Encoder:
             piece = text[first:stop]
             tokens = self._tokenize_inner(piece) if first else self._tokenize_first(piece, add_special_tokens)
             ids += tokens
-            label_mask += [_inside(first, stop, spans)] * len(tokens)
+            label_mask += [any(start <= first and stop <= end for start, end in spans)] * len(tokens)
         if self._tokenizer.decode(ids, skip_special_tokens=add_special_tokens).strip() != text.strip():
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
         return Encoded(ids, label_mask)
@@ -153,15 +162,11 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
-def _close_gaps(offsets: list[Span]) -> list[Span]:
-    """Extend each token to the end of the token before, because some tokenizers exclude a token's own space."""
-    closed, reached = [], 0
-    for first, stop in offsets:
-        closed.append((min(first, reached), stop))
-        reached = max(reached, stop)
-    return closed
+def _close_gaps(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each token starts and stops, (tokens,) each, for offsets (tokens, 2).
 
-
-def _inside(first: int, stop: int, spans: list[Span]) -> bool:
-    """True if characters ``first`` to ``stop`` are inside a span; an empty range at a span's stop is not."""
-    return any(start <= first and stop <= end and (first < stop or first < end) for start, end in spans)
+    Each token is extended to the end of the token before, because some tokenizers exclude a token's own space.
+    """
+    first, stop = offsets.T
+    reached = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]) if len(stop) else stop
+    return np.minimum(first, reached), stop

@@ -6,8 +6,9 @@ request, or a BadRow (row_keys.py); so is a value of the wrong type.
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, REMEDIES, SWITCHES, harmless_keys, is_switched_on
@@ -38,6 +39,8 @@ class Chat:
     """for each message: True if the loss is on it"""
     unread: frozenset[str] = frozenset()
     """keys of the row, of turns and of messages that were not read"""
+    weight: float = 1.0
+    """weight of the loss of the row's labels"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Plain:
     prompt: str
     completion: str
     unread: frozenset[str] = frozenset()
+    weight: float = 1.0
 
 
 def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
@@ -57,8 +61,8 @@ def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"a row is a mapping, got {type(row).__name__}")
-    # weight 1 is what every row has
-    row = {key: value for key, value in row.items() if value is not None and (key, value) != ("weight", 1)}
+    row = {key: value for key, value in row.items() if value is not None}
+    weight = 1.0 if "weight" in ignore else _weight(row)
     present = row.keys() - set(ignore)
     names = next((names for names in FORMATS if present >= set(names)), None)
     if names is None:
@@ -70,15 +74,23 @@ def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
     is_chat = (
         names == ("prompt", "completion") and isinstance(row["prompt"], list) and isinstance(row["completion"], list)
     )
-    read = {*names, *FORMATS[names], *(("tools", "system") if is_chat else ())} - set(ignore)
+    read = {*names, *FORMATS[names], "weight", *(("tools", "system") if is_chat else ())} - set(ignore)
     unread = frozenset(harmless_keys(row, read, ignore))
     row = {key: value for key, value in row.items() if key in read}
     if names == ("text",):
-        return Plain("", _text(row, "text"), unread)
+        return Plain("", _text(row, "text"), unread, weight)
     if names == ("prompt", "completion") and not is_chat:
-        return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"), unread)
+        return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"), unread, weight)
     messages, first_trained = _messages(names, row, ignore)
-    return _chat(messages, row, unread, ignore, first_trained)
+    return replace(_chat(messages, row, unread, ignore, first_trained), weight=weight)
+
+
+def _weight(row: Mapping[str, Any]) -> float:
+    """Return the row's ``weight``; 1 without the key."""
+    weight = row.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise BadRow(f"weight: a number of 0 or more expected, got {str(weight)[:40]}")
+    return float(weight)
 
 
 def _messages(names: tuple[str, ...], row: Mapping[str, Any], ignore: Collection[str]) -> tuple[Any, int]:

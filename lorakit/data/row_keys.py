@@ -34,9 +34,8 @@ REMEDIES: Final = {
     "tools": "plain text has no tools; use `messages`",
     "function_call": "OpenAI's earlier form; use `tool_calls`",
     "functions": "OpenAI's earlier form; use `tools`",
-    "weight": "of a full row is not read; remove rows of weight 0, and repeat rows that are to count more",
-    "train": "of a full row is not read; remove rows that are not to be learnt",
-    "loss": "of a full row is not read; remove rows that are not to be learnt",
+    "train": "of a full row is not read; write weight: 0 for a row that is not to be learnt",
+    "loss": "of a full row is not read; write weight: 0 for a row that is not to be learnt",
 }  # fmt: skip
 """key -> what it means and where it is meant to go"""
 

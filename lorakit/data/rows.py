@@ -63,6 +63,35 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
 
 def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
     """Yield (line, row) of every row; a row that cannot be read is a BadRow."""
+    return ((line, parse_raw(raw)) for line, raw in read_raw(source))
+
+
+def count_rows(sources: list[RowSource]) -> int | None:
+    """Return the rows of all sources; None if that takes unpacking them."""
+    numbers = [_count_rows(source) for source in sources]
+    return None if None in numbers else sum(filter(None, numbers))
+
+
+def _count_rows(source: RowSource) -> int | None:
+    if source.path is None:
+        return len(_open_hub(source))
+    if source.path.name.endswith(".gz"):
+        return None
+    if source.path.name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(source.path).num_rows)
+    with open(source.path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def parse_raw(raw: Any) -> Any | BadRow:
+    """Return the row that `read_raw` read."""
+    return parse_row(raw) if isinstance(raw, bytes) else raw
+
+
+def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
+    """Yield (line, row) of every row: the bytes of a JSON line, the row of a table, or a BadRow."""
     if source.path is None:
         yield from ((line, without_none(row)) for line, row in enumerate(_open_hub(source), 1))
     elif source.path.name.endswith(".parquet"):
@@ -116,7 +145,7 @@ def _open_lines(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
-def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]]:
+def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
     line = 0
     blank: list[int] = []  # blank lines are bad rows only if a row follows, because files may end in blank lines
     try:
@@ -130,7 +159,7 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any | BadRow]
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
             # a byte order mark may begin the file, which json.loads refuses
-            yield line, parse_row((raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).rstrip())
+            yield line, (raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).rstrip()
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
 

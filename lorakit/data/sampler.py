@@ -1,12 +1,11 @@
 """Choose the rows of each step, and collate them to the tensors of micro-batches.
 
 Invariant: the rows of a step are a pure function of (seed, epoch, step). No state is saved, so a resumed run computes
-with the same rows as an uninterrupted one. Packing changes the layout of a step, never its rows.
+with the same rows as an uninterrupted one. Packing changes the layout of a step, never its rows (decision 0003).
 """
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.token_cache import TokenDataset
-
-BUCKET_STEPS: Final = 16
-"""steps whose rows are sorted by length together"""
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,16 @@ class BatchSampler:
         return math.ceil(len(self.rows) / self.batch_size)
 
     def step(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step (counted from 0). An epoch's last step may have fewer rows."""
+        """Return this rank's micro-batches of a step (counted from 0)."""
+        return self.micro_batches(self.rows_of_step(step))
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the indices of a step's rows, over all ranks. An epoch's last step may have fewer rows."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch not in self._order:
             self._order.clear()
-            self._order[epoch] = epoch_order(self, epoch)
-        row_indices = self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]
-        return self.micro_batches(row_indices.tolist())
+            self._order[epoch] = self._epoch_order(epoch)
+        return list(map(int, self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]))
 
     def eval_batches(self) -> list[list[int]]:
         """Return the indices of all rows, in micro-batches of similar length, for evaluation."""
@@ -54,40 +53,31 @@ class BatchSampler:
         return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
 
     def micro_batches(self, row_indices: list[int]) -> list[Batch]:
-        """Return this rank's micro-batches of a step's rows, of at most ``micro_batch_size`` rows each.
+        """Return this rank's micro-batches of a step's rows.
 
         Every rank gets equally many, because collectives must run in step. A rank without rows left gets one row
         without labels, which adds nothing to loss or counts.
         """
-        size = min(self.micro_batch_size, math.ceil(len(row_indices) / self.num_ranks))
-        parts = [row_indices[i : i + size] for i in range(0, len(row_indices), size)]
+        parts = self.cut(row_indices)
         batches = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batches.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
         return batches
 
+    def cut(self, row_indices: list[int]) -> list[list[int]]:
+        """Cut a step's rows into micro-batches of at most ``micro_batch_size`` rows, over all ranks.
 
-def epoch_order(batches: BatchSampler, epoch: int) -> np.ndarray:
-    """Return the order of rows in an epoch: a permutation that depends on seed and epoch alone.
+        Without packing, rows of similar length share a micro-batch, so that less is padded.
+        """
+        size = min(self.micro_batch_size, math.ceil(len(row_indices) / self.num_ranks))
+        if not self.packing:
+            row_indices = sorted(row_indices, key=lambda row: int(self.rows.lengths[row]))
+        return [row_indices[i : i + size] for i in range(0, len(row_indices), size)]
 
-    Without packing, rows of similar length share a step, so that little is padded: windows of the permutation are
-    sorted by length, and the steps of a window shuffled.
-    """
-    generator = np.random.Generator(np.random.Philox(key=[batches.seed, epoch]))
-    order = generator.permutation(len(batches.rows))
-    if batches.packing:
-        return order
-    window = batches.batch_size * BUCKET_STEPS
-    parts = []
-    for start in range(0, len(order), window):
-        part = order[start : start + window]
-        part = part[np.argsort(batches.rows.lengths[part], kind="stable")]
-        steps = [part[i : i + batches.batch_size] for i in range(0, len(part), batches.batch_size)]
-        # a step with fewer rows stays last, because ``step`` cuts the order every batch_size rows
-        num_full = len(steps) if len(steps[-1]) == batches.batch_size else len(steps) - 1
-        parts += [steps[i] for i in generator.permutation(num_full)] + steps[num_full:]
-    return np.concatenate(parts)
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the order of rows in an epoch: a permutation that depends on seed and epoch alone."""
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.rows))
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:
@@ -102,18 +92,19 @@ def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Bat
     else:
         input_ids, all_labels, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
         attention_mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
-    num_label_tokens = sum(int((label != IGNORE_INDEX).sum()) for label in labels)
+    num_labels = [int((label != IGNORE_INDEX).sum()) for label in labels]
+    weights = None if rows.weights is None else np.repeat(rows.weights[row_indices], num_labels)
     lengths = tuple(map(len, ids))
     return Batch(
-        input_ids, all_labels, position_ids, attention_mask, tuple(row_indices), sum(lengths), num_label_tokens,
-        lengths if packing else (),
+        input_ids, all_labels, position_ids, attention_mask, tuple(row_indices), sum(lengths), sum(num_labels),
+        lengths if packing else (), None if weights is None else torch.from_numpy(weights),
     )  # fmt: skip
 
 
 def without_labels(batch: Batch) -> Batch:
     """Return the same tensors without labels, rows and counts: work for a rank that has no rows left."""
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
-    return replace(batch, labels=labels, row_indices=(), num_tokens=0, num_label_tokens=0)
+    return replace(batch, labels=labels, row_indices=(), num_tokens=0, num_label_tokens=0, label_weights=None)
 
 
 def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:

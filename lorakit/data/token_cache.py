@@ -6,16 +6,24 @@ template and settings, so that a file of other tokens is never opened.
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import tokenizers
 
-from lorakit.data.encode import Encoded, Encoder
-from lorakit.data.rows import BadRow, RowSource, find_sources, read_rows
+from lorakit.data.cache_entries import JOURNAL, ROWS, mark_in_use, trim_cache
+from lorakit.data.encode_chunks import ChunkEncoder, RowSettings, encode_chunks
+from lorakit.data.row_counts import RowCounts
+from lorakit.data.rows import RowSource, count_rows, find_sources
+from lorakit.data.token_journal import TokenJournal, open_journal
+from lorakit.data.token_records import LABEL_MASK, SHOWN_BAD_ROWS, WEIGHT, read_record, row_schema
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
 from lorakit.files.cache import cache_folder
@@ -23,58 +31,37 @@ from lorakit.files.cache import cache_folder
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import DataSection
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """part of the cache's key; change it whenever the same row would give other tokens"""
-LABEL_MASK: Final = "learnt"
-"""name of the column; not renamed, because existing files have it, and their digests are in run.json"""
-SHOWN_BAD_ROWS: Final = 10
+WEIGHTS: Final = "weights.npy"
 ROWS_PER_BLOCK: Final = 1024
+"""rows of a block of rows.arrow; not changed, because the digest of the same tokens would change with it"""
+Progress = Callable[[int, int | None], None]
 
 
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings that decide the tokens and labels of a row."""
-
-    max_tokens: int
-    on_long_rows: str
-    on_bad_rows: str
-    loss_on: str
-    ignore_keys: tuple[str, ...] = ()
-
-
-@dataclass
-class RowCounts:
-    """Counts of rows, tokens and label tokens, and of rows not used."""
-
-    rows: int = 0
-    """rows of the data set, without bad and dropped ones"""
-    bad: int = 0
-    truncated: int = 0
-    dropped_long: int = 0
-    tokens: int = 0
-    label_tokens: int = 0
-    largest_id: int = 0
-    long: int = 0
-    """rows longer than ``max_tokens``, whether truncated or dropped"""
-    longest: int = 0
-    """tokens of the longest row, before truncation"""
-    unread: dict[str, int] = field(default_factory=dict)
-    """key that was not read -> rows that have it"""
-    plain: int = 0
-    """rows of plain text, rendered by no template"""
-    system: str | None = None
-    """system prompt that every row begins with; None if there is none, or another in some rows"""
+def no_progress(done: int, total: int | None) -> None:
+    """Show nothing."""
 
 
 class TokenDataset:
-    """Tokenised rows, memory-mapped: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i."""
+    """Tokenised rows, memory-mapped: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i.
+
+    ``weights``: of each row, (rows,) float32; None if all are 1. ``lengths``: tokens of each row, (rows,) int32.
+    """
 
     def __init__(self, folder: Path, sources: list[str]) -> None:
         import pyarrow as pa
 
-        self.counts = RowCounts(**json.loads((folder / "rows.json").read_text()))
+        weakref.finalize(self, os.close, mark_in_use(folder))
+        facts = json.loads((folder / ROWS).read_text())
+        self.counts = RowCounts(**{name: fact for name, fact in facts.items() if name != "sources"})
         self.sources = sources
-        self.digest: str = json.loads((folder / MANIFEST).read_text())["rows.arrow"]["sha256"]
+        manifest = json.loads((folder / MANIFEST).read_text())
+        self.digest: str = manifest["rows.arrow"]["sha256"]
+        self.weights: np.ndarray | None = None
+        if WEIGHTS in manifest:
+            self.weights = np.load(folder / WEIGHTS, mmap_mode="r")
+            self.digest = hashlib.sha256((self.digest + manifest[WEIGHTS]["sha256"]).encode()).hexdigest()
         file = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
         self._blocks = [file.get_batch(index) for index in range(file.num_record_batches)]
         self.lengths: np.ndarray = np.load(folder / "lengths.npy", mmap_mode="r")
@@ -108,94 +95,89 @@ class TokenDataset:
         return self._blocks[row // ROWS_PER_BLOCK].column(column)[row % ROWS_PER_BLOCK]
 
 
-def tokenize_rows(names: str | tuple[str, ...], split: str, tokenizer: Any, settings: RowSettings) -> TokenDataset:
+def tokenize_rows(
+    names: str | tuple[str, ...],
+    split: str,
+    tokenizer: Any,
+    settings: RowSettings,
+    progress: Progress = no_progress,
+) -> TokenDataset:
     """Tokenise the rows of a recipe's ``data.train`` or ``data.eval``, or open them from the cache.
+
+    An interrupted call leaves a journal, and the next one goes on after it. ``progress``: called with the number of
+    rows so far, and of all rows or None.
 
     Raises:
         DataError: missing files; bad rows, with file and line of the first ten and the total; or no row left.
+        TemporaryFailure: a process that tokenises was killed.
     """
     sources = find_sources(names, split)
     digests = [source.digest() for source in sources]
-    key = _key(digests, tokenizer, settings)
-    folder = cache_folder("tokens") / key
+    folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
     if not manifest_matches(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
-        try:
-            with atomic_folder(folder) as staging:
-                _build(staging, sources, Encoder(tokenizer, settings.loss_on, settings.ignore_keys), settings)
-                if digests != [source.digest() for source in sources]:
-                    raise DataError(f"data: {names} changed while it was read; run again when it is complete")
-        except OSError:
+        encoder = ChunkEncoder(tokenizer, settings, sources)
+        with open_journal(folder.with_name(folder.name + JOURNAL)) as journal:
             if not manifest_matches(folder):  # it does if another process built the same rows meanwhile
-                raise
+                total = cache(lambda: count_rows(sources))
+                for record in encode_chunks(
+                    sources, encoder, skip=len(journal), progress=lambda done: progress(done, total())
+                ):
+                    journal.append(record)
+                with _removed_at_end(journal.path), atomic_folder(folder) as staging:
+                    _build(staging, journal, settings, sources)
+                    if digests != [source.digest() for source in sources]:
+                        raise DataError(f"data: {names} changed while it was read; run again when it is complete")
     return TokenDataset(folder, [source.name for source in sources])
 
 
-def _build(staging: Path, sources: list[RowSource], encoder: Encoder, settings: RowSettings) -> None:
+@contextmanager
+def _removed_at_end(path: Path) -> Iterator[None]:
+    """Remove a journal when its rows are in the cache, or cannot be used."""
+    try:
+        yield
+    except DataError:
+        path.unlink()
+        raise
+    path.unlink()
+
+
+def _build(staging: Path, journal: TokenJournal, settings: RowSettings, sources: list[RowSource]) -> None:
+    """Write the rows of a complete journal into the folder of the cache."""
     import pyarrow as pa
 
-    schema = pa.schema(
-        {"input_ids": pa.list_(pa.int32()), LABEL_MASK: pa.list_(pa.bool_()), "source": pa.int32(), "line": pa.int64()}
-    )
     counts = RowCounts()
     bad: list[str] = []
-    lengths: list[int] = []
-    with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        block: list[dict[str, Any]] = []
-        for index, line, encoded in _encode(sources, encoder):
-            if isinstance(encoded, BadRow):
-                counts.bad += 1
-                bad += [f"{sources[index].name}:{line}: {encoded}"] if len(bad) < SHOWN_BAD_ROWS else []
-                continue
-            for unread in sorted(encoded.unread):
-                counts.unread[unread] = counts.unread.get(unread, 0) + 1
-            fitted = _fit(encoded, settings, counts)
-            if fitted is None:
-                continue
-            block.append({"input_ids": fitted.ids, LABEL_MASK: fitted.label_mask, "source": index, "line": line})
-            lengths.append(len(fitted.ids))
-            if counts.rows == 0:
-                counts.system = encoded.system
-            counts.system = counts.system if counts.system == encoded.system else None
-            counts.rows += 1
-            counts.plain += encoded.plain
-            counts.tokens += len(fitted.ids)
-            counts.label_tokens += sum(fitted.label_mask[1:])  # no token predicts the first one
-            counts.largest_id = max(counts.largest_id, *fitted.ids)
-            if len(block) == ROWS_PER_BLOCK:
-                writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
-                block = []
-        if block:
-            writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
+    weights: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    rest: list[Any] = []  # batches that do not fill a block yet
+    with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, row_schema()) as writer:
+        for record in journal.records():
+            batch, counted, bad_rows = read_record(record)
+            counts.add(counted)
+            bad += bad_rows[: SHOWN_BAD_ROWS - len(bad)]
+            weights.append(np.frombuffer(batch.column(WEIGHT).buffers()[1], np.float32)[: len(batch)])
+            lengths.append(np.diff(np.frombuffer(batch.column(0).buffers()[1], np.int32)[: len(batch) + 1]))
+            rest = _write_blocks(writer, [*rest, batch.drop_columns(WEIGHT)])
+        _write_blocks(writer, rest, last=True)
     _check(counts, bad, settings, sources)
-    np.save(staging / "lengths.npy", np.array(lengths, dtype=np.int32))
-    write_json(staging / "rows.json", asdict(counts))
+    np.save(staging / "lengths.npy", np.concatenate(lengths))
+    if np.any((all_weights := np.concatenate(weights)) != 1):
+        np.save(staging / WEIGHTS, all_weights)
+    write_json(staging / ROWS, counts.facts() | {"sources": [source.name for source in sources]})
     write_manifest(staging)
 
 
-def _encode(sources: list[RowSource], encoder: Encoder) -> Iterator[tuple[int, int, Encoded | BadRow]]:
-    for index, source in enumerate(sources):
-        for line, row in read_rows(source):
-            try:
-                yield index, line, row if isinstance(row, BadRow) else encoder(row)
-            except BadRow as problem:
-                yield index, line, problem
+def _write_blocks(writer: Any, batches: list[Any], *, last: bool = False) -> list[Any]:
+    """Write all full blocks of ``ROWS_PER_BLOCK`` rows, or all rows if these are the last; return the others."""
+    import pyarrow as pa
 
-
-def _fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> Encoded | None:
-    """Fit a row into ``max_tokens``; None if the row is dropped. Both are counted."""
-    limit = settings.max_tokens
-    counts.longest = max(counts.longest, len(row.ids))
-    if len(row.ids) <= limit:
-        return row
-    counts.long += 1
-    # a row whose labels are all cut off is dropped too, because its loss would have no tokens
-    if settings.on_long_rows == "drop" or not any(row.label_mask[1:limit]):
-        counts.dropped_long += 1
-        return None
-    counts.truncated += 1
-    return Encoded(row.ids[:limit], row.label_mask[:limit])
+    table = pa.Table.from_batches(batches, row_schema()) if batches else None
+    while table is not None and table.num_rows >= (1 if last else ROWS_PER_BLOCK):
+        writer.write_table(table.slice(0, ROWS_PER_BLOCK).combine_chunks())
+        table = table.slice(ROWS_PER_BLOCK)
+    return [] if table is None else table.to_batches()
 
 
 def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: list[RowSource]) -> None:
@@ -215,6 +197,7 @@ def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: li
     if not counts.rows:
         names = ", ".join(source.name for source in sources)
         why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
+        why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
         raise DataError(f"data: no row is left of {names}: {why}" + (f"\n  {listed}" if bad else ""))
 
 
@@ -224,7 +207,11 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def load_split(data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any) -> TokenDataset:
+def load_split(
+    data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any, progress: Progress = no_progress
+) -> TokenDataset:
     """Return the tokenised rows of ``data.train`` or ``data.eval`` (``names``), by the settings of the data section."""
     settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on, data.ignore_keys)
-    return tokenize_rows(names, split, tokenizer, settings)
+    dataset = tokenize_rows(names, split, tokenizer, settings, progress)
+    trim_cache(data.cache_gb * 1e9)
+    return dataset

@@ -163,7 +163,11 @@ def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
     """
     if LAUNCHER_VARIABLE not in environment:
         return
-    parent = int(environment[LAUNCHER_VARIABLE].split()[0])
+    die_with(int(environment[LAUNCHER_VARIABLE].split()[0]))
+
+
+def die_with(parent: int) -> None:
+    """Arrange for this process to be killed when its parent ends. Exits with 75 if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:

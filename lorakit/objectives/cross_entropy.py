@@ -92,7 +92,8 @@ def token_scores(model: nn.Module, batch: Batch) -> Scores:
     else:
         inputs["position_ids"] = batch.position_ids
     rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
-    return Scores(*model(**inputs, **rows, label_positions=batch.label_positions))
+    losses, hits = model(**inputs, **rows, label_positions=batch.label_positions)
+    return Scores(losses, hits, batch.label_weights)
 
 
 def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,12 @@ class Scores:
     """(labels,) float32: -log p of each label token, with gradient"""
     hits: Tensor
     """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient"""
+    weights: Tensor | None = None
+    """(labels,) float32: weight of each label's row; None: all are 1"""
+
+    def weighted_sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values (labels,), each times the weight of its label's row."""
+        return values.sum() if self.weights is None else (values * self.weights).sum()
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,11 @@ class Objective:
 
 
 SFT: Final = Objective(
-    counts=lambda batch: (float(batch.num_label_tokens),),
-    terms=lambda scores: (scores.losses.sum(),),
-    metrics={"accuracy": lambda scores, batch: (scores.hits.sum(), float(batch.num_label_tokens))},
+    counts=lambda batch: (batch.sum_of_weights(),),
+    terms=lambda scores: (scores.weighted_sum(scores.losses),),
+    metrics={"accuracy": lambda scores, batch: (scores.weighted_sum(scores.hits), batch.sum_of_weights())},
 )
-"""The mean cross-entropy of the label tokens."""
+"""The mean cross-entropy of the label tokens, each counted as often as its row's weight says."""
 
 OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}
 """name in the recipe's `objective` section -> objective"""

@@ -15,7 +15,6 @@ import numpy as np
 from lorakit.base.load import load_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.rows import SUFFIXES
-from lorakit.data.sampler import epoch_order
 from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError
 from lorakit.planning.activations import MicroBatch
@@ -113,18 +112,7 @@ def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_proc
     sampler = BatchSampler(
         rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed, num_ranks=num_processes
     )
-    return _longest(recipe, rows, _training_micro_batches(sampler, steps))
-
-
-def _training_micro_batches(sampler: BatchSampler, steps: int) -> Iterator[list[int]]:
-    """Yield the row numbers of every micro-batch of a run, over all ranks."""
-    per_epoch = sampler.steps_per_epoch
-    for epoch in range(math.ceil(steps / per_epoch)):
-        order = epoch_order(sampler, epoch)
-        for step in range(min(per_epoch, steps - epoch * per_epoch)):
-            rows = order[step * sampler.batch_size : (step + 1) * sampler.batch_size]
-            size = min(sampler.micro_batch_size, math.ceil(len(rows) / sampler.num_ranks))
-            yield from (rows[i : i + size].tolist() for i in range(0, len(rows), size))
+    return _longest(recipe, rows, (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step))))
 
 
 def _longest_in_evaluation(recipe: Recipe, rows: TokenDataset, size: int) -> MicroBatch:

@@ -126,6 +126,8 @@ class DataSection(Section):
     """Split to read if `train` is a hub data set id."""
     hub_eval_split: Name = "test"
     """Split to read if `eval` is a hub data set id."""
+    cache_gb: float = Field(20.0, ge=0)
+    """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
 
 
 class TrainSection(Section):

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -59,6 +59,36 @@ def display(total_steps: int, first_step: int) -> Iterator[Display]:
     )  # fmt: skip
     with Progress(*columns, console=console) as bar:
         yield Display(console, bar, total_steps, first_step)
+
+
+@contextmanager
+def row_progress() -> Iterator[Callable[[int, int | None], None]]:
+    """Open a display for tokenising; yield what shows the rows so far, of all rows or an unknown number.
+
+    Nothing is shown until it is called, because most data sets are read at once from the cache.
+    """
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("tokenising"), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()
+    )  # fmt: skip
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None, rows="")
+    shown = time.monotonic()
+
+    def show(done: int, total: int | None) -> None:
+        nonlocal shown
+        rows = f"{done:,} of {total:,} rows" if total else f"{done:,} rows"
+        if console.is_terminal:
+            bar.start()
+            bar.update(task, completed=done, total=total, rows=rows)
+        elif time.monotonic() - shown >= LINE_SECONDS:
+            console.print(f"tokenising: {rows}", highlight=False)
+            shown = time.monotonic()
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def peak_memory_bytes() -> int:

@@ -19,9 +19,11 @@ from lorakit.version import VERSION
 RECORD: Final = "run.json"
 MAY_CHANGE: Final = {  # keys that change the result at most in its last digits
     "train.save_every_steps", "train.keep_checkpoints", "train.log_to", "train.activation_checkpointing",
-    "train.activation_offload", "train.compile", "train.micro_batch_size",
+    "train.activation_offload", "train.compile", "train.micro_batch_size", "data.cache_gb",
 }  # fmt: skip
 MAY_CHANGE_BELOW: Final = "parallel."
+ROW_ORDER: Final = 2
+"""version of the order of rows without packing; a run that changed it would repeat rows of an epoch, and miss others"""
 
 
 class RunRecord:
@@ -77,7 +79,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     Raises:
         RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin.
     """
-    path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
+    path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "row_order": ROW_ORDER, "recipe": recipe})
     has_patch = (folder / CONFIG_FILE).exists()
     if not path.exists() and not has_patch:
         others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
@@ -110,7 +112,22 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
             f"output: {folder} holds the run of another recipe:\n{lines}\n"
             "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
         )
+    _check_row_order(path, values, packing=before["data.packing"])
     return RunRecord(folder, {**values, "recipe": recipe})
+
+
+def _check_row_order(path: Path, values: dict[str, Any], *, packing: bool) -> None:
+    """Return unless an interrupted run went through its rows in another order than it would go on in.
+
+    Raises:
+        RunError: it did, so rows of its epoch would come twice or never.
+    """
+    if values.get("row_order", 1) != ROW_ORDER and not packing and values.get("status") != "finished":
+        raise RunError(
+            f"{path}: lorakit {values.get('lorakit')} began this run, and chose the rows of a step in another order"
+            " where data.packing is false; finish it with that version, or start over with --fresh (in Python"
+            " fresh=True)"
+        )
 
 
 def may_change(key: str) -> bool:

@@ -25,6 +25,7 @@ from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
+from lorakit.run.display import row_progress
 from lorakit.run.record import open_record
 from lorakit.run.trackers import check_trackers
 from lorakit.training.job import NOT_FUSED, check_vocabulary
@@ -106,7 +107,8 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
     say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'labels':>12}")
     datasets = []
     for name, source, split in sets:
-        datasets.append(load_split(data, source, split, tokenizer))
+        with row_progress() as progress:
+            datasets.append(load_split(data, source, split, tokenizer, progress))
         c = datasets[-1].counts
         say(
             f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
@@ -114,6 +116,8 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
         )
         for key, number in c.unread.items():
             say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
+        if c.zero_weight:
+            say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
     if data.eval is None:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]

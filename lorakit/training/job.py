@@ -36,9 +36,16 @@ from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
+from lorakit.run.display import row_progress
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.compile import CompiledLayers
-from lorakit.training.model_checks import check_positions, check_row_lengths, enable_packing, verify_chunked_loss
+from lorakit.training.model_checks import (
+    check_causal,
+    check_positions,
+    check_row_lengths,
+    enable_packing,
+    verify_chunked_loss,
+)
 
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
@@ -130,6 +137,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
     group.run_on_all(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job)
     # after the engine has filled the base, and before a step: what the checks choose is read in every forward
+    check_causal(job.loss_model, job.batches, engine.device)
     verify_chunked_loss(job.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
         enable_packing(job.loss_model, job.batches, engine.device)
@@ -141,10 +149,13 @@ def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
     folder = find_base(recipe.base.model, recipe.base.revision)
     tokenizer = load_tokenizer(folder)
-    rows = load_split(recipe.data, recipe.data.train, recipe.data.hub_split, tokenizer)
-    if recipe.data.eval is None:
+    data = recipe.data
+    with row_progress() as progress:
+        rows = load_split(data, data.train, data.hub_split, tokenizer, progress)
+    if data.eval is None:
         return folder, rows, None
-    return folder, rows, load_split(recipe.data, recipe.data.eval, recipe.data.hub_eval_split, tokenizer)
+    with row_progress() as progress:
+        return folder, rows, load_split(data, data.eval, data.hub_eval_split, tokenizer, progress)
 
 
 def load_adapted_base(

@@ -1,6 +1,6 @@
-"""Check a model by running it: do packed rows stay apart, and is the chunked loss the loss of its logits?
+"""Check a model by running it: do tokens depend on later ones, do packed rows stay apart, is the chunked loss right?
 
-Configs and class names are not trusted for either, because models differ in ways that these do not show.
+Configs and class names are not trusted for any of it, because models differ in ways that these do not show.
 """
 
 import inspect
@@ -20,6 +20,8 @@ from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 
 MAX_PROBE_TOKENS: Final = 64  # per row
+CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
+"""relative; other dtypes 8e-3, twice their rounding. Attention to a later token moves random BERTs by 1.3e-2"""
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
@@ -55,6 +57,30 @@ def check_row_lengths(model: nn.Module, rows: TokenDataset) -> None:
             f"data: {number} of {len(rows)} rows are longer than this base's {limit} positions"
             f" (max_position_embeddings); the longest, {rows.location(int(rows.lengths.argmax()))}, has {longest}."
             f" Set data.max_tokens to {limit} or less, with data.on_long_rows: truncate or drop"
+        )
+
+
+def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
+    """Return if the logits of a token do not depend on the token after it. Collective.
+
+    Raises:
+        RunError: they do, so the model would learn to copy what it is to predict.
+    """
+    # two tokens, because the later one's share of attention is largest then
+    ids = _probe_rows(batches, device)[0]["input_ids"][:, :2]
+    if ids.shape[1] < 2:
+        return
+    changed = torch.stack([ids[:, 0], (ids[:, 1] == 0).long()], 1)  # token 0, or 1 where it was 0
+    was_training = loss_model.training
+    loss_model.eval()
+    before, after = (_logits(loss_model, [{"input_ids": tokens}])[:, 0] for tokens in (ids, changed))
+    loss_model.train(was_training)
+    difference = _relative_difference(after, before)
+    if not difference <= CAUSAL_TOLERANCE.get(before.dtype, 8e-3):  # `not <=`, so that NaN is refused
+        raise RunError(
+            f"base: {type(loss_model.model).__name__} is no causal language model: a token's logits change by"
+            f" {difference:.1%} with the token after it, so it would learn to copy instead of to predict."
+            " Choose another base (BERT and its relatives need is_decoder: true in config.json)"
         )
 
 

@@ -396,11 +396,26 @@ def test_without_packing_rows_of_similar_length_go_together(rows: Path, tokenize
         return sum(b.input_ids.numel() - b.num_tokens for b in batches) / sum(b.input_ids.numel() for b in batches)
 
     batches = prepared_batches(rows, tokenizer, packing=False)
-    bucketed = [batch for step in range(7) for batch in batches.step(step)]
-    unsorted = batches.micro_batches(list(range(40)))
+    by_length = batches.micro_batches(list(range(40)))
+    unsorted = [collate(batches.rows, list(range(i, i + 4)), packing=False) for i in range(0, 40, 4)]
 
-    assert padding(bucketed) < 0.5 * padding(unsorted)
+    assert padding(by_length) < 0.5 * padding(unsorted)
     assert padding([b for s in range(7) for b in prepared_batches(rows, tokenizer).step(s)]) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_rows_of_a_step_are_the_same_packed_and_padded(rows: Path, tokenizer: Any, num_ranks: int) -> None:
+    def rows_of_steps(packing: bool) -> list[list[int]]:
+        ranks = [
+            prepared_batches(rows, tokenizer, packing=packing, rank=rank, num_ranks=num_ranks)
+            for rank in range(num_ranks)
+        ]
+        return [
+            sorted(row for rank in ranks for batch in rank.step(step) for row in batch.row_indices)
+            for step in range(14)
+        ]
+
+    assert rows_of_steps(packing=True) == rows_of_steps(packing=False)
 
 
 def test_labels_are_the_next_tokens_and_never_cross_into_another_row(rows: Path, tokenizer: Any) -> None:

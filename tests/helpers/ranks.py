@@ -78,7 +78,7 @@ def run_cases(folder: Path, processes: int, cases: Sequence[Case]) -> dict[str, 
     failed = [rank for rank in ranks if rank.returncode]
     for rank in ranks:
         rank.kill_group()
-    output = [rank.communicate()[0][-3000:] for rank in failed or ranks]
+    output = [f"exit {rank.returncode}: {rank.communicate()[0][-3000:]}" for rank in failed or ranks]
     assert not failed, "\n".join(output)
     return {case["name"]: torch.load(own / f"{case['name']}.pt") for case in cases}
 

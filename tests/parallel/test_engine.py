@@ -7,10 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, BertLMHeadModel, BloomConfig, GPT2Config, LlamaConfig
 
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_base
@@ -23,7 +22,14 @@ from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_en
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
 from lorakit.recipe import ParallelSection
-from lorakit.training.model_checks import check_positions, enable_packing, loss_matches_logits, verify_chunked_loss
+from lorakit.training.model_checks import (
+    check_causal,
+    check_positions,
+    enable_packing,
+    loss_matches_logits,
+    verify_chunked_loss,
+)
+from tests.helpers.rows import chat, write_rows
 
 CPU = torch.device("cpu")
 
@@ -48,9 +54,7 @@ def batches(rows: Path, tokenizer: Any) -> Any:
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
 
     def make(micro_batch_size: int, packing: bool = True) -> BatchSampler:
-        made = BatchSampler(prepared, 8, micro_batch_size, packing, 0)
-        made._order[0] = np.arange(40)[::-1]  # the same rows in each step: without packing they go by length
-        return made
+        return BatchSampler(prepared, 8, micro_batch_size, packing, 0)
 
     return make
 
@@ -137,6 +141,45 @@ def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batc
     assert len(caught.value.rows) == 8
     after = engine.adapter_state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_base_that_sees_later_tokens_is_refused(batches: Any, is_decoder: bool) -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = LossModel(BertLMHeadModel(BertConfig(vocab_size=4000, is_decoder=is_decoder, **size)))
+
+    if is_decoder:
+        check_causal(bert, batches(4), CPU)
+        return
+    with pytest.raises(LorakitError, match="BertLMHeadModel is no causal language model: a token's logits change by"):
+        check_causal(bert, batches(4), CPU)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "repeated"), [([2, 1, 0], [0, 0, 1]), ([0.5, 0.5, 0.5], [0, 1, 2]), ([0.5, 1, 1.5], [0, 1, 1, 2, 2, 2])]
+)
+def test_a_rows_weight_says_how_often_it_counts(
+    base: Path, tokenizer: Any, tmp_path: Path, weights: list[float], repeated: list[int], packing: bool
+) -> None:
+    own = [chat(f"say {index}", "yes " * (index + 2)) for index in range(3)]
+
+    def step(name: str, content: list[Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+        file = write_rows(tmp_path / f"{name}.jsonl", content)
+        data = tokenize_rows(str(file), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+        engine, _ = prepared(base)
+        report = engine.step(0, BatchSampler(data, 9, 2, packing, 0).step(0))
+        return report, engine.adapter_state_dict()
+
+    report, adapter = step("weights", [row | {"weight": weight} for row, weight in zip(own, weights, strict=True)])
+    expected, expected_adapter = step("rows", [own[index] for index in repeated])
+
+    assert report.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert report.metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    for name, tensor in expected_adapter.items():
+        assert (adapter[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
 def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:

@@ -242,7 +242,8 @@ def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.M
     values = json.loads(record.read_text())
     assert values["recipe"].pop("objective") == {"name": "sft"}
     assert values["recipe"]["data"].pop("ignore_keys") == []
-    for newer in ("unread", "plain", "system"):
+    del values["row_order"]
+    for newer in ("unread", "plain", "system", "zero_weight"):
         del values["data"]["train"][newer]
     for newer in ("unadapted", "chat_template", "tokenizer_settings"):
         del values["base"][newer]
@@ -251,6 +252,22 @@ def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.M
     _, said = train(path)
 
     assert "resuming" in said
+
+
+def test_an_older_padded_run_is_refused_because_its_rows_came_in_another_order(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = recipe(data={"packing": False})
+    stop_at(monkeypatch, {4})
+    with pytest.raises(TemporaryFailure):
+        train(path)
+    record = tmp_path / "out" / "run.json"
+    values = json.loads(record.read_text())
+    del values["row_order"]
+    record.write_text(json.dumps(values))
+
+    with pytest.raises(RunError, match="chose the rows of a step in another order"):
+        train(path)
 
 
 def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_not_its_own(

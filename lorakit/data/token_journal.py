@@ -1,0 +1,75 @@
+"""Save the records of chunks while rows are tokenised, so that an interrupted call does not begin anew.
+
+The file is a sequence of (bytes of the record, its xxh3 digest, record). Invariant: only complete records are read. The
+rest, of a process that was killed, is cut off.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final, final
+
+_HEADER: Final = struct.Struct("<QQ")
+
+
+@final
+class TokenJournal:
+    """The records of one data set, in the order of its chunks."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file = path, file
+        self._stops = list(_complete_records(file))
+        file.seek(self._stops[-1] if self._stops else 0)
+        file.truncate()
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    def append(self, record: bytes) -> None:
+        """Save a record."""
+        self._file.write(_HEADER.pack(len(record), _checksum(record)))
+        self._file.write(record)
+        self._file.flush()  # to the kernel, so that it outlives this process
+        self._stops.append(self._file.tell())
+
+    def records(self) -> Iterator[memoryview]:
+        """Yield every record, as a view of the file."""
+        if not self._stops:
+            return
+        view = memoryview(mmap.mmap(self._file.fileno(), self._stops[-1], access=mmap.ACCESS_READ))
+        for start, stop in zip([0, *self._stops], self._stops, strict=False):
+            yield view[start + _HEADER.size : stop]
+
+
+@contextmanager
+def open_journal(path: Path) -> Iterator[TokenJournal]:
+    """Open the journal of a data set. Waits while another process has it open. Remove it when its rows are cached."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(path, "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # else another process removed it meanwhile
+            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                yield TokenJournal(path, file)
+                return
+
+
+def _complete_records(file: BinaryIO) -> Iterator[int]:
+    """Yield where each complete record ends."""
+    total = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    while len(header := file.read(_HEADER.size)) == _HEADER.size:
+        size, checksum = _HEADER.unpack(header)
+        if size > total - file.tell() or _checksum(file.read(size)) != checksum:
+            return
+        yield file.tell()
+
+
+def _checksum(record: bytes) -> int:
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(record)

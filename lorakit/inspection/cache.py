@@ -1,0 +1,52 @@
+"""Show and clear the user's cache of tokenised rows."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from lorakit.data.cache_entries import CacheEntry, cache_entries, remove_entries
+from lorakit.errors import LorakitError
+from lorakit.files.cache import cache_folder
+
+
+def show_cache(say: Callable[[str], None]) -> None:
+    """Print every data set in the cache, with its size, and the total."""
+    entries = cache_entries()
+    if not entries:
+        say(f"{cache_folder('tokens')}: empty")
+        return
+    say(f"{'name':<12} {'size':>9} {'rows':>11}  {'last used':<16}  of")
+    for entry in entries:
+        rows = "interrupted" if entry.num_rows is None else f"{entry.num_rows:,}"
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
+        say(f"{_name(entry):<12} {_size(entry.num_bytes):>9} {rows:>11}  {used}  {', '.join(entry.sources) or '?'}")
+    say(f"\n{_size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
+    say("lorakit cache --clear removes them all, --clear NAME one; data.cache_gb of a recipe limits them")
+
+
+def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
+    """Remove the entries with these names, or all without any; print what was removed.
+
+    Raises:
+        LorakitError: no entry has a name, or a process uses an entry that was named.
+    """
+    entries = cache_entries()
+    unknown = [name for name in names if not any(_name(entry) == name for entry in entries)]
+    if unknown:
+        known = ", ".join(map(_name, entries)) or "none"
+        raise LorakitError(f"--clear: {', '.join(unknown)}: not in the cache; its names are {known}")
+    chosen = [entry for entry in entries if not names or _name(entry) in names]
+    removed = remove_entries(chosen)
+    say(f"removed {len(removed)} of {len(entries)} data sets, {_size(sum(entry.num_bytes for entry in removed))}")
+    if in_use := [_name(entry) for entry in chosen if entry not in removed]:
+        text = f"in use by a running process, so left: {', '.join(in_use)}"
+        if names:
+            raise LorakitError(f"--clear: {text}; try again when it has ended")
+        say(text)
+
+
+def _name(entry: CacheEntry) -> str:
+    return entry.path.name[:12]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
