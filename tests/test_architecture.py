@@ -20,7 +20,8 @@ PACKAGE = ROOT / "lorakit"
 # bottom to top; a room may import from itself and from the levels below, never from above or beside
 LEVELS: list[list[str]] = [
     ["errors", "version"],
-    ["files", "recipe", "ops", "launch"],
+    ["files"],
+    ["recipe", "ops", "launch"],
     ["data", "lora"],
     ["quant", "patch", "objectives"],
     ["base"],

@@ -9,7 +9,7 @@ from lorakit.recipe import AdapterSection
 
 
 def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
-    """Return the adapter's settings; tokens become the ids that the tokenizer of the base in ``folder`` gives them.
+    """Return the adapter's settings; tokens become the ids that the tokenizer in ``folder`` gives them.
 
     Raises:
         TargetError: a token that is not in the tokenizer's vocabulary.

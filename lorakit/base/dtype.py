@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from lorakit.errors import LorakitError
+from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
 
 CANDIDATES: Final = ("float32", "bfloat16")  # not float16, because its loss must be scaled; it is used on request only
@@ -34,6 +35,7 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     Raises:
         LorakitError: an unknown name.
     """
+    requested = full_dtype_name(requested)
     if requested in MODEL_DTYPES:
         return DtypeChoice(MODEL_DTYPES[requested], "asked for")
     if requested != "auto":

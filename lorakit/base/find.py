@@ -48,6 +48,21 @@ def find_base(name: str, revision: str | None = None) -> Path:
     return _download(name, revision)
 
 
+def find_tokenizer(name: str | None, base: Path) -> Path:
+    """Return the folder of a tokenizer: ``name``, or the base's own folder.
+
+    Raises:
+        BaseModelError: no such folder.
+    """
+    if name is None:
+        return base
+    if name.startswith("builtin:"):
+        return find_base(name)
+    if not Path(name).is_dir():
+        raise BaseModelError(f"tokenizer: no folder {Path(name).absolute()}; name one with a tokenizer.json")
+    return Path(name)
+
+
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

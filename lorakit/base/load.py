@@ -72,12 +72,22 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a base's folder.
 
     Raises:
-        BaseModelError: there is none.
+        BaseModelError: there is none, or it cannot be loaded.
     """
+    if not has_tokenizer(folder):  # because transformers makes an empty one then
+        raise BaseModelError(
+            f"{folder}: has no tokenizer; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
+            " lorakit.load(tokenizer=...)"
+        )
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """True if a folder has a file of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from lorakit.cli.arguments import (
     print_line,
 )
 from lorakit.errors import LorakitError
+from lorakit.files.dtype_names import full_dtype_name
 
 # written out because the modules that define them import torch; a test compares
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,7 +42,12 @@ def _add_merge(add_command: AddCommand) -> None:
 
 
 def _add_model_options(model: argparse._ArgumentGroup) -> None:
-    model.add_argument("--dtype", choices=DTYPES, help="convert on the way (default: each tensor as it is stored)")
+    model.add_argument(
+        "--dtype",
+        type=full_dtype_name,
+        choices=DTYPES,
+        help="convert on the way (default: each tensor as it is stored)",
+    )
     model.add_argument("--untie", action="store_true", help="give an output head that is tied a tensor of its own")
     model.add_argument("--verify", action="store_true", help="compare base + adapters with the result on prompts")
     model.add_argument(

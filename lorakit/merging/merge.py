@@ -18,6 +18,7 @@ from lorakit.base.quantized import linear_layers
 from lorakit.errors import MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
 from lorakit.merging.onto import (
     DEQUANTIZED,
@@ -73,6 +74,7 @@ def merge(
         MergeError: ``out`` exists, or a layer cannot be merged; nothing is left. PatchError: a patch is damaged or of
         another base. TemporaryFailure: the disk is full; finished files remain for the next call.
     """
+    dtype = full_dtype_name(dtype)
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
     weighted = _open(adapters, allow_edited_config=allow_edited_config)

@@ -192,7 +192,7 @@ def prompt_ids(base: Path, size: int) -> list[Tensor]:
         rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     except BaseModelError:
         rows = []
-    if not all(len(row) > 1 for row in rows) or not rows:  # transformers makes an empty tokenizer where there is none
+    if not all(len(row) > 1 for row in rows) or not rows:  # one without a vocabulary
         rows = [list(prompt.encode()) for prompt in PROMPTS]
     return [torch.tensor([[token % size for token in row]]) for row in rows]
 

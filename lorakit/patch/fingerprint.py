@@ -43,10 +43,13 @@ Source = tuple[tuple[int, ...], ReadElements]
 
 
 class BaseIdentity:
-    """Digests of a base on disk. Each is computed when it is first used, then cached."""
+    """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    def __init__(self, files: BaseFiles) -> None:
-        self.files = files
+    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own.
+    """
+
+    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None) -> None:
+        self.files, self.tokenizer_folder = files, tokenizer_folder or files.folder
         self._sampled: dict[tuple[str, str | None], str] = {}
 
     @cached_property
@@ -56,7 +59,7 @@ class BaseIdentity:
 
     @cached_property
     def tokenizer(self) -> str | None:
-        path = self.files.folder / "tokenizer.json"
+        path = self.tokenizer_folder / "tokenizer.json"
         if not path.is_file():
             return None
         return _json_digest(
@@ -66,11 +69,11 @@ class BaseIdentity:
 
     @cached_property
     def chat_template(self) -> str | None:
-        return chat_template_digest(self.files.folder)
+        return chat_template_digest(self.tokenizer_folder)
 
     @cached_property
     def tokenizer_settings(self) -> str | None:
-        return tokenizer_settings_digest(self.files.folder)
+        return tokenizer_settings_digest(self.tokenizer_folder)
 
     @cached_property
     def unadapted(self) -> dict[str, Any]:
@@ -154,9 +157,12 @@ class WeightDigest:
         return str(self._state.hexdigest())
 
 
-def fingerprint(files: BaseFiles, modules: Iterable[str]) -> dict[str, Any]:
-    """Return the fingerprint of a base on disk for the given adapted modules, with both digests."""
-    identity, modules = BaseIdentity(files), list(modules)
+def fingerprint(files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path | None = None) -> dict[str, Any]:
+    """Return the fingerprint of a base on disk for the given adapted modules, with both digests.
+
+    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own.
+    """
+    identity, modules = BaseIdentity(files, tokenizer_folder), list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
         "unadapted": identity.unadapted, **{part: getattr(identity, part) for part in PROMPTING},

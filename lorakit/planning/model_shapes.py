@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.find import find_tokenizer
 from lorakit.base.layers import gather_groups
 from lorakit.base.load import load_skeleton
 from lorakit.base.quantized import quantized_weight
@@ -138,7 +139,7 @@ def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, d
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     quantize_skeleton(model, base, folder, dtype)
-    spec = adapter_spec(adapter, folder)
+    spec = adapter_spec(adapter, find_tokenizer(base.tokenizer, folder))
     targets = find_targets(model, spec)
     with torch.device("meta"):
         attach(model, targets, spec, seed=0)

@@ -12,11 +12,12 @@ from typing import Final
 
 import numpy as np
 
+from lorakit.base.find import find_tokenizer
 from lorakit.base.load import load_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.rows import SUFFIXES
 from lorakit.data.token_cache import load_split
-from lorakit.errors import DataError
+from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.activations import MicroBatch
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
@@ -63,10 +64,10 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     if sum(path.stat().st_size for path in files) > MAX_TOKENIZED_BYTES:
         return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
     try:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
         training = load_split(data, data.train, data.hub_split, tokenizer)
         evaluation = None if data.eval is None else load_split(data, data.eval, data.hub_eval_split, tokenizer)
-    except DataError as problem:
+    except (DataError, BaseModelError) as problem:
         return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
     return KnownRows(training, evaluation)
 

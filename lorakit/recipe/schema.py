@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lorakit.errors import RunError
+from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
@@ -21,9 +22,11 @@ class BaseSection(Section):
     """The frozen model: a folder, a hub id, or `builtin:tiny`."""
     revision: Name | None = None
     """Branch, tag or commit, for a hub id only."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tokenizer: Name | None = None
+    """Folder of the tokenizer, if it is not the base's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "auto"
     """Storage and compute type of the base. `auto`: the fastest type that this machine computes correctly, by a
-    measurement. `float16` trains with loss scaling."""
+    measurement. `float16` trains with loss scaling. `fp32`, `bf16` and `fp16` are the same types."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
     """Quantise the frozen linear layers with bitsandbytes while they are read: to 4 bits in blocks of 64 values (`nf4`,
     `fp4`), or to 8 bits by rows (`int8`). They compute in `dtype`. The output head and all other modules stay in
@@ -32,6 +35,11 @@ class BaseSection(Section):
     """With nf4 and fp4: quantise the scales of the blocks too, to 8 bits."""
     skip_modules: tuple[Pattern, ...] = ()
     """Modules that stay in `dtype`, by name or suffix."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _torchs_name(cls, name: str) -> str:
+        return str(full_dtype_name(name))
 
     @model_validator(mode="after")
     def _skipping_needs_quantization(self) -> "BaseSection":

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.find import find_base
+from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
@@ -52,7 +52,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
         attempt(open_base_files, folder)
-        tokenizer = attempt(load_tokenizer, folder)
+        tokenizer = attempt(lambda: load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
         model = attempt(_check_targets, recipe, folder, say)
         if tokenizer is not None:
             datasets = attempt(_check_rows, recipe, tokenizer, say)
@@ -73,7 +73,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:
     """Print base, targets and number of trainable parameters. Returns the base on meta, with the adapter."""
-    spec = adapter_spec(recipe.adapter, folder)
+    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts

@@ -15,7 +15,7 @@ from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dtype import DtypeChoice, choose_dtype
-from lorakit.base.find import find_base
+from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
@@ -117,7 +117,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
     engine.set_phase("loading the base")
     adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows))
     model = adapted.base.model
-    identity = _identity(folder, model)
+    identity = _identity(recipe, folder, model)
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     job = Job(
@@ -148,7 +148,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
 def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
     folder = find_base(recipe.base.model, recipe.base.revision)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
     data = recipe.data
     with row_progress() as progress:
         rows = load_split(data, data.train, data.hub_split, tokenizer, progress)
@@ -177,7 +177,7 @@ def load_adapted_base(
     for dataset in filter(None, (rows, eval_rows)):
         check_vocabulary(model, dataset)
         check_row_lengths(model, dataset)
-    spec = adapter_spec(recipe.adapter, folder)
+    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     check_tokens_occur(spec.trainable_tokens, rows)
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
@@ -233,9 +233,10 @@ def adapted_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _identity(folder: Path, model: nn.Module) -> dict[str, Any]:
+def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches."""
-    identity = fingerprint(open_base_files(folder), adapted_names(model))
+    tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
+    identity = fingerprint(open_base_files(folder), adapted_names(model), tokenizer)
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"packed": quantization}
 

@@ -1,0 +1,66 @@
+"""A base without a tokenizer says so, and takes one from another folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lorakit
+from lorakit.base.load import TOKENIZER_FILES, load_tokenizer
+from lorakit.cli import main
+from lorakit.errors import LorakitError
+from lorakit.patch import read_patch
+from tests.helpers.bases import make_base
+from tests.helpers.patches import make_patch
+
+
+@pytest.fixture
+def without_tokenizer(tmp_path: Path, tokenizer: Any) -> Path:
+    """The random base of the other tests, whose folder holds config and weights alone."""
+    folder = make_base(tmp_path / "bare", tokenizer)
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def test_a_base_without_a_tokenizer_is_not_blamed_on_the_rows(
+    without_tokenizer: Path, recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(base={"model": str(without_tokenizer), "dtype": "float32"})
+    with pytest.raises(LorakitError, match="bare: has no tokenizer; name a folder that has one: base.tokenizer"):
+        load_tokenizer(without_tokenizer)
+
+    assert main(["check", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert "bare: has no tokenizer; name a folder that has one: base.tokenizer in a recipe" in shown
+    assert "rows cannot be used" not in shown
+    assert main(["check", str(path), "base.tokenizer=nowhere"]) == 2
+    assert "tokenizer: no folder" in capsys.readouterr().err
+
+
+def test_a_recipe_names_the_tokenizer_and_the_patch_knows_it(
+    without_tokenizer: Path, base: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    steps = {"steps": 1, "warmup_steps": 0}
+    path = recipe(base={"model": str(without_tokenizer), "tokenizer": str(base), "dtype": "fp32"}, train=steps)
+    own = lorakit.train(path)
+    path = recipe(train=steps, output=str(tmp_path / "usual"))
+    usual = lorakit.train(path)
+
+    assert (own / "adapter_model.safetensors").exists()
+    one, two = (read_patch(folder).metadata for folder in (own, usual))
+    assert one["base"] == two["base"]
+    assert one["base"]["tokenizer"] is not None
+    assert json.loads((own / "run.json").read_text())["recipe"]["base"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("short", "full"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_dtypes_are_taken_everywhere(base: Path, tmp_path: Path, short: str, full: str) -> None:
+    assert str(lorakit.load(base, dtype=short).model.dtype) == f"torch.{full}"
+    with pytest.raises(LorakitError, match="dtype 'fp12' is none of auto"):
+        lorakit.load(base, dtype="fp12")
+    patch, out = make_patch(base, tmp_path / "patch"), tmp_path / "merged"
+    assert main(["merge", str(base), str(patch), "--out", str(out), "--dtype", short]) == 0
+    assert json.loads((out / "merge.json").read_text())["dtype"] == full
