@@ -17,7 +17,7 @@ from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
-from lorakit.lora import adapter_tensors, attach, find_targets
+from lorakit.lora import attach, find_targets
 from lorakit.lora.coverage import coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
@@ -28,7 +28,8 @@ from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import open_record
 from lorakit.run.trackers import check_trackers
-from lorakit.training.job import NOT_FUSED, check_vocabulary
+from lorakit.training.checkpoint import check_disk
+from lorakit.training.job import NOT_FUSED, check_vocabulary, num_trainable
 from lorakit.training.model_checks import check_positions, check_row_lengths
 
 SHOWN_CHARACTERS = 1200
@@ -61,6 +62,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
                 for rows in datasets:
                     attempt(check_vocabulary, model, rows)
                     attempt(check_row_lengths, model, rows)
+                attempt(check_disk, recipe, len(datasets[0]), num_trainable(model))
     attempt(check_prerequisites, recipe.parallel)
     attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
     attempt(check_trackers, recipe.train.log_to)
@@ -83,7 +85,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
     fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
-    trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
+    trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
     if (note := coverage.note(spec)) is not None:

@@ -5,16 +5,26 @@ highest step whose manifest verifies. There is no pointer file, because one coul
 """
 
 import json
+import math
+import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from torch import Tensor
 
+from lorakit.errors import RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine, EngineState
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_steps
+
+CHECKPOINT_BYTES: Final = 12
+"""bytes of a trainable value in a checkpoint: the value and AdamW's two moments, in float32"""
 
 
 @dataclass
@@ -103,6 +113,30 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
+
+
+def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
+    """Return if a run's checkpoints and patch fit on the disk of its output folder.
+
+    Raises:
+        RunError: they do not, or the folder cannot be written.
+    """
+    output = Path(recipe.output)
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RunError(f"output: {output.absolute()} cannot be written: {parent} is a file or write-protected")
+    saved = math.ceil(count_steps(recipe, num_rows) / recipe.train.save_every_steps)
+    # the best step's beside the newest ones, one that is being written, and the patch
+    number = min(recipe.train.keep_checkpoints, saved) + 2
+    needed = num_trainable * (CHECKPOINT_BYTES * number + 4)
+    present = sum(file.stat().st_size for file in output.glob("checkpoints/*/*"))
+    free = shutil.disk_usage(parent).free + present
+    if needed > free:
+        raise RunError(
+            f"output: {number} checkpoints and the patch take up to {needed / 1e9:,.1f} GB, and"
+            f" {free / 1e9:,.1f} GB are free on the disk of {parent}; make room, choose another output, or lower"
+            " train.keep_checkpoints"
+        )
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:

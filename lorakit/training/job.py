@@ -37,7 +37,7 @@ from lorakit.patch import fingerprint
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
-from lorakit.training.checkpoint import Checkpoints
+from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import (
     check_causal,
@@ -117,6 +117,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
     engine.set_phase("loading the base")
     adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows))
     model = adapted.base.model
+    group.run_on_rank_0(lambda: check_disk(recipe, len(rows), adapted.num_trainable))
     identity = _identity(recipe, folder, model)
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
@@ -186,8 +187,12 @@ def load_adapted_base(
     num_parameters = count_parameters(model)
     attach(model, targets, spec, recipe.train.seed, base.read_weight)
     fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
-    num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
-    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable, fused)
+    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable(model), fused)
+
+
+def num_trainable(model: nn.Module) -> int:
+    """Return the number of values that an adapted model trains."""
+    return sum(tensor.numel() for tensor in adapter_tensors(model).values())
 
 
 def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:

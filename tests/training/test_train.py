@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit import train as train_function
+from lorakit.cli import main
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.parallel import LossReport
@@ -268,6 +269,19 @@ def test_an_older_padded_run_is_refused_because_its_rows_came_in_another_order(
 
     with pytest.raises(RunError, match="chose the rows of a step in another order"):
         train(path)
+
+
+def test_check_and_train_refuse_an_output_that_does_not_fit_or_cannot_be_written(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    path = str(recipe(train={"steps": 10**9, "keep_checkpoints": 10**9, "save_every_steps": 1}))
+    assert main(["check", path]) == 2
+    assert "checkpoints and the patch take up to" in capsys.readouterr().err
+    with pytest.raises(RunError, match="GB are free on the disk of .*; make room"):
+        train(path)
+    assert main(["check", path, "train.keep_checkpoints=1", f"output={tmp_path / 'file' / 'out'}"]) == 2
+    assert f"{tmp_path / 'file'} is a file or write-protected" in capsys.readouterr().err
 
 
 def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_not_its_own(
