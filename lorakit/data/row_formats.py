@@ -163,6 +163,9 @@ def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, An
         raise BadRow(f"message {number}: the assistant says nothing")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow(f"message {number}: tool_calls: a list of mappings expected, got {str(calls)[:40]}")
     # without None, because templates test whether a key exists
     unread = {*SWITCHES, *ignore} - {"role", "content"}
     fields = {key: value for key, value in message.items() if value is not None and key not in unread}

@@ -140,12 +140,34 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
             raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
     if config.get("bias", "none") not in BIASES:
         raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
+    _check_selection(path, config)
     saved, experts = (_names(path, key, config.get(key)) for key in ("modules_to_save", "target_parameters"))
     return PatchConfig(
         METHOD_OF[bool(config.get("use_dora")), bool(config.get("use_rslora"))], rank, alpha, dropout, ranks, alphas,
         config.get("base_model_name_or_path"), config.get("revision"), saved, experts,
         _token_indices(path, config.get("trainable_token_indices")), config,
     )  # fmt: skip
+
+
+def _check_selection(path: Path, config: Mapping[str, Any]) -> None:
+    """Return if the keys that choose layers have values of their types.
+
+    Raises:
+        PatchError: they do not, or a regular expression is none.
+    """
+    for key in ("target_modules", "exclude_modules"):
+        value = config.get(key)
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except (re.error, OverflowError, RecursionError) as problem:
+                raise PatchError(f"{path}: {key}: {value!r} is no regular expression: {problem}") from None
+        elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise PatchError(f"{path}: {key} must be a regular expression or a list of names, got {value!r}")
+    layers = config.get("layers_to_transform")
+    indices = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    if not all(type(index) is int for index in indices):
+        raise PatchError(f"{path}: layers_to_transform must be layer numbers, got {layers!r}")
 
 
 def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
