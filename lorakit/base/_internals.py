@@ -5,6 +5,7 @@ tests/base/test_internals.py asserts that every one still exists and still means
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,16 @@ def was_written(tensor: Tensor) -> bool:
     parameter that transformers overwrites while loading would be filled with the stored values instead.
     """
     return tensor._version > 0
+
+
+def without_length_warning(tokenizer: Any) -> Any:
+    """Keep a tokenizer from warning of texts longer than the base's positions; lorakit checks the rows itself.
+
+    Read in transformers 5.23: ``_eventual_warn_about_too_long_sequence`` warns once, and stores that it has in
+    ``deprecation_warnings``.
+    """
+    getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -12,12 +12,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lorakit.base._internals import without_length_warning
 from lorakit.errors import BaseModelError
+from lorakit.files.base_files import read_json
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+
+OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and are shown and merged"
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -36,10 +40,24 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     if problems:
         raise BaseModelError(
             f"{folder}: {len(problems)} tensors of {type(model).__name__} are missing or of another shape and would"
-            f" be random: {', '.join(sorted(problems)[:5])}"
+            f" be random: {', '.join(sorted(problems)[:5])}{other_class_note(folder, model)}"
         )
     loaded: nn.Module = model.to(device).eval()
     return loaded
+
+
+def other_class_note(folder: Path, model: nn.Module) -> str:
+    """Return a sentence if config.json names another class than that of this causal language model; else nothing."""
+    names = named_classes(folder)
+    if not names or type(model).__name__ in names:
+        return ""
+    return f". config.json says {', '.join(names)}: recipes and answers need a causal language model; {OTHER_CLASSES}"
+
+
+def named_classes(folder: Path) -> list[str]:
+    """Return the names of model classes in a base's config.json: ``architectures``."""
+    names = read_json(folder / "config.json").get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def load_skeleton(folder: Path) -> nn.Module:
@@ -82,7 +100,9 @@ def load_tokenizer(folder: Path) -> Any:
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return without_length_warning(
+            AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -96,6 +116,11 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # because transformers' own code fails in many ways on a user's files
+        if "Unrecognized configuration class" in str(problem):  # and then the names of all that it has
+            kind = ", ".join(named_classes(folder)) or "a model of this kind"
+            raise BaseModelError(
+                f"{folder}: {kind} is not a causal language model, which recipes and answers need; {OTHER_CLASSES}"
+            ) from None
         raise BaseModelError(f"{folder}: transformers cannot load it: {type(problem).__name__}: {problem}") from None
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import ShardReader
-from lorakit.base.load import explain_load_errors, load_skeleton, quiet_loading
+from lorakit.base.load import explain_load_errors, load_skeleton, other_class_note, quiet_loading
 from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
@@ -45,6 +45,23 @@ def load_on_meta(folder: Path, dtype: torch.dtype, dequantized: Mapping[str, Ten
         _tie_equal_weights(model, reader)
         _replace_traced_parameters(files, model)
     return model.eval()
+
+
+def check_stored_tensors(folder: Path) -> None:
+    """Raise the error of ``load_base`` if the files lack tensors of the causal language model. No weight is read.
+
+    Raises:
+        BaseModelError: there is no such model, or names the tensors that are missing or of another shape.
+    """
+    files = open_base_files(folder)
+    load_skeleton(folder)  # for its error
+    try:
+        with _MissingStaysOnMeta():
+            placeholders = {name: _Placeholder(name, files.entry(name)) for name in files.shard_of}
+            model, report = _build_from_placeholders(folder, torch.float32, placeholders, quantized=False)
+    except BaseModelError:  # a base that cannot be loaded in parts, such as a quantised one: a full load decides
+        return
+    _check_complete(files, model, report)
 
 
 @final
@@ -138,6 +155,7 @@ def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any
         raise BaseModelError(
             f"{index if index.is_file() else files.folder / SINGLE}: {len(problems)} tensors of"
             f" {type(model).__name__} are missing or of another shape and would be random: {'; '.join(problems[:5])}"
+            + other_class_note(files.folder, model)
         )
 
 

@@ -63,7 +63,8 @@ def print_line(text: str) -> None:
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override recipe keys")
+    # a default, without which argparse says that overrides are required where the recipe is missing
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override recipe keys")
 
 
 def add_base_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,11 @@
 """launch: write a cluster's job file for a recipe, instead of running the recipe."""
 
 import argparse
+import os
 from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, add_recipe_arguments
-from lorakit.errors import RecipeError
+from lorakit.errors import LorakitError, RecipeError
 
 
 def add_launch_command(add_command: AddCommand) -> None:
@@ -15,7 +16,7 @@ def add_launch_command(add_command: AddCommand) -> None:
     kind.add_argument("--slurm", action="store_true", help="an sbatch script")
     kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
     kind.add_argument("--pytorchjob", action="store_true", help="a Kubeflow PyTorchJob, for the older operator")
-    launch.add_argument("--out", help="file to write (default: standard output)")
+    launch.add_argument("--out", help="file to write, which must not exist (default: standard output)")
     launch.add_argument("--name", default="lorakit", help="name of the job")
     launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
     launch.add_argument("--cpus-per-process", type=int, default=8, help="slurm: cores per process (default: 8)")
@@ -26,6 +27,8 @@ def add_launch_command(add_command: AddCommand) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    if options.out is not None and os.path.lexists(options.out):
+        raise LorakitError(f"--out: {options.out} exists already; choose another name, or remove it")
     from lorakit.launch.job_files import kubernetes_job, slurm_job
     from lorakit.recipe import load_recipe
 

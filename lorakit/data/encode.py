@@ -107,9 +107,8 @@ class Encoder:
         include white space after it, and then reaches out of its span.
         """
         coded = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True,
-            verbose=False,  # because its warning of long rows is not for training: max_tokens decides
-        )  # fmt: skip
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
         first, stop = _close_gaps(np.array(coded["offset_mapping"], dtype=np.int64).reshape(-1, 2))
         # added tokens are no problem: one before an answer may include its first spaces, and counts as prompt then
         ordinary = ~np.isin(coded["input_ids"], self._added_ids)

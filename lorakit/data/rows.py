@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from lorakit.data._internals import dataset_fingerprint
-from lorakit.errors import DataError
+from lorakit.errors import DataError, did_you_mean
 
 MAX_LINE_BYTES: Final = 64_000_000
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+CONVERTIBLE: Final = (".json", ".csv", ".arrow")
+"""suffixes of files of rows that an error says how to convert"""
 
 
 class BadRow(ValueError):
@@ -53,7 +55,14 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
     Raises:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
-    sources = [source for name in ([names] if isinstance(names, str) else names) for source in _find(name, split)]
+    sources, problems = list[RowSource](), list[str]()
+    for name in [names] if isinstance(names, str) else names:
+        try:
+            sources += _find(name, split)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(problems))
     paths = [str(source.path.resolve()) if source.path else source.name for source in sources]
     repeated = {path for path in paths if paths.count(path) > 1}
     if repeated:
@@ -107,11 +116,43 @@ def _find(name: str, split: str) -> list[RowSource]:
         return _find_in_folder(path)
     if _is(path, Path.is_file):
         if not name.endswith(SUFFIXES):
-            raise DataError(f"data: {name}: lorakit reads files ending in {', '.join(SUFFIXES)}; rename or convert it")
+            raise DataError(f"data: {name}: lorakit reads files ending in {', '.join(SUFFIXES)}; {_conversion(path)}")
         return [RowSource(name, path)]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((*SUFFIXES, ".json", ".csv", ".txt")):
+    missing = f"data: {name}: no such file or folder; looked for {path.absolute()}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((*SUFFIXES, *CONVERTIBLE, ".txt")):
+        if _is(path.parent, Path.is_dir):  # a mistyped path, for which the hub would be searched for half a minute
+            raise DataError(
+                f"{missing}.{_nearest_files(path)} {path.parent} is a folder here, so"
+                " the hub was not searched; for a hub data set of this name run from another folder"
+            )
         return [RowSource(name, None, split)]
-    raise DataError(f"data: {name}: no such file or folder; looked for {path.absolute()}")
+    if "*" in name:
+        raise DataError(
+            f"{missing}. Patterns are not expanded: name a folder, or the files in a list: [a.jsonl, b.jsonl]"
+        )
+    raise DataError(f"{missing}.{_nearest_files(path)}")
+
+
+def _nearest_files(path: Path) -> str:
+    """Return the files beside a missing one with the most similar names, as a sentence; empty if there are none."""
+    beside = path.parent.iterdir() if _is(path.parent, Path.is_dir) else ()
+    return did_you_mean(str(path), map(str, beside))
+
+
+def _conversion(path: Path) -> str:
+    """Return the sentence that says how a file of rows in another form becomes one that lorakit reads."""
+    if path.suffix == ".json":
+        return (
+            "rename it to .jsonl if it has a row on each line; a JSON array becomes such a file by"
+            ' python -c "import json;'
+            f" [print(json.dumps(row)) for row in json.load(open('{path}'))]\" > {path.with_suffix('.jsonl')}"
+        )
+    if path.suffix in CONVERTIBLE:
+        return (
+            f"this one becomes such a file by python -c \"import datasets; datasets.load_dataset('{path.suffix[1:]}',"
+            f" data_files='{path}')['train'].to_parquet('{path.with_suffix('.parquet')}')\""
+        )
+    return "rename it, or convert it"
 
 
 def _find_in_folder(folder: Path) -> list[RowSource]:

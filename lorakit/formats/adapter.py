@@ -77,7 +77,7 @@ def open_base(name: str | None, revision: str | None) -> Base | None:
     """
     if name is None:
         if revision is not None:
-            raise PatchError(f"revision: {revision!r} of no base; name the base too (base=)")
+            raise PatchError(f"revision: {revision!r} of no base; name the base too (--base, in Python base=)")
         return None
     skeleton = load_skeleton(find_base(name, revision))
     modules = tuple(module for module, _ in skeleton.named_modules())

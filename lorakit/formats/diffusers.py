@@ -118,7 +118,8 @@ def _prefix(file: SafetensorsFile, header: Mapping[str, Any], options: Options) 
     names = ", ".join(sorted({*(name.removesuffix(".") for name in prefixes), *firsts} - {""}))
     raise PatchError(
         f"{file.path}: names begin with the components of a pipeline ({names}); say which one's adapter is meant"
-        " (prefix=), or that this is part of the layer's own name (prefix='')"
+        " (--prefix, in Python prefix=), or that this is part of the layer's own name (--prefix '', in Python"
+        " prefix='')"
     )
 
 

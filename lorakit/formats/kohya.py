@@ -42,7 +42,7 @@ def read_kohya(file: SafetensorsFile, options: Options) -> ForeignAdapter:
     if options.base is None:
         raise PatchError(
             f"{file.path}: kohya's names are flattened (model_layers_0_ for model.layers.0.), and only the base tells"
-            " what they were; name it (base=)"
+            " what they were; name it (--base, in Python base=)"
         )
     prefix = _prefix(file, options.prefix)
     keys = group_keys(file, SUFFIXES, prefix)
@@ -96,12 +96,14 @@ def _prefix(file: SafetensorsFile, requested: str | None) -> str:
     unknown = [key for key, prefix in prefix_of.items() if prefix is None]
     if unknown:
         raise PatchError(
-            f"{file.path}: {unknown[0]}: none of {', '.join(PREFIXES)}; say what is before the name (prefix=)"
+            f"{file.path}: {unknown[0]}: none of {', '.join(PREFIXES)}; say what is before the name"
+            " (--prefix, in Python prefix=)"
         )
     several = sorted({str(prefix) for prefix in prefix_of.values()})
     if len(several) != 1:
         raise PatchError(
-            f"{file.path}: holds the adapters of several models ({', '.join(several)}); say which one (prefix=)"
+            f"{file.path}: holds the adapters of several models ({', '.join(several)}); say which one"
+            " (--prefix, in Python prefix=)"
         )
     return several[0]
 

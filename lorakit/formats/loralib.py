@@ -70,7 +70,10 @@ def _alpha(adapter: ForeignAdapter, options: Options) -> float:
         raise PatchError(f"{path}: alpha {options.alpha} is given, and the file says {stored}; leave it out")
     alpha = stored if options.alpha is None else options.alpha
     if alpha is None:
-        raise PatchError(f"{path}: a loralib file does not hold its alpha; give the lora_alpha of its layers (alpha=)")
+        raise PatchError(
+            f"{path}: a loralib file does not hold its alpha; give the lora_alpha of its layers"
+            " (--alpha, in Python alpha=)"
+        )
     return alpha
 
 
@@ -80,5 +83,8 @@ def _is_embedding(adapter: ForeignAdapter, name: str, options: Options) -> bool:
     if adapter.original is not None:
         return name in adapter.original.embeddings
     if EMBEDDING_NAME.search(name):
-        raise PatchError(f"{adapter.file.path}: {name}: may be an embedding or a linear layer; the base tells (base=)")
+        raise PatchError(
+            f"{adapter.file.path}: {name}: may be an embedding or a linear layer; the base tells"
+            " (--base, in Python base=)"
+        )
     return False

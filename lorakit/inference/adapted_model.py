@@ -50,12 +50,14 @@ def load(
     dtype: str | torch.dtype = "auto",
     quantize: str = "none",
     revision: str | None = None,
+    device: str | torch.device | None = None,
     allow_base_mismatch: bool = False,
     allow_edited_config: bool = False,
     allow_template_change: bool = False,
 ) -> "AdaptedModel":
-    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches, on the GPU if there is one.
+    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches.
 
+    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
 
     Raises:
@@ -67,9 +69,8 @@ def load(
         raise LorakitError(
             f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
         )
-    folder = find_base(str(base), revision)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_any_base(folder, choose_dtype(dtype_name(dtype), device).dtype, device, quantize)
+    folder, on = find_base(str(base), revision), _device(device)
+    model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
     adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(
@@ -77,6 +78,22 @@ def load(
             allow_template_change=allow_template_change,
         )  # fmt: skip
     return adapted
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device of that name, if this machine has it.
+
+    Raises:
+        LorakitError: no name of a device, or of one that is not here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError) as problem:  # a torch without CUDA asserts
+        raise LorakitError(f"device: {device!r} cannot be used here: {str(problem).splitlines()[0]}") from None
+    return chosen
 
 
 class AdaptedModel:
@@ -109,6 +126,9 @@ class AdaptedModel:
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
         """modules of experts and routers, which see the tokens of all rows at once"""
         self._loading, self._sampling = threading.Lock(), threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"AdaptedModel({type(self.model).__name__}, adapters: {', '.join(self._adapters) or 'none'})"
 
     @property
     def adapters(self) -> tuple[str, ...]:

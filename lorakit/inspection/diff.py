@@ -59,6 +59,7 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
         return _diff_patches(first, second, say)
     if any(are_patches):
         patch, other = (one, two) if are_patches[0] else (two, one)
+        find_base(str(other))  # for its error, if there is nothing of that name
         raise LorakitError(
             f"{patch} is a patch, {other} is not. `lorakit show {patch} --for {other}` says whether they belong"
             f" together; to compare models merge the patch first (lorakit merge), to compare patches make a tuned model"

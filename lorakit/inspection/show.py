@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton
+from lorakit.base.model_class import load_named_skeleton, skeleton_for
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
@@ -87,7 +87,7 @@ def _quantization(facts: Mapping[str, Any]) -> str | None:
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
-    shapes = BaseShapes.of(load_skeleton(folder))
+    shapes = BaseShapes.of(skeleton_for(folder, [patch]))
     wrong = dict(fit_problems(patch, shapes))
     rows: list[tuple[str, ...]] = []
     for name, layer in patch.layers.items():
@@ -152,7 +152,8 @@ def _show_run(folder: Path, say: Say) -> None:
     done, total = run.get("steps"), run.get("total_steps")
     newest = Checkpoints(folder / "checkpoints", 1).newest()
     progress = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
-    status = "finished" if done is not None else f"not finished, {progress}; lorakit train goes on"
+    status = f"finished; stopped {run['stopped_early']}" if run.get("stopped_early") else "finished"
+    status = status if done is not None else f"not finished, {progress}; lorakit train goes on"
     _table(
         say,
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
@@ -166,7 +167,7 @@ def _show_run(folder: Path, say: Say) -> None:
 
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
-    files, model = open_base_files(folder), load_skeleton(folder)
+    files, model = open_base_files(folder), load_named_skeleton(folder)
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
     _table(
         say,

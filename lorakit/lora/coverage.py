@@ -1,6 +1,6 @@
 """Count which share of a base's matrix parameters an adapter changes."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,7 +9,7 @@ from torch import nn
 from lorakit.lora.experts import expert_parameters
 from lorakit.lora.layer_kinds import is_linear_like, kind_of
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
-from lorakit.lora.targets import embedding_and_head
+from lorakit.lora.targets import Target, embedding_and_head
 
 LOW_COVERAGE: Final = 0.5
 """share below which `all-linear` gets a note, because most of the base is then in experts"""
@@ -60,6 +60,20 @@ class Coverage:
         unused = self.experts and not spec.target_parameters
         experts = "; target_parameters: all-experts reaches experts" if unused else ""
         return f"all-linear reaches {self.share:.0%} of the parameters in products; the rest is in {names}{experts}"
+
+
+def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSpec) -> tuple[str, ...]:
+    """Return remarks for the user: about a small coverage, and about adapters that are larger than their layers."""
+    larger = [target for target in targets if target.num_parameters > target.out_features * target.in_features]
+    notes = [] if (note := coverage.note(spec)) is None else [note]
+    if larger:
+        one = larger[0]
+        notes.append(
+            f"{len(larger)} of {len(targets)} adapters have more parameters than their layers, {one.name} first: rank"
+            f" {one.rank} on {one.out_features}x{one.in_features}, where rank {min(one.out_features, one.in_features)}"
+            " gives any update"
+        )
+    return tuple(notes)
 
 
 def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:

@@ -52,6 +52,11 @@ def inject(
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            f"inject puts an adapter on a torch model, got a {type(model).__name__}; lorakit.load and lorakit.train"
+            " load a base by its name"
+        )
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     for name, value, known in (

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton
+from lorakit.base.meta import check_stored_tensors
+from lorakit.base.model_class import skeleton_for
 from lorakit.base.quantized import linear_layers
-from lorakit.errors import MergeError, TemporaryFailure
+from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
@@ -30,7 +31,7 @@ from lorakit.merging.onto import (
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
 from lorakit.merging.requantize import requantize_folder
 from lorakit.merging.staging import Lines, Staging, staged
-from lorakit.merging.verify import measure_error, verify_merge
+from lorakit.merging.verify import check_comparable, measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
@@ -78,7 +79,7 @@ def merge(
     out, folder = Path(out), find_base(str(base), revision)
     _check_out(out, folder)
     weighted = _open(adapters, allow_edited_config=allow_edited_config)
-    files, skeleton = open_base_files(folder), load_skeleton(folder)
+    files, skeleton = open_base_files(folder), skeleton_for(folder, [one.patch for one in weighted])
     shapes, linear = BaseShapes.of(skeleton), list(linear_layers(skeleton))
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
     onto = choose_target(files, quantization, onto)
@@ -87,7 +88,7 @@ def merge(
     plan = plan_merge(files, shapes, weighted, quantization=dequantize, dtype=dtype, untie=untie)
     if onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}" + ("; then quantised" if requantize else ""))
-    _check_verifiable(plan, weighted, verify=verify)
+    _check_verifiable(folder, plan, weighted, verify=verify)
     _check_bases(weighted, BaseIdentity(files), base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
     settings = [dtype, untie, allow_base_mismatch, onto, requantize]
     inputs = _inputs(files, weighted, settings)
@@ -128,12 +129,18 @@ def _check_options(
         raise MergeError("verify: quantisation loses more than rounding; its error is measured instead")
 
 
-def _check_verifiable(plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
+def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
     if verify and plan.vocabulary is not None:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
             " the base cannot run beside; leave --verify out"
         )
+    if verify:
+        check_comparable(weighted)
+        try:
+            check_stored_tensors(folder)
+        except BaseModelError as problem:
+            raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
 
 
 def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.lora.routing import Adapter, Route, Slot, adapter_numbers
 from lorakit.lora.slot_hook import SlotHook
 from lorakit.merging.onto import CPU, TrainedQuantization
-from lorakit.patch import BaseShapes, check_fits
+from lorakit.patch import BaseShapes, Patch, check_fits
 from lorakit.patch.weighted import WeightedPatch
 from lorakit.quant.files import is_quantized
 
@@ -74,6 +74,32 @@ def verify_merge(
         " same at {same_next_token} of {tokens} places".format(**result)
     )
     return result
+
+
+def check_comparable(weighted: Sequence[WeightedPatch]) -> None:
+    """Raise an error now if ``verify_merge`` could not compare these patches after the merge.
+
+    Raises:
+        MergeError: a layer has a magnitude, token rows, experts or a full tensor, and several patches or a weight.
+    """
+    for one in weighted:
+        others = {name for other in weighted if other is not one for name in _changed_modules(other.patch)}
+        for name, alone in _changed_modules(one.patch).items():
+            if alone and (one.weight != 1.0 or name in others):
+                raise MergeError(
+                    f"verify: {one.folder} changes {name} by more than a low-rank update (a magnitude, token rows,"
+                    " experts or a full tensor), which can be compared when one patch with weight 1 changes it; leave"
+                    " --verify out"
+                )
+
+
+def _changed_modules(patch: Patch) -> dict[str, bool]:
+    """Return the modules that a patch changes, and whether each must be changed by one patch alone to be compared."""
+    modules = dict.fromkeys((name.rpartition(".")[0] for name in patch.full_shapes), True)
+    for name, layer in patch.layers.items():
+        # False also beside a full tensor, because PEFT saves copies of the base's embedding beside its update
+        modules[name.rpartition(".")[0] if layer.num_experts else name] = not layer.plain
+    return modules | dict.fromkeys(patch.token_rows, True)
 
 
 def measure_error(

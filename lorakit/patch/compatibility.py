@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lorakit.lora.methods import METHODS
+from lorakit.lora.targets import layer_index
 from lorakit.patch.patch import Patch
 
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -39,8 +40,18 @@ def compatible_programs(patch: Patch) -> list[Program]:
     ]
 
 
+def _not_of_language_model(patch: Patch) -> Iterator[str]:
+    """Yield a problem if no layer has a name that layers of a language model have: numbered blocks, embedding, head."""
+    if patch.layers and not any(
+        layer_index(name) is not None or layer.embedding or name.endswith("lm_head")
+        for name, layer in patch.layers.items()
+    ):
+        yield f"its layers ({', '.join([*patch.layers][:2])}) are not those of a language model"
+
+
 def _vllm_problems(patch: Patch, largest: int) -> Iterator[str]:
     config = patch.config
+    yield from _not_of_language_model(patch)
     yield from (
         f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
     )
@@ -60,6 +71,7 @@ def _vllm_problems(patch: Patch, largest: int) -> Iterator[str]:
 def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
     if not patch.layers:
         yield "no low-rank update"
+    yield from _not_of_language_model(patch)
     yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"

@@ -29,13 +29,22 @@ class BaseShapes:
     """input embedding; None if the model has none"""
     head: str | None
     """output head; None if the model has none"""
+    architecture: str
+    """the model's class"""
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
         """Return the shapes of a model, which may be on the meta device."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         experts = dict(patched_parameters(model))
-        return cls(adaptable_layers(model), parameters, experts, tied_head(model), *embedding_and_head(model))
+        return cls(
+            adaptable_layers(model),
+            parameters,
+            experts,
+            tied_head(model),
+            *embedding_and_head(model),
+            type(model).__name__,
+        )
 
 
 def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
@@ -133,11 +142,14 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     Raises:
         PatchError: a tensor does not fit; names the first three.
     """
-    problems = [text for _, text in fit_problems(patch, base)]
-    if not problems:
+    all_problems = list(fit_problems(patch, base))
+    if not all_problems:
         return
+    problems, wrong = [text for _, text in all_problems], {name for name, _ in all_problems}
     more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
     made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
     shown = "\n  ".join([*problems[:3], *more, *made_for])
-    count = len(patch.layers) + len(patch.full_shapes)
-    raise PatchError(f"{patch.folder}: does not fit {name}: {len(problems)} of {count} places\n  {shown}")
+    count = len(wrong.union(patch.layers, patch.full_shapes, patch.token_rows))  # some are in the base alone
+    raise PatchError(
+        f"{patch.folder}: does not fit {name} ({base.architecture}): {len(wrong)} of {count} places\n  {shown}"
+    )

@@ -49,7 +49,7 @@ class PatchLayer:
     alpha: float
     sizes: tuple[int, int]
     """(out, in)"""
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(repr=False)
     """by name: ``lora_A``, ``lora_B`` and, for DoRA, ``lora_magnitude_vector`` (out,)"""
     embedding: bool = False
     num_experts: int = 0
@@ -80,7 +80,7 @@ class TokenRows:
     """(tokens, width)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Patch:
     """An adapter on the CPU: updates by module name, and full tensors that replace the base's."""
 
@@ -113,6 +113,13 @@ class Patch:
         updates = sum(layer.num_parameters for layer in self.layers.values())
         rows = sum(rows.tensor.numel() for rows in self.token_rows.values())
         return updates + rows + sum(torch.Size(shape).numel() for shape in self.full_shapes.values())
+
+    def __repr__(self) -> str:
+        ranks = ", ".join(str(rank) for rank in sorted({layer.rank for layer in self.layers.values()}))
+        return (
+            f"Patch({str(self.folder)!r}: {self.config.method}, rank {ranks or 'none'}, {len(self.layers)} layers,"
+            f" {self.num_parameters:,} parameters, for {self.made_for})"
+        )
 
     @property
     def made_for(self) -> str:

@@ -4,7 +4,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -13,15 +13,26 @@ from lorakit.errors import did_you_mean
 from lorakit.recipe.schema import Recipe
 
 MAX_SHOWN = 60
+OTHER_NAMES: Final = {
+    "lr": "learning_rate", "r": "rank", "lora_r": "rank", "target_modules": "targets", "max_steps": "steps",
+    "num_train_epochs": "epochs", "per_device_train_batch_size": "micro_batch_size", "cutoff_len": "max_tokens",
+    "sequence_len": "max_tokens", "max_seq_length": "max_tokens", "gradient_checkpointing": "activation_checkpointing",
+}  # fmt: skip
+"""names of other trainers that are not similar to lorakit's, and lorakit's"""
 
 
 def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
     """Return one line per problem. ``sources``: overridden key -> text of the override."""
     lines: dict[str, int] = {}
-    for problem in error.errors():
-        if problem["type"] == "string_type" and isinstance(problem["input"], list):
-            continue  # the text branch of `text or list`; the list branch has an error of its own
+    problems = error.errors()
+    refused_texts = {tuple(_recipe_keys(problem["loc"])) for problem in problems if problem["type"] == "value_error"}
+    for problem in problems:
         keys = list(_recipe_keys(problem["loc"]))
+        # of `text or list`, the branch that was not meant: the other one has an error of its own
+        if problem["type"] == "string_type" and isinstance(problem["input"], list):
+            continue
+        if problem["type"] == "tuple_type" and tuple(keys) in refused_texts:
+            continue
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
         line = _line(node, keys)
         where = f"override '{override}'" if override else f"{path}:{line}"
@@ -79,7 +90,7 @@ def _line(node: yaml.Node, keys: list[int | str]) -> int:
 def _message(problem: Any, keys: list[int | str]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return f"unknown key.{did_you_mean(str(keys[-1]), _known_keys(keys[:-1]))}"
+        return f"unknown key.{_nearest_keys(str(keys[-1]), keys[:-1])}"
     if kind == "missing":
         return "this key is required"
     text = problem["msg"].removeprefix("Value error, ")
@@ -87,6 +98,20 @@ def _message(problem: Any, keys: list[int | str]) -> str:
     if kind == "literal_error":
         return f"{text}, got {shown}.{did_you_mean(str(value), _quoted(problem['ctx']['expected']))}"
     return text if isinstance(value, dict) else f"{text}, got {shown}"
+
+
+def _nearest_keys(name: str, within: list[int | str]) -> str:
+    """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
+    name = OTHER_NAMES.get(name, name)
+    elsewhere = {key: section for section, keys in _sections().items() for key in keys}
+    if name in elsewhere and name not in _known_keys(within):
+        return f" Nearest: '{elsewhere[name]}.{name}'."
+    return did_you_mean(name, _known_keys(within))
+
+
+def _sections() -> dict[str, list[str]]:
+    """Return section -> its keys."""
+    return {section: keys for section in Recipe.model_fields if (keys := _known_keys([section])) != _known_keys([])}
 
 
 def _known_keys(keys: list[int | str]) -> list[str]:

@@ -26,6 +26,8 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
     Raises:
         RecipeError: names all problems, one ``file:line: key: problem`` per line.
     """
+    if not isinstance(path, str | Path):
+        raise RecipeError(f"recipe: the path of a YAML file, got a {type(path).__name__}")
     path = Path(path)
     loader = _open(path)
     try:
@@ -144,7 +146,8 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
     try:
         value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as problem:
-        return [_explain_yaml(Path(f"override '{item}'"), problem)]
+        explained = _explain_yaml(Path(f"override '{item}'"), problem)
+        return [f"{explained}. A text with such characters goes in quotes: '{key}=\"{text}\"'"]
     except RecursionError:
         return [f"override '{item[:40]}...': nested deeper than {MAX_DEPTH} levels"]
     for part in parts[:-1]:

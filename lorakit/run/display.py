@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -13,6 +14,9 @@ from lorakit.parallel import StepReport
 from lorakit.run.process_memory import peak_resident_bytes
 
 LINE_SECONDS = 10.0
+BAR_COLUMNS: Final = 110
+"""width of a terminal that has space for the bar beside the numbers"""
+TIME_COLUMNS: Final = len(" -:--:-- ")
 
 
 class Display:
@@ -33,13 +37,22 @@ class Display:
         self._seconds += seconds
         rate = self._tokens / self._seconds
         memory = f"{peak_memory_bytes() / 1e9:.2f} GB"
-        facts = f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  {rate:,.0f} tok/s  {memory}"
+        facts = [f"loss {report.loss:.4f}", f"lr {report.learning_rate:.2e}", f"{rate:,.0f} tok/s", memory]
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=number, facts=facts)
+            self._bar.update(self._task, completed=number, facts=self._fitting(facts))
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
             left = self._seconds / self._steps * (self._total - number)
-            self._console.print(f"step {number}/{self._total}  {facts}  {left:.0f} s left", highlight=False)
+            line = "  ".join([f"step {number}/{self._total}", *facts, f"{left:.0f} s left"])
+            self._console.print(line, highlight=False)
             self._shown = now
+
+    def _fitting(self, facts: list[str]) -> str:
+        """Return as many of the numbers as the terminal has space for, beside the counter and the time left."""
+        space = self._console.width - len(f"step {self._total}/{self._total} ") - TIME_COLUMNS
+        for count in range(len(facts), 0, -1):
+            if len(text := "  ".join(facts[:count])) <= space:
+                return text
+        return ""
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -47,15 +60,17 @@ class Display:
 
 
 @contextmanager
-def display(total_steps: int, first_step: int) -> Iterator[Display]:
-    """Open a live display for the steps from ``first_step`` to ``total_steps``."""
-    console = Console(file=sys.stderr)
+def display(total_steps: int, first_step: int, console: Console | None = None) -> Iterator[Display]:
+    """Display the steps from ``first_step`` to ``total_steps``; on standard error if ``console`` is None."""
+    # notebooks set FORCE_COLOR for the processes that they start, which rich takes for a terminal
+    console = console or Console(file=sys.stderr, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         yield Display(console, None, total_steps, first_step)
         return
+    bar_columns = (BarColumn(bar_width=24), TaskProgressColumn()) if console.width >= BAR_COLUMNS else ()
     columns = (
-        TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=24), TaskProgressColumn(),
-        TextColumn("{task.fields[facts]}"), TimeRemainingColumn(),
+        TextColumn("step {task.completed}/{task.total}"), *bar_columns, TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console) as bar:
         yield Display(console, bar, total_steps, first_step)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
     if steps:
         x, y = zip(*steps, strict=True)
         axes.plot(x, y, color="#9ecae1", linewidth=0.8, label="step")
-        axes.plot(x, _running_mean(list(y)), color="#08519c", linewidth=1.6, label="step, running mean")
+        axes.plot(x, running_mean(list(y)), color="#08519c", linewidth=1.6, label="step, running mean")
     if evals:
         axes.plot(*zip(*evals, strict=True), color="#d94801", marker="o", markersize=4, label="held out")
     if min((y for _, y in steps + evals), default=0) > 0:
@@ -71,10 +72,13 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def _running_mean(values: list[float], weight: float = 0.9) -> list[float]:
-    """Return the running mean of the logarithms, because on a log axis a mean of values lags behind a falling loss."""
-    means, total, norm = [], 0.0, 0.0
-    for value in values:
-        total, norm = weight * total + math.log(max(value, 1e-12)), weight * norm + 1
-        means.append(math.exp(total / norm))
-    return means
+def running_mean(values: list[float]) -> list[float]:
+    """Return for each step the mean over the steps around it: over a thirtieth of the run, and over 5 at least.
+
+    Around it, because a mean of the steps before lies above a falling loss. It is a mean of the logarithms, because the
+    axis is logarithmic.
+    """
+    half = max(2, len(values) // 60)
+    sums = [0.0, *accumulate(math.log(max(value, 1e-12)) for value in values)]
+    windows = [(max(0, step - half), min(len(values), step + half + 1)) for step in range(len(values))]
+    return [math.exp((sums[stop] - sums[start]) / (stop - start)) for start, stop in windows]

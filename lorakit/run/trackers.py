@@ -39,13 +39,17 @@ class Trackers:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         PartialState()  # accelerate's trackers read the rank from this singleton
-        run = folder.name or "lorakit"
         for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            where = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
-            tracker = kind(run, **where)
+            # a tracker with files makes a folder of its run's name in the output folder
+            local = kind.requires_logging_directory
+            tracker = kind(name, logging_dir=str(folder)) if local else kind(folder.name or "lorakit")
             tracker.start()
-            tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
+            settings = {key: _plain(value) for key, value in config.items()}
+            if name == "tensorboard":  # as a text, because accelerate would make a second run of them
+                tracker.tracker.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+            else:
+                tracker.store_init_configuration(settings)
             self._trackers.append(tracker)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

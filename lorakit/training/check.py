@@ -11,14 +11,14 @@ from torch import nn
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import load_skeleton, load_tokenizer
+from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
 from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
-from lorakit.errors import LorakitError
-from lorakit.files.base_files import open_base_files
+from lorakit.errors import DataError, LorakitError
 from lorakit.lora import attach, find_targets
-from lorakit.lora.coverage import coverage_of
+from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
@@ -29,7 +29,7 @@ from lorakit.run.display import row_progress
 from lorakit.run.record import open_record
 from lorakit.run.trackers import check_trackers
 from lorakit.training.checkpoint import check_disk
-from lorakit.training.job import NOT_FUSED, check_vocabulary, num_trainable
+from lorakit.training.job import NOT_FUSED, check_vocabulary, num_trainable, same_rows_note
 from lorakit.training.model_checks import check_positions, check_row_lengths
 
 SHOWN_CHARACTERS = 1200
@@ -52,7 +52,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
-        attempt(open_base_files, folder)
+        attempt(check_stored_tensors, folder)
         tokenizer = attempt(lambda: load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
         model = attempt(_check_targets, recipe, folder, say)
         if tokenizer is not None:
@@ -69,7 +69,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     if Path(recipe.output).exists():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
-        raise LorakitError("\n".join(problems))
+        raise LorakitError("\n".join(dict.fromkeys(problems)))
     say("\nnothing is wrong with this recipe")
 
 
@@ -88,7 +88,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
-    if (note := coverage.note(spec)) is not None:
+    for note in adapter_notes(coverage, targets, spec):
         say(f"note       {note}")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base")
     say(f"fused      {fused}\n")
@@ -107,10 +107,15 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
     sets = [("train", data.train, data.hub_split)]
     sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
     say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'labels':>12}")
-    datasets = []
+    datasets: list[TokenDataset] = []
+    problems: list[str] = []
     for name, source, split in sets:
-        with row_progress() as progress:
-            datasets.append(load_split(data, source, split, tokenizer, progress))
+        try:
+            with row_progress() as progress:
+                datasets.append(load_split(data, source, split, tokenizer, progress))
+        except LorakitError as problem:
+            problems.append(str(problem))
+            continue
         c = datasets[-1].counts
         say(
             f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
@@ -120,6 +125,10 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
             say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
         if c.zero_weight:
             say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    if (note := same_rows_note(*datasets)) is not None:
+        say(f"note     {note}")
     if data.eval is None:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]

@@ -3,7 +3,7 @@
 Invariant: checkpoints are deleted last, so a run that is killed here can still be resumed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,24 @@ def chosen_step(recipe: Recipe, progress: Progress) -> int:
     return progress.step
 
 
+def stops_early(recipe: Recipe, progress: Progress) -> bool:
+    """True if the held-out loss has not improved in the last `early_stopping_evals` evaluations."""
+    patience = recipe.train.early_stopping_evals
+    return patience is not None and progress.evals_without_gain >= patience
+
+
+def early_stop(job: Job, progress: Progress) -> str | None:
+    """Return why a run that is done took fewer steps than the recipe says; None if it took all."""
+    if progress.step >= job.total_steps or not stops_early(job.recipe, progress):
+        return None
+    count = progress.evals_without_gain
+    evaluations = "evaluation" if count == 1 else f"{count} evaluations"
+    return (
+        f"after step {progress.step} of {job.total_steps}: the held-out loss was no better in the last {evaluations}"
+        " (train.early_stopping_evals)"
+    )
+
+
 def write_results(
     job: Job,
     progress: Progress,
@@ -64,8 +82,8 @@ def write_results(
         "versions": versions(),
         "adapter": {"method": recipe.adapter.method, "rank": recipe.adapter.rank, "alpha": recipe.adapter.alpha},
         "base": job.base_fingerprint,
-        "data": job.data_facts(),
-        "recipe": recipe.model_dump(mode="json", exclude={"output", "parallel"}),
+        "data": {key: {**part, "sources": _file_names(part["sources"])} for key, part in job.data_facts().items()},
+        "recipe": _with_file_names(recipe.model_dump(mode="json", exclude={"output", "parallel"})),
         "results": {key: value for key, value in losses.items() if value is not None},
         "step": step,
     }
@@ -76,7 +94,7 @@ def write_results(
         base_model=recipe.base.model,
         revision=recipe.base.revision,
     )
-    chosen_settings = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"})
+    chosen_settings = _with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
     card = model_card(job.output.name, recipe.base.model, facts, chosen_settings)
     write_patch(job.output, patch, overwrite=True, card=card)
     draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
@@ -89,9 +107,27 @@ def write_results(
         ranks=ranks[1:],
         peak_memory_bytes=ranks[0]["peak_memory_bytes"],
         seconds_of_last_start=round(seconds, 2),
+        **({"stopped_early": why} if (why := early_stop(job, progress)) else {}),
         **({"compiled": job.compiled.stats()} if job.compiled else {}),
     )
     job.checkpoints.remove()
+
+
+def _with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe whose data files have no absolute paths, because patches are published and paths name people.
+
+    The base's path stays, because PEFT loads the base by it.
+    """
+    data = settings["data"]
+    names = {key: _file_names(data[key]) for key in ("train", "eval") if data.get(key) is not None}
+    return {**settings, "data": {**data, **names}}
+
+
+def _file_names(names: str | Sequence[str]) -> str | list[str]:
+    """Return the last parts of absolute paths; other names are unchanged."""
+    if isinstance(names, str):
+        return Path(names).name if Path(names).is_absolute() else names
+    return [str(_file_names(name)) for name in names]
 
 
 def discard(output: Path) -> None:

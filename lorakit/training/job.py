@@ -20,12 +20,12 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
-from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data import BatchSampler, TokenDataset, find_sources
 from lorakit.data.token_cache import load_split
-from lorakit.errors import BaseModelError, TargetError
+from lorakit.errors import BaseModelError, DataError, TargetError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
-from lorakit.lora.coverage import Coverage, coverage_of
+from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.objectives.cross_entropy import LossModel
@@ -54,13 +54,13 @@ NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 class AdaptedBase:
     """A base with an untrained adapter on it.
 
-    coverage: share of the base's products that the adapter changes. note: a sentence for the user if that share is
-    small, else None. num_parameters: of the base. fused: the parts that run fused; None under train.compile.
+    coverage: share of the base's products that the adapter changes. notes: sentences for the user about a small share
+    or a large rank. num_parameters: of the base. fused: the parts that run fused; None under train.compile.
     """
 
     base: LoadedBase
     coverage: Coverage
-    note: str | None
+    notes: tuple[str, ...]
     num_parameters: int
     num_trainable: int
     fused: FuseReport | None
@@ -148,6 +148,7 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
 
 def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
+    check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
     data = recipe.data
@@ -157,6 +158,31 @@ def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
         return folder, rows, None
     with row_progress() as progress:
         return folder, rows, load_split(data, data.eval, data.hub_eval_split, tokenizer, progress)
+
+
+def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None = None) -> str | None:
+    """Return a sentence if the held-out rows are the training rows; else None."""
+    if eval_rows is None or rows.digest != eval_rows.digest:
+        return None
+    return (
+        "the held-out rows are the training rows, so their loss says nothing about new ones; name others in data.eval"
+    )
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Return if the files of the training and of the held-out rows exist.
+
+    Raises:
+        DataError: names all that do not.
+    """
+    data, problems = recipe.data, list[str]()
+    for names, split in ((data.train, data.hub_split), (data.eval, data.hub_eval_split)):
+        try:
+            find_sources(names or (), split)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def load_adapted_base(
@@ -187,7 +213,8 @@ def load_adapted_base(
     num_parameters = count_parameters(model)
     attach(model, targets, spec, recipe.train.seed, base.read_weight)
     fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
-    return AdaptedBase(base, coverage, coverage.note(spec), num_parameters, num_trainable(model), fused)
+    notes = adapter_notes(coverage, targets, spec)
+    return AdaptedBase(base, coverage, notes, num_parameters, num_trainable(model), fused)
 
 
 def num_trainable(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.checkpoint import Progress
-from lorakit.training.finish import discard, finish, verify_finished_run
+from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
 from lorakit.training.job import Job, build_job
 from lorakit.training.summary import announce, end_summary, start_summary
 
@@ -106,7 +106,7 @@ def train_loop(
     while True:
         improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop)
         interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
-        done = not interrupted and (progress.step >= job.total_steps or stops_early(job, progress))
+        done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
         save_is_due = progress.step % job.recipe.train.save_every_steps == 0
         stopping = job.engine.group.any(stop.is_requested())  # decided together: all ranks stop after the same step
         if progress.step and (save_is_due or done or improved or stopping):
@@ -196,12 +196,6 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
         progress.evals_without_gain += 1
     report.evaluation(progress.step, result)
     return improved and job.recipe.train.select == "best"
-
-
-def stops_early(job: Job, progress: Progress) -> bool:
-    """True if the held-out loss has not improved in the last `early_stopping_evals` evaluations."""
-    patience = job.recipe.train.early_stopping_evals
-    return patience is not None and progress.evals_without_gain >= patience
 
 
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:

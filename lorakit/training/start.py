@@ -6,19 +6,21 @@ Imports no torch at its top, because a process that only launches others lives a
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lorakit.base.find import find_base
-from lorakit.errors import RunError, TemporaryFailure
+from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
 
 
-def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
-    """Train the adapter of a recipe file, and return the folder of its patch.
+def train(recipe: str | Path | Mapping[str, Any], *, fresh: bool = False, **overrides: Any) -> Path:
+    """Train the adapter of a recipe, and return the folder of its patch. ``recipe``: a file, or a file's content.
 
     Launches the recipe's processes, unless a launcher such as torchrun has started this one.
 
@@ -29,13 +31,37 @@ def train(recipe: str | Path, *, fresh: bool = False, **overrides: Any) -> Path:
         RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`.
     """
     texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
-    loaded = load_recipe(recipe, texts)
-    code = run_or_launch(loaded, recipe, texts, fresh=fresh)
+    with _recipe_file(recipe) as path:
+        loaded = load_recipe(path, texts)
+        code = run_or_launch(loaded, path, texts, fresh=fresh)
     if code:
         raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
             "the run's processes ended with an error; it is printed above"
         )
     return Path(loaded.output)
+
+
+@contextmanager
+def _recipe_file(recipe: str | Path | Mapping[str, Any]) -> Iterator[str | Path]:
+    """Yield a recipe's file; of a mapping a temporary one, which launched processes read too."""
+    if not isinstance(recipe, str | Path | Mapping):
+        raise RecipeError(f"recipe: a file or a mapping of sections, got a {type(recipe).__name__}")
+    if not isinstance(recipe, Mapping):
+        yield recipe
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.json"
+        try:
+            path.write_text(json.dumps(recipe, indent=1, default=_as_text), encoding="utf-8")  # JSON is YAML
+        except (TypeError, ValueError) as problem:
+            raise RecipeError(f"recipe: only text, numbers, true/false, lists and mappings: {problem}") from None
+        yield path
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"got {value!r}")
 
 
 def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:

@@ -4,8 +4,8 @@ from typing import Any
 
 from lorakit.run.report import perplexity
 from lorakit.training.checkpoint import Progress
-from lorakit.training.finish import chosen_step
-from lorakit.training.job import NOT_FUSED, Job
+from lorakit.training.finish import chosen_step, early_stop
+from lorakit.training.job import NOT_FUSED, Job, same_rows_note
 
 
 def announce(text: str) -> None:
@@ -24,7 +24,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
         *([("quantised", quantisation)] if (quantisation := _quantisation(job)) else []),
         ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
         ("targets", _targets(job)),
-        *([("note", job.adapted.note)] if job.adapted.note else []),
+        *(("note", note) for note in job.adapted.notes),
         ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
         ("fused", str(job.adapted.fused or NOT_FUSED)),
         ("rows", _rows(job)),
@@ -34,6 +34,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
             if job.eval_batches
             else "none (data.eval): no held-out loss is measured",
         ),
+        *([("note", note)] if (note := _same_rows(job)) else []),
         (
             "steps",
             f"{job.total_steps} of {settings.batch_size} rows,"
@@ -51,6 +52,10 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
     if progress.step:
         lines.append(("resuming", f"after step {progress.step}"))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _same_rows(job: Job) -> str | None:
+    return same_rows_note(job.batches.rows, job.eval_batches.rows if job.eval_batches else None)
 
 
 def _targets(job: Job) -> str:
@@ -97,6 +102,8 @@ def end_summary(job: Job, progress: Progress) -> str:
     if job.compiled:
         text = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
         lines += ["", f"compiled   {text}"]
+    if (why := early_stop(job, progress)) is not None:
+        lines += ["", f"stopped    {why}"]
     step = chosen_step(job.recipe, progress)
     lines += [
         "",

@@ -1,6 +1,7 @@
 """The built-in base, its tasks and the shipped patches are what the documents say."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import lorakit
 from lorakit.base.find import find_base
 from lorakit.base.load import load_tokenizer
+from lorakit.errors import PatchError
 from lorakit.inference.score import exact_match, read_questions
 from lorakit.patch import read_patch
 from lorakit.recipe import Recipe, load_recipe
@@ -91,3 +93,13 @@ def test_the_same_prompt_is_answered_differently_by_each_adapter(model: Any) -> 
 
     assert len(set(answers)) == 4
     assert json.loads(answers[0])["name"] == "Mira"
+
+
+@pytest.mark.parametrize("task", SHIPPED)
+def test_a_shipped_patch_whose_scale_is_edited_is_refused(task: str, tmp_path: Path) -> None:
+    patch = tmp_path / task
+    shutil.copytree(ROOT / "adapters" / task, patch)
+    config = json.loads((patch / "adapter_config.json").read_text())
+    (patch / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 64}))
+    with pytest.raises(PatchError, match="lora_alpha 64, saved with 16"):
+        read_patch(patch)

@@ -1,9 +1,13 @@
 """The private names of torch and transformers that base/ reads still exist and mean the same."""
 
+import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.integrations import deepspeed
 
 from lorakit.base._internals import was_written, without_zero3
+from lorakit.base.find import find_base
+from lorakit.base.load import load_tokenizer
 
 
 def test_torch_still_counts_writes_in_place_on_the_meta_device_too() -> None:
@@ -13,6 +17,14 @@ def test_torch_still_counts_writes_in_place_on_the_meta_device_too() -> None:
         assert not was_written(tensor.clone())
         tensor[0] = 1
         assert was_written(tensor), device
+
+
+def test_a_tokenizer_does_not_warn_of_texts_that_lorakit_checks(caplog: pytest.LogCaptureFixture) -> None:
+    folder = find_base("builtin:tiny")
+    text = "word " * 3000
+    loud = AutoTokenizer.from_pretrained(folder)
+    assert load_tokenizer(folder)(text)["input_ids"] == loud(text)["input_ids"]
+    assert caplog.text.count("Token indices sequence length") == 1  # the loud one's
 
 
 def test_transformers_still_keeps_its_deepspeed_config_where_it_was() -> None:

@@ -120,6 +120,8 @@ def test_score_counts_exact_answers_of_base_and_adapter(run: Any, base: Path, tm
         (["generate", "builtin:tiny", "--adapter", "x"], 2, "--adapter 'x': write it as NAME=PATH"),
         (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "absent: no such folder; looked for"),
         (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),
+        (["diff", "adapters/json", "absent/thing/x"], 2, "no folder"),
+        (["launch", "recipes/quickstart.yaml", "--slurm", "--out", "README.md"], 2, "README.md exists already"),
         (["merge", "builtin:tiny", "absent", "--out", "lorakit"], 2, "lorakit exists already"),
         (["merge", "builtin:tiny", "--adapter", "a:b", "--out", "new"], 2, "write it as DIR or DIR:WEIGHT"),
     ],
@@ -134,6 +136,12 @@ def test_mistakes_end_in_one_block_and_exit_code_2(
     assert err.startswith(f"lorakit {arguments[0]}:")
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_missing_recipe_is_all_that_is_said_to_be_missing(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("train")
+    assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
 
 
 def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ import contextlib
 import copy
 import gzip
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, colla
 from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.row_formats import parse_row_format
-from lorakit.data.rows import BadRow, parse_row
+from lorakit.data.rows import BadRow, find_sources, parse_row, read_rows
 from lorakit.errors import DataError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from tests.helpers.rows import chat, write_rows
@@ -338,6 +341,46 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
         with pytest.raises(DataError) as caught:
             tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
         assert message in str(caught.value), name
+
+
+def test_every_missing_file_is_named_at_once_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.raises(DataError) as caught:
+        find_sources((str(tmp_path / "trian.jsonl"), str(tmp_path / "absent.jsonl")), "train")
+    first, second = str(caught.value).splitlines()
+    assert f"Nearest: '{tmp_path / 'train.jsonl'}'" in first
+    assert "absent.jsonl: no such file" in second
+
+
+def test_a_path_in_a_folder_that_exists_is_not_searched_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(DataError, match="mine is a folder here, so the hub was not searched"):
+        find_sources("mine/train", "train")
+    assert find_sources("yours/train", "train")[0].path is None
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv"])
+def test_the_error_about_a_foreign_file_converts_it(tmp_path: Path, suffix: str, tokenizer: Any) -> None:
+    rows = [{"prompt": "say", "completion": "it"}]
+    foreign = tmp_path / f"rows.{suffix}"
+    foreign.write_text(json.dumps(rows) if suffix == "json" else "prompt,completion\nsay,it\n")
+    with pytest.raises(DataError) as caught:
+        find_sources(str(foreign), "train")
+    command = re.search(r'-c "(.*)"( > (.*))?$', str(caught.value))
+    assert command is not None
+    ran = subprocess.run([sys.executable, "-c", command[1]], capture_output=True, check=True, text=True)
+    if command[3]:
+        Path(command[3]).write_text(ran.stdout)
+    converted = next(tmp_path.glob("rows.jsonl" if command[3] else "rows.parquet"))
+    assert [row for _, row in read_rows(find_sources(str(converted), "train")[0])] == rows
+
+
+def test_a_pattern_is_not_expanded_and_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Patterns are not expanded: name a folder"):
+        find_sources(str(tmp_path / "*.jsonl"), "train")
 
 
 def test_datasets_still_has_a_fingerprint_of_the_content() -> None:

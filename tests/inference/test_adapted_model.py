@@ -53,6 +53,18 @@ def check_route(model: Any, route: list[str | None]) -> None:
     assert torch.allclose(each[1], model(IDS[1:2]).logits, atol=1e-6)
 
 
+def test_the_repr_names_the_base_and_the_adapters(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    assert repr(lorakit.load(base, {"a": patch, "b": patch})) == "AdaptedModel(LlamaForCausalLM, adapters: a, b)"
+
+
+def test_a_device_is_chosen_by_name_and_one_that_is_not_here_is_refused(base: Path) -> None:
+    assert lorakit.load(base, device="cpu").model.device == torch.device("cpu")
+    for name in ("cuda:99", "gpu"):
+        with pytest.raises(LorakitError, match=f"device: '{name}' cannot be used here: "):
+            lorakit.load(base, device=name)
+
+
 def test_a_block_chooses_for_every_call_in_it(model: Any) -> None:
     expected = model(IDS, adapters="one").logits
     with model.using("one"):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lorakit.errors import TargetError
@@ -86,3 +87,9 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
     assert "all-linear reaches 14% of the parameters in products; the rest is in gate_up_proj (24,576)" in note
     assert "target_parameters: all-experts" in note
     assert coverage_of(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None
+
+
+@pytest.mark.parametrize("model", ["builtin:tiny", None, torch.zeros(2)])
+def test_what_is_no_model_is_refused_in_one_line(model: Any) -> None:
+    with pytest.raises(TargetError, match=f"inject puts an adapter on a torch model, got a {type(model).__name__}; "):
+        inject(model)

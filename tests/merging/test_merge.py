@@ -179,3 +179,15 @@ def test_a_small_update_survives_a_conversion(tmp_path: Path, tokenizer: Any) ->
     patch = make_patch(base, tmp_path / "p")
     out = lorakit.merge(base, (patch, 1e-4), out=tmp_path / "out", dtype="bfloat16")
     assert any(line["changed"] for line in json.loads((out / "merge.json").read_text())["merged"])
+
+
+def test_a_merge_that_cannot_be_verified_is_refused_before_it_is_made(base: Path, tmp_path: Path) -> None:
+    plain, dora = make_patch(base, tmp_path / "plain"), make_patch(base, tmp_path / "dora", method="dora", seed=1)
+    full = make_patch(base, tmp_path / "full", targets=["q_proj"], modules_to_save=["lm_head"])
+    other = make_patch(base, tmp_path / "other", targets=["k_proj"])
+    for adapters in ((plain, (dora, 0.5)), (dora, plain), ((dora, 0.5),), ((full, 0.5),)):
+        lines: list[str] = []
+        with pytest.raises(MergeError, match="verify: .* changes .* by more than a low-rank update"):
+            lorakit.merge(base, *adapters, out=tmp_path / "merged", verify=True, say=lines.append)
+        assert lines == []
+    lorakit.merge(base, full, other, (plain, 0.5), out=tmp_path / "merged", verify=True)

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from lorakit.patch import (
     save_patch,
     write_patch,
 )
+from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.patch import is_finite
 from tests.helpers.bases import make_base
 from tests.helpers.patches import make_patch
@@ -82,6 +84,33 @@ def test_the_same_adapter_gives_the_same_bytes_that_other_programs_read(
     theirs = load_file(patch / TENSORS)
     assert theirs.keys() == open_tensors(patch / TENSORS).entries.keys()
     assert (patch / TENSORS).stat().st_mode & 0o777 == (patch / "adapter_config.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_repr_of_a_patch_is_one_line_without_tensors(base: Path, patch: Path) -> None:
+    shown = repr(read_patch(patch))
+    assert re.fullmatch(rf"Patch\('{patch}': lora, rank \d+, \d+ layers, [\d,]+ parameters, for {base}\)", shown)
+    assert "tensor" not in repr(next(iter(read_patch(patch).layers.values())))
+
+
+def test_programs_for_language_models_are_said_to_read_patches_of_those_alone(base: Path, tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    save_patch(inject(network, rank=2), tmp_path / "network")
+    make_patch(base, tmp_path / "head", targets=["lm_head"])
+    for name, problem in (("network", "its layers (1, 3) are not those of a language model"), ("head", "")):
+        peft, *others = compatible_programs(read_patch(tmp_path / name))
+        assert peft.problems == ()
+        assert [program.problems for program in others] == [(problem,) if problem else ()] * 2, name
+
+
+def test_a_patch_that_does_not_fit_counts_places_of_base_and_patch(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+    other = make_base(tmp_path / "other", tokenizer, num_hidden_layers=3)
+    patch = make_patch(base, tmp_path / "small", targets=["q_proj"])
+    config = json.loads((patch / "adapter_config.json").read_text()) | {
+        "target_modules": ["q_proj", "up_proj", "v_proj"]
+    }
+    (patch / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(PatchError, match=r"does not fit .* \(LlamaForCausalLM\): 7 of 9 places"):
+        lorakit.merge(other, patch, out=tmp_path / "merged", allow_base_mismatch=True)
 
 
 def test_a_patch_is_not_overwritten_unless_asked(base: Path, patch: Path) -> None:

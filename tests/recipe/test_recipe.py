@@ -27,6 +27,10 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("text", "expected"),
     [
         ("adapter:\n  rnak: 8\n" + GOOD, "r.yaml:2: adapter.rnak: unknown key. Nearest: 'rank'."),
+        ("steps: 3\n" + GOOD, "r.yaml:1: steps: unknown key. Nearest: 'train.steps'."),
+        ("rank: 3\n" + GOOD, "r.yaml:1: rank: unknown key. Nearest: 'adapter.rank'."),
+        ("lr: 3\n" + GOOD, "r.yaml:1: lr: unknown key. Nearest: 'train.learning_rate'."),
+        ("train: {lr: 3}\n" + GOOD, "r.yaml:1: train.lr: unknown key. Nearest: 'learning_rate'."),
         ("adapter:\n  rank: true\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
         ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got 'yes'"),
         ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got '010'"),
@@ -69,6 +73,22 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     lines = problems(tmp_path, "adapter: {rank: 0, alhpa: 1}\ntrain: {stpes: 3}\n")
 
     assert len(lines) == 6  # three mistakes and the three missing keys: base, data, output
+
+
+def test_a_text_that_is_refused_is_one_mistake_although_a_list_may_be_there_too(tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD, "data.train=~/x") == [
+        "override 'data.train=~/x': data.train: write the folder out: ~ is not expanded, got '~/x'"
+    ]
+    assert "train.log_to: Input should be a valid array" in problems(tmp_path, GOOD, "train.log_to=wandb")[0]
+
+
+def test_an_override_that_is_no_yaml_says_how_to_quote_it(tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD, "data.train=*.jsonl")[0].endswith("goes in quotes: 'data.train=\"*.jsonl\"'")
+
+
+def test_a_recipe_that_is_no_path_is_an_error_of_one_line() -> None:
+    with pytest.raises(RecipeError, match="recipe: the path of a YAML file, got a dict"):
+        load_recipe({"a": 1})  # type: ignore[arg-type]
 
 
 def test_an_override_is_named_as_the_source_of_its_mistake(tmp_path: Path) -> None:

@@ -22,13 +22,16 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit import train as train_function
 from lorakit.cli import main
-from lorakit.errors import LorakitError, RunError, TemporaryFailure
+from lorakit.errors import LorakitError, RecipeError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
+from lorakit.inspection.show import show
 from lorakit.parallel import LossReport
 from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
+from lorakit.recipe import load_recipe
 from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
+from lorakit.training.check import check
 from lorakit.training.checkpoint import Checkpoints
 from tests.helpers.fork_server import DEVNULL, PIPE, run_python, start_python
 from tests.helpers.rows import chat, write_rows
@@ -420,6 +423,25 @@ def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_
     assert patch.metadata["step"] == best
     assert patch.metadata["results"]["eval_loss"] == evals[best]
     assert f"(step {best} of 200)" in said
+    why = f"after step {best + 6} of 200: the held-out loss was no better in the last 3 evaluations"
+    assert f"stopped    {why}" in said
+    assert json.loads((out / "run.json").read_text())["stopped_early"].startswith(why)
+    lines: list[str] = []
+    show(str(out), None, lines.append)
+    assert any(f"finished; stopped {why}" in line for line in lines)
+
+
+def test_a_run_that_took_all_its_steps_did_not_stop_early(recipe: Recipe, tmp_path: Path) -> None:
+    settings = {
+        "steps": 100, "learning_rate": 1.0, "eval_every_steps": 1, "early_stopping_evals": 1, "schedule": "constant",
+    }  # fmt: skip
+    out, said = train(recipe(train=settings))
+    steps = json.loads((out / "run.json").read_text())["steps"]
+    assert f"stopped    after step {steps} of 100" in said
+
+    out, said = train(recipe(train=settings | {"steps": steps}, output=str(tmp_path / "other")))  # the same steps
+    assert "stopped " not in said
+    assert "stopped_early" not in json.loads((out / "run.json").read_text())
 
 
 def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +462,7 @@ def test_a_layer_that_is_never_reached_is_an_error(recipe: Recipe, monkeypatch: 
 
 def test_trackers_receive_the_numbers_and_a_missing_one_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
     out, _ = train(recipe(train={"log_to": ["tensorboard"], "steps": 3}))
-    assert list(out.rglob("events.out.tfevents.*"))
+    assert [file.parent.relative_to(out) for file in out.rglob("*tfevents*")] == [Path("tensorboard")]  # one run
 
     with pytest.raises(LorakitError, match="train.log_to: wandb not installed: pip install wandb"):
         train(recipe(train={"log_to": ["tensorboard", "wandb"]}, output=str(tmp_path / "other")))
@@ -451,6 +473,50 @@ def test_the_python_door_takes_overrides(recipe: Recipe, tmp_path: Path) -> None
 
     assert read_patch(out).metadata["recipe"]["train"]["steps"] == 3
     assert digest(out / "adapter_model.safetensors")
+
+
+def test_a_recipe_may_be_a_mapping(recipe: Recipe, tmp_path: Path) -> None:
+    settings = json.loads(recipe().read_text())
+    settings["train"]["steps"] = 3
+    settings["output"] = tmp_path / "python"
+    assert train_function(settings) == tmp_path / "python"
+    with pytest.raises(RecipeError, match="train.stpes: unknown key. Nearest: 'steps'"):
+        train_function(settings | {"train": {"stpes": 3}})
+    with pytest.raises(RecipeError, match="recipe: only text, numbers"):
+        train_function(settings | {"data": {1, 2}})
+    with pytest.raises(RecipeError, match="recipe: a file or a mapping of sections, got a int"):
+        train_function(3)  # type: ignore[arg-type]
+
+
+def test_a_patch_holds_no_absolute_path_of_its_data(recipe: Recipe, rows: Path) -> None:
+    out, _ = train(recipe(data={"eval": [str(rows)]}, train={"steps": 3}))
+    facts = read_patch(out).metadata
+    assert facts["recipe"]["data"]["train"] == facts["data"]["train"]["sources"][0] == rows.name
+    assert facts["recipe"]["data"]["eval"] == [rows.name]
+    assert str(rows.parent) not in (out / "README.md").read_text()
+    assert json.loads((out / "run.json").read_text())["recipe"]["data"]["train"] == str(rows)  # to resume
+
+
+def test_every_missing_file_is_named_before_the_base_is_loaded(recipe: Recipe, tmp_path: Path) -> None:
+    path = recipe(data={"train": "absent.jsonl", "eval": "missing.jsonl"})
+    for end in (lambda: train(path), lambda: check(load_recipe(path))):
+        with pytest.raises(LorakitError, match="(?s)absent.jsonl: no such file.*missing.jsonl: no such file"):
+            end()
+
+
+def test_held_out_rows_that_are_the_training_rows_and_ranks_above_the_layers_get_a_note(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(adapter={"rank": 40}, train={"steps": 3})
+    check(load_recipe(path))
+    for said in (capsys.readouterr().out, train(path)[1]):
+        assert "the held-out rows are the training rows" in said
+        assert "14 of 14 adapters have more parameters than their layers" in said
+    other = recipe(
+        data={"eval": str(write_rows(tmp_path / "eval.jsonl", [chat("say", "it")]))}, output=str(tmp_path / "other")
+    )
+    check(load_recipe(other))
+    assert "\nnote " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
