@@ -62,8 +62,7 @@ class Display:
 @contextmanager
 def display(total_steps: int, first_step: int, console: Console | None = None) -> Iterator[Display]:
     """Display the steps from ``first_step`` to ``total_steps``; on standard error if ``console`` is None."""
-    # notebooks set FORCE_COLOR for the processes that they start, which rich takes for a terminal
-    console = console or Console(file=sys.stderr, force_terminal=sys.stderr.isatty())
+    console = console or _standard_error()
     if not console.is_terminal:
         yield Display(console, None, total_steps, first_step)
         return
@@ -82,7 +81,7 @@ def row_progress() -> Iterator[Callable[[int, int | None], None]]:
 
     Nothing is shown until it is called, because most data sets are read at once from the cache.
     """
-    console = Console(file=sys.stderr)
+    console = _standard_error()
     columns = (
         TextColumn("tokenising"), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()
     )  # fmt: skip
@@ -94,8 +93,8 @@ def row_progress() -> Iterator[Callable[[int, int | None], None]]:
         nonlocal shown
         rows = f"{done:,} of {total:,} rows" if total else f"{done:,} rows"
         if console.is_terminal:
-            bar.start()
             bar.update(task, completed=done, total=total, rows=rows)
+            bar.start()
         elif time.monotonic() - shown >= LINE_SECONDS:
             console.print(f"tokenising: {rows}", highlight=False)
             shown = time.monotonic()
@@ -104,6 +103,11 @@ def row_progress() -> Iterator[Callable[[int, int | None], None]]:
         yield show
     finally:
         bar.stop()
+
+
+def _standard_error() -> Console:
+    # notebooks set FORCE_COLOR for the processes that they start, which rich takes for a terminal
+    return Console(file=sys.stderr, force_terminal=sys.stderr.isatty())
 
 
 def peak_memory_bytes() -> int:
