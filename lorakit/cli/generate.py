@@ -1,8 +1,11 @@
 """generate, score: the answers of a base and its adapters."""
 
 import argparse
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorakit.cli.arguments import (
     AddCommand,
@@ -11,8 +14,12 @@ from lorakit.cli.arguments import (
     add_revision_option,
     parse_named,
     positive_int,
+    print_line,
 )
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, did_you_mean
+
+if TYPE_CHECKING:
+    from lorakit.inference.adapted_model import AdaptedModel
 
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
 DTYPES = ("auto", "float32", "bfloat16")
@@ -44,13 +51,23 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
 
-    score = add_command("score", _score, "exact match on held-out rows, base against adapter")
+    score = add_command("score", _score, "exact match on held-out rows: of a base or merged model, and its adapters")
     _add_model_arguments(score)
     score.add_argument(
-        "--data", action="append", default=[], required=True, metavar="NAME=FILE", help="rows for adapter NAME"
-    )
+        "--data", action="append", default=[], required=True, metavar="[NAME=]FILE",
+        help="rows for the base and adapter NAME; without a name for the base and every adapter; may be repeated",
+    )  # fmt: skip
     score.add_argument("--max-new-tokens", type=positive_int, default=128)
     score.add_argument("--limit", type=positive_int, help="only the first rows of each file")
+    score.add_argument(
+        "--ignore-keys", action="append", default=[], metavar="KEY",
+        help="key of rows and messages to leave unread; may be repeated",
+    )  # fmt: skip
+    score.add_argument(
+        "--on-bad-rows", choices=("stop", "skip"), default="stop",
+        help="for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name",
+    )  # fmt: skip
+    score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,25 +87,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from lorakit.inference.adapted_model import load
-
     adapters = parse_named(options.adapter, "--adapter")
     uses = _adapters_to_use(options, adapters)
     # standard input after loading, so that mistakes are told before anyone types
     types = not options.prompt and options.prompts in (None, "-")
     prompts = [] if types else _read_prompts(options)
-    model = load(
-        options.base,
-        adapters,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        revision=options.revision,
-        allow_base_mismatch=options.allow_base_mismatch,
-        allow_edited_config=options.allow_edited_config,
-        allow_template_change=options.allow_template_change,
-    )
-    for note in model.notes:
-        print(note, file=sys.stderr)
+    model = _load(options, adapters)
     prompts = prompts or _read_prompts(options)
     if len(adapters) > 1 and options.use is None and not options.each:
         print(
@@ -147,17 +151,13 @@ def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> l
     return [None if use == "none" else use]
 
 
-def _score(options: argparse.Namespace) -> int:
-    from lorakit.data import find_sources
+def _load(options: argparse.Namespace, adapters: dict[str, str]) -> "AdaptedModel":
+    """Load the base and its adapters, and print what could not be verified of them."""
     from lorakit.inference.adapted_model import load
-    from lorakit.inference.score import score
 
-    data = parse_named(options.data, "--data")
-    for path in data.values():
-        find_sources(path, "test")  # raises for a missing file before the base is loaded
     model = load(
         options.base,
-        parse_named(options.adapter, "--adapter"),
+        adapters,
         dtype=options.dtype,
         quantize=options.quantize,
         revision=options.revision,
@@ -165,5 +165,58 @@ def _score(options: argparse.Namespace) -> int:
         allow_edited_config=options.allow_edited_config,
         allow_template_change=options.allow_template_change,
     )
-    score(model, data, max_new_tokens=options.max_new_tokens, limit=options.limit, say=print)
+    for note in model.notes:
+        print(note, file=sys.stderr)
+    return model
+
+
+def _score(options: argparse.Namespace) -> int:
+    from lorakit.data import find_sources
+    from lorakit.inference.score import score
+
+    adapters = parse_named(options.adapter, "--adapter")
+    data = _adapters_by_file(options.data, adapters)
+    predictions = None if options.predictions is None else Path(options.predictions)
+    # mistakes before the base is loaded
+    for path in data:
+        find_sources(path, "test")
+    if predictions is not None and predictions.exists():
+        raise LorakitError(f"--predictions: {predictions} exists already; choose another name, or remove it")
+    if predictions is not None and not os.access(predictions.parent, os.W_OK):
+        raise LorakitError(f"--predictions: {predictions.parent} is no folder that can be written to")
+    unused = [name for name in adapters if not any(name in names for names in data.values())]
+    if unused:
+        print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
+    score(
+        _load(options, adapters),
+        data,
+        max_new_tokens=options.max_new_tokens,
+        limit=options.limit,
+        ignore_keys=options.ignore_keys,
+        skip_bad_rows=options.on_bad_rows == "skip",
+        predictions=predictions,
+        say=print_line,
+    )
     return 0
+
+
+def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """Return file -> the adapters that answer its rows, after the base (None): one by NAME=FILE, all by FILE.
+
+    Raises:
+        LorakitError: a NAME=FILE of another form, or no adapter has its name.
+    """
+    by_file: dict[str, list[str | None]] = {}
+    # because a path may hold "=" too, such as lang=en/rows.jsonl
+    named = [item for item in items if "=" in item and not (item.split("=")[0] not in adapters and Path(item).exists())]
+    parse_named(named, "--data")
+    for item in items:
+        name, path = item.split("=", 1) if item in named else (None, item)
+        if name is not None and name not in adapters:
+            loaded = ", ".join(adapters) or f"none; --data {path} scores the base alone"
+            raise LorakitError(
+                f"--data {name}: no adapter of that name (loaded: {loaded}).{did_you_mean(name, adapters)}"
+            )
+        answering = by_file.setdefault(path, [None])
+        answering += [each for each in ([name] if name else adapters) if each not in answering]
+    return by_file

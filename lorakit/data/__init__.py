@@ -1,7 +1,7 @@
 """Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
 
-Files in this order: rows.py, row_formats.py, chat_template.py, encode.py (the label mask), encode_chunks.py,
-token_records.py, token_journal.py, token_cache.py, sampler.py, batch.py, prefetch.py.
+Files in this order: rows.py, row_formats.py, chat_template.py, encode.py (the label mask), question.py (for `score`),
+encode_chunks.py, token_records.py, token_journal.py, token_cache.py, sampler.py, batch.py, prefetch.py.
 """
 
 from lorakit.data.chat_template import end_marker

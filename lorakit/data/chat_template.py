@@ -49,10 +49,12 @@ class ChatTemplate:
         """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
 
         Raises:
-            BadRow: the template raises an error.
+            BadRow: there is no template, or it raises an error.
         """
         import jinja2
 
+        if not self._tokenizer.chat_template:
+            raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
         try:
             rendered = self._tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt

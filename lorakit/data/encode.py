@@ -84,8 +84,6 @@ class Encoder:
         return self._append_end(self._tokenize(text, [(start, len(text))], [], add_special_tokens=True))
 
     def _encode_chat(self, row: Chat) -> Encoded:
-        if not self._tokenizer.chat_template:
-            raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
         if not any(row.trained):
             raise BadRow("has nothing to learn: no assistant message")
         text = self._template.render(row.messages, row.tools)

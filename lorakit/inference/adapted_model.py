@@ -108,7 +108,7 @@ class AdaptedModel:
         self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None, prompts: PromptCodec | None = None
     ) -> None:
         self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
-        self._prompts = prompts or PromptCodec(model, tokenizer)
+        self.prompts = prompts or PromptCodec(model, tokenizer)
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
@@ -222,7 +222,7 @@ class AdaptedModel:
         patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        alone = AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self._prompts)
+        alone = AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self.prompts)
         alone._base_form = trained_form(patch.metadata)
         yield alone
 
@@ -259,8 +259,8 @@ class AdaptedModel:
 
         A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
-        the rows were plain text. ``raw``: give texts unchanged, or (False) as messages. ``adapters``: one for all,
-        or one per prompt, None for the base; default: the surrounding ``using`` block's.
+        the rows were plain text; or a list of token ids. ``raw``: give texts unchanged, or (False) as messages.
+        ``adapters``: one for all, or one per prompt, None for the base; default: the surrounding ``using`` block's.
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
@@ -276,15 +276,15 @@ class AdaptedModel:
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
         _check_size(route, adapters, (len(prompts),), "{} prompts")
-        settings = self._prompts.settings(max_new_tokens, temperature, top_p, seed)
+        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
         device = next(self.model.parameters()).device
         forms = self._forms_of(route, len(prompts), raw)
-        ids, mask = (part.to(device) for part in self._prompts.encode(prompts, forms, max_new_tokens))
+        ids, mask = (part.to(device) for part in self.prompts.encode(prompts, forms, max_new_tokens))
         with self._routed(route), self._seeded_sampling(seed) if temperature else nullcontext():
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
-        return [self._prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
+        return [self.prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
     def _forms_of(self, route: Route, num_prompts: int, raw: bool | None) -> list[PromptForm]:
         """Return the form of each prompt: that of its adapter's rows; `raw` decides alone if the template is used."""

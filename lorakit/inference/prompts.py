@@ -13,7 +13,8 @@ from lorakit.data import end_marker
 from lorakit.errors import LorakitError
 from lorakit.patch.prompting import PromptForm
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | list[dict[str, Any]] | list[int]
+"""a text, messages, or token ids"""
 
 
 class PromptCodec:
@@ -21,7 +22,8 @@ class PromptCodec:
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._limit = num_positions(model.config) or math.inf
+        self.limit = num_positions(model.config) or math.inf
+        """tokens of the longest prompt with its answer"""
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         self._num_tokens = vocabulary_size(model)
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -35,16 +37,17 @@ class PromptCodec:
         Raises:
             LorakitError: a prompt that cannot be encoded, or is too long.
         """
-        rows = [self._ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
+        rows = [self.token_ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
         longest = max(map(len, rows))
-        if min(map(len, rows)) == 0 or longest + max_new_tokens > self._limit:
+        if min(map(len, rows)) == 0 or longest + max_new_tokens > self.limit:
             raise LorakitError(
                 f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
-                f" {max_new_tokens} at most {self._limit} fit this base"
+                f" {max_new_tokens} at most {self.limit} fit this base"
             )
-        if (largest := max(map(max, rows))) >= self._num_tokens:
+        outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self._num_tokens]
+        if outside:
             raise LorakitError(
-                f"prompts: the tokenizer gave the id {largest}, the base has {self._num_tokens} tokens; they do not"
+                f"prompts: the tokenizer gave the id {outside[0]}, the base has {self._num_tokens} tokens; they do not"
                 " belong together"
             )
         ids = [[self._pad] * (longest - len(row)) + row for row in rows]
@@ -74,21 +77,43 @@ class PromptCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""
-        end = next((index for index, token in enumerate(ids) if token in self._ends), len(ids))
-        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._until_end(ids), skip_special_tokens=True))
 
-    def _ids(self, prompt: Prompt, form: PromptForm) -> list[int]:
+    def expect(self, answer: str) -> tuple[str, int]:
+        """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""
+        ids = self._until_end(self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.decode(ids), len(ids)
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        return ids[: next((index for index, token in enumerate(ids) if token in self._ends), len(ids))]
+
+    def token_ids(self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None) -> list[int]:
+        """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
+
+        Raises:
+            LorakitError: it cannot be encoded.
+        """
         import jinja2
 
         try:
+            if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+                return list(prompt)  # type: ignore[arg-type]
             if isinstance(prompt, str) and (form.raw or not self._tokenizer.chat_template):
-                return list(self._tokenizer(prompt)["input_ids"])
+                return self._plain_ids(prompt)
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text with the begin token, without the end token that some tokenizers append."""
+        ids = list(self._tokenizer(text, verbose=False)["input_ids"])
+        end, end_text = self._tokenizer.eos_token_id, self._tokenizer.eos_token
+        return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
 
     def _end_ids(self, end_ids: int | list[int] | None) -> list[int]:
         """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""

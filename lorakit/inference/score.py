@@ -1,76 +1,249 @@
-"""Score exact match on held-out rows: the base alone against an adapter."""
+"""Score exact match on held-out rows: of a base, a merged model, or adapters on their base.
 
-from collections.abc import Callable, Mapping
+Invariant: a row is in every share of its file, or it is named. Rows that cannot be asked are an error that names them,
+before anything is generated, because a share of the other rows is one of another data set.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from lorakit.data.row_formats import Chat, parse_row_format
-from lorakit.data.rows import BadRow, find_sources, read_rows
-from lorakit.errors import DataError, LorakitError, did_you_mean
+from lorakit.data import find_sources
+from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.question import Question, parse_question
+from lorakit.data.rows import BadRow, read_rows
+from lorakit.errors import DataError, LorakitError
+from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch.prompting import PromptForm
 
-BATCH_ROWS = 50
+BATCH_ROWS: Final = 50
+SHOWN_ROWS: Final = 10
+"""rows that cannot be asked, in a message"""
+SHOWN_WRONG: Final = 5
+"""wrong answers of one adapter on one file"""
+SHOWN_CHARACTERS: Final = 60
+"""of an answer, in a line of the terminal"""
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt and its expected answer."""
+class EvalRow:
+    """A row that can be asked."""
 
-    prompt: list[dict[str, object]]
-    answer: str
+    location: str
+    """file:line"""
+    question: Question
+    ids: list[int]
+    """tokens of the prompt"""
+    expected: str
+    """the answer as the tokenizer decodes it, without white space around it"""
+
+
+@dataclass(frozen=True)
+class EvalRows:
+    """The rows of one file, in its order."""
+
+    rows: list[EvalRow]
+    problems: dict[str, str]
+    """file:line of a row that cannot be asked -> the reason"""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer of an adapter, or of the base (None), to a row."""
+
+    row: EvalRow
+    adapter: str | None
+    text: str
+
+    @property
+    def correct(self) -> bool:
+        """True if the answer is the expected one exactly, white space around it aside."""
+        return self.text == self.row.expected
+
+
+Answered = dict[tuple[str, str | None], list[Prediction]]
+"""(file, adapter) -> its answers to the rows of the file"""
 
 
 def score(
-    model: AdaptedModel, data: Mapping[str, str], *, max_new_tokens: int, limit: int | None, say: Callable[[str], None]
-) -> None:
-    """Print, for each name in ``data``, the share of rows answered exactly by the base and by the adapter ``name``.
+    model: AdaptedModel,
+    data: Mapping[str, Sequence[str | None]],
+    *,
+    max_new_tokens: int = 128,
+    limit: int | None = None,
+    ignore_keys: Collection[str] = (),
+    skip_bad_rows: bool = False,
+    predictions: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Answered:
+    """Return the greedy answers to the rows of each file in ``data``, and print the shares of exact ones.
+
+    ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
+    ``skip_bad_rows``: leave out rows that cannot be asked, and name them. ``predictions``: a file for all answers.
 
     Raises:
-        DataError: a row without a final assistant message. LorakitError: no adapter of that name.
+        DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
-    for name in data:
-        if name not in model.adapters:
-            loaded = ", ".join(model.adapters) or "none"
-            raise LorakitError(
-                f"--data {name}: no adapter of that name (loaded: {loaded}).{did_you_mean(name, model.adapters)}"
-            )
-    width = max(map(len, data))
-    say(f"{'held-out exact match':<{width}}  {'rows':>5}  {'base':>6}  {'adapter':>7}")
-    for name, path in data.items():
-        questions = read_questions(path)[:limit]
-        shares = [exact_match(model, questions, adapter, max_new_tokens) for adapter in (None, name)]
-        say(f"{name:<{max(width, 20)}}  {len(questions):>5}  {shares[0]:>6.0%}  {shares[1]:>7.0%}")
+    eval_rows = {
+        path: read_eval_rows(model, path, max_new_tokens=max_new_tokens, limit=limit, ignore_keys=ignore_keys)
+        for path in data
+    }
+    _check(eval_rows, skip_bad_rows)
+    answered = _score(model, data, eval_rows, max_new_tokens, say)
+    if predictions is not None:
+        _write_predictions(predictions, answered, eval_rows)
+    for path, adapters in data.items():
+        # without the base's beside those of adapters
+        for adapter in [name for name in adapters if name is not None] or adapters:
+            _say_wrong(path, adapter, [answer for answer in answered[path, adapter] if not answer.correct], say)
+    for path, rows in eval_rows.items():
+        if rows.problems:
+            total = len(rows.rows) + len(rows.problems)
+            say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
+            say(_listed(rows.problems))
+    return answered
 
 
-def read_questions(path: str) -> list[Question]:
-    """Read the rows of a file whose last message is the assistant's."""
-    questions = []
-    for source in find_sources(path, "test"):
-        for line, row in read_rows(source):
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                shape = parse_row_format(row)
-            except BadRow as problem:
-                raise DataError(f"{source.name}:{line}: {problem}") from None
-            if not isinstance(shape, Chat) or shape.messages[-1]["role"] != "assistant":
-                raise DataError(
-                    f"{source.name}:{line}: the last message is not the assistant's; nothing to compare with"
-                )
-            if shape.tools:
-                raise DataError(f"{source.name}:{line}: has tools, which score cannot give to the model")
-            questions.append(Question(list(shape.messages[:-1]), str(shape.messages[-1]["content"]).strip()))
-    if not questions:
-        raise DataError(f"{path}: no rows to score")
-    return questions
+def read_eval_rows(
+    model: AdaptedModel,
+    path: str,
+    *,
+    max_new_tokens: int = 128,
+    limit: int | None = None,
+    ignore_keys: Collection[str] = (),
+) -> EvalRows:
+    """Read the rows of a file (folder, hub data set) as ``data.eval`` is read, each with its prompt and answer."""
+    template = ChatTemplate(model.tokenizer)
+    read = EvalRows([], {})
+    lines = ((source.name, line, row) for source in find_sources(path, "test") for line, row in read_rows(source))
+    for name, line, row in itertools.islice(lines, limit):
+        location = f"{name}:{line}"
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            read.rows.append(_eval_row(model, location, parse_question(row, template, ignore_keys), max_new_tokens))
+        except (BadRow, LorakitError) as problem:
+            read.problems[location] = str(problem)
+    return read
 
 
-def exact_match(model: AdaptedModel, questions: list[Question], adapter: str | None, max_new_tokens: int) -> float:
-    """Return the share of questions whose greedy answer equals the expected text exactly."""
-    right = 0
-    for start in range(0, len(questions), BATCH_ROWS):
-        batch = questions[start : start + BATCH_ROWS]
-        answers = model.generate(
-            [question.prompt for question in batch], [adapter] * len(batch), max_new_tokens=max_new_tokens
+def _eval_row(model: AdaptedModel, location: str, question: Question, max_new_tokens: int) -> EvalRow:
+    """Return a row with its tokens.
+
+    Raises:
+        BadRow: no exact answer is possible. LorakitError: the prompt cannot be encoded.
+    """
+    ids = model.prompts.token_ids(question.prompt, PromptForm(raw=True), question.tools)
+    expected, answer_tokens = model.prompts.expect(question.answer)
+    limit = model.prompts.limit
+    if not expected.strip():
+        raise BadRow("its answer has no text that the tokenizer can write")
+    if answer_tokens >= max_new_tokens:  # at equality the end token is not generated, so a longer answer looks exact
+        raise BadRow(
+            f"its answer has {answer_tokens} tokens and an end token; max_new_tokens {max_new_tokens} cuts it off"
         )
-        right += sum(answer.strip() == question.answer for answer, question in zip(answers, batch, strict=True))
-    return right / len(questions)
+    if len(ids) + max_new_tokens > limit:
+        raise BadRow(
+            f"its prompt has {len(ids)} tokens; with max_new_tokens {max_new_tokens} at most {limit - max_new_tokens}"
+            " fit this base"
+        )
+    return EvalRow(location, question, ids, expected.strip())
+
+
+def _score(
+    model: AdaptedModel,
+    data: Mapping[str, Sequence[str | None]],
+    eval_rows: Mapping[str, EvalRows],
+    max_new_tokens: int,
+    say: Callable[[str], None],
+) -> Answered:
+    """Ask every row, and print a line for each file and adapter when it is answered."""
+    width = max(map(len, [*data, "exact match"]))
+    names = max(len(name or "") for adapters in data.values() for name in [*adapters, "answered by"])
+    say(f"{'exact match':<{width}}  {'answered by':<{names}}  {'right':>6}  {'rows':>6}  {'share':>6}")
+    answered: Answered = {}
+    for path, adapters in data.items():
+        for adapter in adapters:
+            answers = predict(model, eval_rows[path].rows, adapter, max_new_tokens)
+            right, rows = sum(answer.correct for answer in answers), len(answers)
+            say(f"{path:<{width}}  {adapter or 'base':<{names}}  {right:>6}  {rows:>6}  {right / rows:>6.1%}")
+            answered[path, adapter] = answers
+    return answered
+
+
+def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, max_new_tokens: int) -> list[Prediction]:
+    """Return the greedy answers of an adapter, or of the base (None), to rows."""
+    answers: list[str] = []
+    for start in range(0, len(rows), BATCH_ROWS):
+        batch = [row.ids for row in rows[start : start + BATCH_ROWS]]
+        answers += model.generate(batch, adapter, max_new_tokens=max_new_tokens)
+    return [Prediction(row, adapter, answer.strip()) for row, answer in zip(rows, answers, strict=True)]
+
+
+def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
+    """Pass if every row can be asked, or with ``skip_bad_rows`` some row of every file.
+
+    Raises:
+        DataError: otherwise.
+    """
+    problems = {location: problem for rows in eval_rows.values() for location, problem in rows.problems.items()}
+    if problems and not skip_bad_rows:
+        total = sum(len(rows.problems) + len(rows.rows) for rows in eval_rows.values())
+        raise DataError(
+            f"data: {len(problems)} of {total} rows cannot be asked:\n{_listed(problems)}\n"
+            "Mend them, or leave them out, named and counted, with --on-bad-rows skip."
+            " --ignore-keys is data.ignore_keys here; --max-new-tokens is the room for an answer"
+        )
+    for path, rows in eval_rows.items():
+        if not rows.rows:
+            raise DataError(f"{path}: no rows to score" + (f"\n{_listed(rows.problems)}" if rows.problems else ""))
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    lines = [f"  {location}: {problem}" for location, problem in itertools.islice(problems.items(), SHOWN_ROWS)]
+    more = [f"  ... and {len(problems) - SHOWN_ROWS} more"] if len(problems) > SHOWN_ROWS else []
+    return "\n".join([*lines, *more])
+
+
+def _say_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
+    """Print the first wrong answers, one line each, and the count of the others."""
+    if not wrong:
+        return
+    say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
+    for answer in wrong[:SHOWN_WRONG]:
+        expected, got = _shortened(answer.row.expected, answer.text)
+        say(f"  {answer.row.location}: expected {expected}, got {got}")
+    if len(wrong) > SHOWN_WRONG:
+        say(f"  ... and {len(wrong) - SHOWN_WRONG} more (--predictions FILE writes all answers)")
+
+
+def _shortened(expected: str, got: str) -> list[str]:
+    """Return both texts quoted on one line, cut so that their first difference is shown."""
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
+    start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
+    cut = []
+    for text in (expected, got):
+        part = text[start : start + SHOWN_CHARACTERS]
+        end = "..." if len(text) > start + SHOWN_CHARACTERS else ""
+        cut.append(f"{'...' if start else ''}{part!r}{end}")
+    return cut
+
+
+def _write_predictions(path: Path, answered: Answered, eval_rows: Mapping[str, EvalRows]) -> None:
+    """Write a JSON line for each answer, and one for each row that was left out."""
+    lines: list[dict[str, Any]] = []
+    for answer in itertools.chain.from_iterable(answered.values()):
+        question = answer.row.question
+        prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
+        lines.append(
+            {"row": answer.row.location, "adapter": answer.adapter, **prompt}
+            | ({"tools": question.tools} if question.tools else {})
+            | {"expected": answer.row.expected, "predicted": answer.text, "correct": answer.correct}
+        )
+    for rows in eval_rows.values():
+        lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
+    write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

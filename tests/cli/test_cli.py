@@ -17,7 +17,6 @@ from lorakit.formats.convert import FORMATS
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
 from tests.helpers.patches import make_patch
-from tests.helpers.rows import chat, write_rows
 
 
 @pytest.fixture
@@ -94,17 +93,6 @@ def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: A
     plain = run("generate", base, *flags)[1]
     assert each == f"base  {plain}x     {adapted}"
     assert run("generate", base, "--adapter", f"x={out}", "--use", "none", *flags)[1] == plain
-
-
-def test_score_counts_exact_answers_of_base_and_adapter(run: Any, base: Path, tmp_path: Path) -> None:
-    patch = make_patch(base, tmp_path / "patch")
-    said = run("generate", base, "--adapter", f"x={patch}", "--prompt", "say", "--max-new-tokens", 4)[1].strip("\n")
-    data = write_rows(tmp_path / "eval.jsonl", [chat("say", said.strip()), chat("say", "something else")])
-
-    code, out, _ = run("score", base, "--adapter", f"x={patch}", "--data", f"x={data}", "--max-new-tokens", 4)
-
-    assert code == 0
-    assert out.splitlines()[1].split() == ["x", "2", "0%", "50%"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Turn a row into a question: a prompt in the form in which the row is asked in use, and the answer that it expects.
+
+    row          {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    prompt       [{"role": "user", "content": "hi"}]             rendered by the chat template
+    answer       yes                                             as the template shows it, without its end token
+
+A conversation asks for its last answer that carries the loss. A row of plain text asks with its prompt unchanged.
+Invariant: the answer is the text that training has as labels. A row in which it cannot be found exactly is a BadRow.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.row_formats import Chat, Plain, parse_row_format
+from lorakit.data.rows import BadRow
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and its expected answer."""
+
+    prompt: str | list[dict[str, Any]]
+    """text that is given unchanged, or messages for the chat template"""
+    tools: list[Any] | None
+    answer: str
+
+
+def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
+    """Parse the question of a row. ``ignore``: keys to leave unread, as in ``parse_row_format``.
+
+    Raises:
+        BadRow: a row that training refuses, or one without a prompt or without an answer.
+    """
+    parsed = parse_row_format(row, ignore)
+    if isinstance(parsed, Plain):
+        if not parsed.prompt.strip():
+            raise BadRow("plain text without a prompt has nothing to ask; use prompt + completion rows")
+        return Question(parsed.prompt, None, parsed.completion)
+    return _last_answer(parsed, template)
+
+
+def _last_answer(row: Chat, template: ChatTemplate) -> Question:
+    if not any(row.trained):
+        raise BadRow("has no answer to compare with: no assistant message that carries the loss")
+    index = max(index for index, trained in enumerate(row.trained) if trained)
+    if index == 0:
+        raise BadRow("begins with its answer, so there is nothing to ask")
+    shown = replace(row, messages=row.messages[: index + 1], trained=(*[False] * index, True))
+    text = template.render(shown.messages, shown.tools)
+    template.check_complete(shown, text)
+    # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
+    answer = template.find_answer(shown, index, text)
+    stop = answer.stop if answer.end_token_start is None else answer.end_token_start
+    return Question(list(row.messages[:index]), row.tools, text[answer.start : stop])

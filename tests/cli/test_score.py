@@ -1,0 +1,115 @@
+"""`lorakit score`: which rows are asked of the base, a merged model and the adapters, and what it refuses first."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from lorakit.cli.generate import _adapters_by_file
+from tests.helpers.patches import make_patch
+from tests.helpers.rows import chat, write_rows
+
+FLAGS = ("--max-new-tokens", "6", "--dtype", "float32")
+
+
+def said(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> tuple[int, list[str], str]:
+    capsys.readouterr()
+    code = main([command, *map(str, arguments), *FLAGS])
+    captured = capsys.readouterr()
+    return code, captured.out.splitlines(), captured.err
+
+
+def table(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines[1 : lines.index("") if "" in lines else None]]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl", [chat("say", "it"), {"prompt": "say ", "completion": "it"}])
+
+
+def test_a_merged_model_has_the_answers_of_its_adapter(
+    base: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch, merged = make_patch(base, tmp_path / "patch"), tmp_path / "merged"
+    assert main(["merge", str(base), str(patch), "--out", str(merged)]) == 0
+
+    def predictions(name: str, *arguments: object) -> list[Any]:
+        code, lines, _ = said(capsys, "score", *arguments, "--predictions", tmp_path / name)
+        assert code == 0
+        assert all(line[0] == str(rows) and line[2:] == ["0", "2", "0.0%"] for line in table(lines))
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    of_merged = predictions("merged.jsonl", merged, "--data", rows)
+    of_base = predictions("base.jsonl", base, "--data", rows)
+    of_both = predictions("both.jsonl", base, "--adapter", f"x={patch}", "--data", f"x={rows}")
+
+    assert of_both == [*of_base, *(line | {"adapter": "x"} for line in of_merged)]
+    assert [line["predicted"] for line in of_base] != [line["predicted"] for line in of_merged]
+
+
+def test_a_file_without_a_name_is_for_every_adapter_and_one_with_a_name_for_that(
+    base: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patches = [f"{name}={make_patch(base, tmp_path / name, seed=seed)}" for seed, name in enumerate("ab")]
+    adapters = [part for patch in patches for part in ("--adapter", patch)]
+
+    code, lines, err = said(capsys, "score", base, *adapters, "--data", rows)
+    assert (code, err) == (0, "")
+    assert [line[1] for line in table(lines)] == ["base", "a", "b"]
+
+    code, lines, err = said(capsys, "score", base, *adapters, "--data", f"b={rows}")
+    assert code == 0
+    assert [line[1] for line in table(lines)] == ["base", "b"]
+    assert err == "note: a: no --data, not scored\n"
+
+
+def test_the_base_answers_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapters = {"a": "x", "b": "y"}
+    (tmp_path / "lang=en.jsonl").write_text("")
+
+    assert _adapters_by_file(["a=f", "b=f", "a2"], adapters) == {"f": [None, "a", "b"], "a2": [None, "a", "b"]}
+    assert _adapters_by_file(["f", "a=f"], adapters) == {"f": [None, "a", "b"]}
+    assert _adapters_by_file(["lang=en.jsonl"], {}) == {"lang=en.jsonl": [None]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "jso={rows}"], "--data jso: no adapter of that name (loaded: none; --data {rows} scores the base alone)"),
+        (["--adapter", "json=p", "--data", "jso={rows}"], "--data jso: no adapter of that name (loaded: json). Nearest: 'json'."),
+        (["--data", "no.jsonl"], "data: no.jsonl: no such file or folder"),
+        (["--data", "{rows}", "--predictions", "{rows}"], "--predictions: {rows} exists already"),
+        (["--data", "{rows}", "--predictions", "no/p.jsonl"], "--predictions: no is no folder that can be written to"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_the_base_is_loaded(
+    arguments: list[str], message: str, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = rows.read_bytes()
+    code, lines, err = said(capsys, "score", "no-such-base", *(part.format(rows=rows) for part in arguments))
+    assert (code, lines) == (2, [])
+    assert message.format(rows=rows) in err
+    assert rows.read_bytes() == before
+
+
+def test_rows_that_cannot_be_asked_stop_it_or_are_left_out_by_name(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "a " * 300, "completion": "b"}, chat("a", "b") | {"grade": 1}]
+    )
+    asked = ("score", base, "--data", rows)
+
+    code, lines, err = said(capsys, *asked)
+    assert (code, lines) == (2, [])
+    assert err.startswith("lorakit score:\ndata: 2 of 2 rows cannot be asked:\n")
+
+    code, lines, _ = said(capsys, *asked, "--on-bad-rows", "skip", "--ignore-keys", "grade")
+    assert code == 0
+    assert table(lines) == [[str(rows), "base", "0", "1", "0.0%"]]
+    assert lines[-2] == f"left out 1 of 2 rows of {rows}, which cannot be asked:"
+    assert lines[-1].startswith(f"  {rows}:1: its prompt has ")

@@ -1,0 +1,200 @@
+"""Exact match on held-out rows: every row is asked as in use and counted, or named before any is asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+import lorakit
+from lorakit.errors import DataError
+from lorakit.inference.prompts import PromptCodec
+from lorakit.inference.score import score
+from lorakit.patch.prompting import PromptForm
+from tests.helpers.rows import chat, write_rows
+
+ROOT = Path(__file__).parents[2]
+SENTENCE = "Mira from Oslo ordered 3 lamps on Monday."
+PLAIN = f"<|user|>{SENTENCE}<|end|><|assistant|>"
+SYSTEM = {"role": "system", "content": "Be kind."}
+TOOL = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    patches = {name: ROOT / "adapters" / name for name in ("json", "pirate")}
+    return lorakit.load("builtin:tiny", patches, dtype="float32")
+
+
+def answer(model: Any, prompt: Any, adapter: str | None, **how: Any) -> str:
+    return str(model.generate([prompt], adapter, max_new_tokens=64, **how)[0])
+
+
+def scored(model: Any, data: Any, **how: Any) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    answered = score(model, data, max_new_tokens=64, say=lines.append, **how)
+    return answered, "\n".join(lines).splitlines()
+
+
+@pytest.mark.parametrize("adapter", [None, "json"])
+def test_a_row_of_any_format_is_right_where_generate_gives_its_answer(
+    model: Any, tmp_path: Path, adapter: str | None
+) -> None:
+    asked, said = chat(SENTENCE, answer(model, SENTENCE, adapter))["messages"]
+    kindly = said | {"content": answer(model, [SYSTEM, asked], adapter)}
+    rows = [
+        {"messages": [asked, said]},
+        {"messages": [asked, said, asked]},
+        {"messages": [asked, kindly], "system": SYSTEM["content"]},
+        {"conversations": [{"from": "human", "value": SENTENCE}, {"from": "gpt", "value": said["content"]}]},
+        {"prompt": [asked], "completion": [said]},
+        {"instruction": SENTENCE, "output": said["content"]},
+        {"prompt": PLAIN, "completion": answer(model, PLAIN, adapter, raw=True) + "\n"},
+    ]
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+
+    answered, lines = scored(model, {file: [adapter]})
+
+    assert [each.correct for each in answered[file, adapter]] == [True] * len(rows)
+    assert lines[1].split() == [file, adapter or "base", "7", "7", "100.0%"]
+
+
+def test_a_row_with_tools_is_asked_with_them(model: Any, tmp_path: Path) -> None:
+    shown = model.tokenizer.apply_chat_template(
+        chat(SENTENCE, "x")["messages"][:1], tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    said = answer(model, model.tokenizer(shown)["input_ids"], None)
+    file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, said) | {"tools": [TOOL]}]))
+
+    assert scored(model, {file: [None]})[0][file, None][0].correct
+    assert said != answer(model, SENTENCE, None)
+
+
+def test_every_adapter_of_a_file_has_a_line_and_its_first_wrong_answers(model: Any, tmp_path: Path) -> None:
+    rows = [chat(SENTENCE, answer(model, SENTENCE, "json")), *(chat(SENTENCE, f"{i}\n" * 31) for i in range(7))]
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+
+    _, lines = scored(model, {file: [None, "json", "pirate"]}, limit=7)
+
+    assert [line.split()[1:] for line in lines[1:4]] == [
+        ["base", "0", "7", "0.0%"], ["json", "1", "7", "14.3%"], ["pirate", "0", "7", "0.0%"]
+    ]  # fmt: skip
+    assert lines[5] == f"wrong answers of json on {file}: 6"
+    assert lines[6].startswith(f"  {file}:2: expected '0\\n0\\n")
+    assert '\'..., got \'{"name": "Mira"' in lines[6]
+    assert lines[11] == "  ... and 1 more (--predictions FILE writes all answers)"
+    assert lines[13] == f"wrong answers of pirate on {file}: 7"
+    assert not any("of the base" in line for line in lines)
+    assert max(map(len, lines)) < len(file) + 200
+
+
+def test_a_wrong_answer_is_cut_where_it_differs(model: Any, tmp_path: Path) -> None:
+    right = answer(model, SENTENCE, "json")
+    file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, right.replace("Monday", "Friday"))]))
+
+    line = scored(model, {file: ["json"]})[1][-1]
+
+    assert "Friday\"}'" in line
+    assert "Monday\"}'" in line
+
+
+UNASKABLE = {
+    "nothing to ask": {"text": "hi"},
+    "prompt has 1201 tokens; with max_new_tokens 64 at most 960 fit this base": {"prompt": "say " * 600, "completion": "x"},
+    "answer has 120 tokens and an end token; max_new_tokens 64 cuts it off": {"prompt": "say", "completion": "x " * 60},
+    "its answer has no text": {"prompt": "say", "completion": "<|end|>"},
+    "grade: not a key that is read here": chat("a", "b") | {"grade": 3},
+    "not JSON": "broken",
+}  # fmt: skip
+
+
+def write_unaskable(path: Path) -> Path:
+    write_rows(path, [chat("a", "b"), *UNASKABLE.values()])
+    path.write_text(path.read_text().replace('"broken"', "{"))
+    return path
+
+
+def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model: Any, tmp_path: Path) -> None:
+    good = write_rows(tmp_path / "good.jsonl", [chat("a", "b")])
+    bad = write_unaskable(tmp_path / "bad.jsonl")
+    lines: list[str] = []
+
+    with pytest.raises(DataError, match="data: 6 of 8 rows cannot be asked") as caught:
+        score(model, {str(good): [None], str(bad): [None]}, max_new_tokens=64, say=lines.append)
+
+    assert lines == []
+    for line, reason in enumerate(UNASKABLE, 2):
+        assert any(f"{bad}:{line}: " in said and reason in said for said in str(caught.value).splitlines()), reason
+
+
+def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp_path: Path) -> None:
+    file = str(write_unaskable(tmp_path / "bad.jsonl"))
+
+    answered, lines = scored(
+        model, {file: [None]}, skip_bad_rows=True, ignore_keys=["grade"], predictions=tmp_path / "all.jsonl"
+    )
+
+    assert [each.row.location for each in answered[file, None]] == [f"{file}:1", f"{file}:6"]
+    assert f"left out 5 of 7 rows of {file}, which cannot be asked:" in lines
+    written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    left_out = {line["row"]: line["left_out"] for line in written if "left_out" in line}
+    assert list(left_out) == [f"{file}:{line}" for line in (2, 3, 4, 5, 7)]
+    assert all(any(f"  {row}: {reason}" == line for line in lines) for row, reason in left_out.items())
+
+
+def test_a_file_without_a_row_to_ask_is_an_error(model: Any, tmp_path: Path) -> None:
+    for rows in ([], [{"text": "hi"}]):
+        file = str(write_rows(tmp_path / "rows.jsonl", rows))
+        with pytest.raises(DataError, match="no rows to score"):
+            scored(model, {file: [None]}, skip_bad_rows=True)
+
+
+def test_an_answer_as_long_as_it_may_be_is_never_exact(model: Any, tmp_path: Path) -> None:
+    said = answer(model, SENTENCE, "json")
+    tokens = len(model.tokenizer(said)["input_ids"])
+    file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, said)]))
+
+    assert score(model, {file: ["json"]}, max_new_tokens=tokens + 1)[file, "json"][0].correct
+    with pytest.raises(DataError, match="cuts it off"):  # a longer answer would look the same
+        score(model, {file: ["json"]}, max_new_tokens=tokens)
+
+
+def test_predictions_hold_a_line_for_every_row_and_adapter(model: Any, tmp_path: Path) -> None:
+    right = answer(model, SENTENCE, "json")
+    rows = [chat(SENTENCE, right), {"prompt": "say", "completion": "x"}, chat("a", "b") | {"tools": [TOOL]}]
+    file, out = str(write_rows(tmp_path / "rows.jsonl", rows)), tmp_path / "all.jsonl"
+
+    answered, _ = scored(model, {file: [None, "json"]}, predictions=out)
+
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert written[3] == {
+        "row": f"{file}:1", "adapter": "json", "messages": chat(SENTENCE, right)["messages"][:1], "expected": right,
+        "predicted": right, "correct": True,
+    }  # fmt: skip
+    assert [line["adapter"] for line in written] == [None] * 3 + ["json"] * 3
+    assert [line["correct"] for line in written] == [
+        each.correct for each in [*answered[file, None], *answered[file, "json"]]
+    ]
+    assert (written[1]["prompt"], written[2]["tools"]) == ("say", [TOOL])
+
+
+def test_generate_takes_token_ids(model: Any) -> None:
+    ids = model.prompts.token_ids(SENTENCE, PromptForm())
+
+    assert answer(model, ids, "json") == answer(model, SENTENCE, "json")
+    for wrong in ([5, -1], [5, 10**6]):
+        with pytest.raises(lorakit.LorakitError, match="gave the id"):
+            answer(model, wrong, None)
+
+
+def test_a_plain_prompt_has_no_end_token_that_the_tokenizer_appends(model: Any) -> None:
+    tokenizer = type(model.tokenizer).from_pretrained(model.tokenizer.name_or_path)
+    plain = tokenizer("say it")["input_ids"]
+    ends = ("<|end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[ends])
+    assert tokenizer("say it")["input_ids"] == [*plain, ends[1]]
+
+    codec = PromptCodec(model.model, tokenizer)
+
+    assert codec.token_ids("say it", PromptForm(raw=True)) == plain
