@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from lorakit.derive.combine import combine
     from lorakit.derive.extract import extract
     from lorakit.formats.convert import convert
-    from lorakit.inference.adapted_model import AdaptedModel, load
+    from lorakit.inference.adapted_model import AdaptedModel
+    from lorakit.inference.load import load
     from lorakit.inspection.diff import diff
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merging.merge import merge
@@ -32,7 +33,7 @@ _MODULES: Final = {
     "extract": "lorakit.derive.extract",
     "fuse_model": "lorakit.ops.fuse",
     "inject": "lorakit.lora",
-    "load": "lorakit.inference.adapted_model",
+    "load": "lorakit.inference.load",
     "load_recipe": "lorakit.recipe",
     "merge": "lorakit.merging.merge",
     "read_patch": "lorakit.patch",

@@ -92,16 +92,25 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         BaseModelError: there is none, or it cannot be loaded.
     """
-    if not has_tokenizer(folder):  # because transformers makes an empty one then
-        raise BaseModelError(
-            f"{folder}: has no tokenizer; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
-            " lorakit.load(tokenizer=...)"
-        )
+    check_tokenizer(folder)
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
         return without_length_warning(
             AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Return if a folder has a tokenizer; where there is none, transformers makes an empty one.
+
+    Raises:
+        BaseModelError: it has none.
+    """
+    if not has_tokenizer(folder):
+        raise BaseModelError(
+            f"{folder}: has no tokenizer; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
+            " lorakit.load(tokenizer=...)"
         )
 
 

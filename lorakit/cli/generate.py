@@ -17,12 +17,13 @@ from lorakit.cli.arguments import (
     print_line,
 )
 from lorakit.errors import LorakitError, did_you_mean
+from lorakit.files.dtype_names import full_dtype_name
 
 if TYPE_CHECKING:
     from lorakit.inference.adapted_model import AdaptedModel
 
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE = ("none", "nf4", "fp4", "int8")
 
 
@@ -82,7 +83,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept another chat template than the patch was trained with",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer, if it is not the base's own")
+    parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
 
@@ -153,14 +155,19 @@ def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> l
 
 def _load(options: argparse.Namespace, adapters: dict[str, str]) -> "AdaptedModel":
     """Load the base and its adapters, and print what could not be verified of them."""
-    from lorakit.inference.adapted_model import load
+    from lorakit.base.find import find_base, find_tokenizer
+    from lorakit.base.load import check_tokenizer
+    from lorakit.inference.load import load
 
+    # before the base is loaded
+    check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
     model = load(
         options.base,
         adapters,
         dtype=options.dtype,
         quantize=options.quantize,
         revision=options.revision,
+        tokenizer=options.tokenizer,
         allow_base_mismatch=options.allow_base_mismatch,
         allow_edited_config=options.allow_edited_config,
         allow_template_change=options.allow_template_change,

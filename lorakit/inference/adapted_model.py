@@ -4,7 +4,7 @@ Invariant: the base is never written, and a row's output does not depend on the 
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
@@ -14,15 +14,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.base.dtype import choose_dtype
-from lorakit.base.find import find_base
-from lorakit.base.load import generation_settings, load_tokenizer
-from lorakit.base.loading import load_any_base
+from lorakit.base.load import generation_settings
 from lorakit.errors import LorakitError, PatchError, did_you_mean
-from lorakit.files.base_files import open_base_files
-from lorakit.files.dtypes import dtype_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
-from lorakit.inference.prompts import Prompt, PromptCodec
+from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
@@ -41,59 +36,6 @@ class Default(Enum):
 
 
 SURROUNDING: Final = Default.SURROUNDING
-
-
-def load(
-    base: str | Path,
-    adapters: Mapping[str, str | Path] | None = None,
-    *,
-    dtype: str | torch.dtype = "auto",
-    quantize: str = "none",
-    revision: str | None = None,
-    device: str | torch.device | None = None,
-    allow_base_mismatch: bool = False,
-    allow_edited_config: bool = False,
-    allow_template_change: bool = False,
-) -> "AdaptedModel":
-    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches.
-
-    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one.
-    ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
-
-    Raises:
-        BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
-    """
-    if not isinstance(base, str | Path):
-        raise LorakitError(f"base: the folder or name of a model, got a {type(base).__name__}; lorakit loads it itself")
-    if adapters is not None and not isinstance(adapters, Mapping):
-        raise LorakitError(
-            f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
-        )
-    folder, on = find_base(str(base), revision), _device(device)
-    model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
-    adapted = AdaptedModel(model, load_tokenizer(folder), BaseIdentity(open_base_files(folder)))
-    for name, path in (adapters or {}).items():
-        adapted.load_adapter(
-            name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
-            allow_template_change=allow_template_change,
-        )  # fmt: skip
-    return adapted
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device of that name, if this machine has it.
-
-    Raises:
-        LorakitError: no name of a device, or of one that is not here.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, TypeError) as problem:  # a torch without CUDA asserts
-        raise LorakitError(f"device: {device!r} cannot be used here: {str(problem).splitlines()[0]}") from None
-    return chosen
 
 
 class AdaptedModel:
@@ -243,7 +185,6 @@ class AdaptedModel:
         with self._routed(route):
             return self.model(*args, **inputs)
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -265,11 +206,35 @@ class AdaptedModel:
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
         """
+        if self.tokenizer is None:
+            raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
+        answers = self.generate_ids(
+            prompts, adapters, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, raw=raw
+        )
+        return [self.prompts.decode(answer) for answer in answers]
+
+    @torch.no_grad()
+    def generate_ids(
+        self,
+        prompts: Sequence[Prompt],
+        adapters: Adapters | Default = SURROUNDING,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        raw: bool | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of one answer per prompt, up to its first end token; arguments as of ``generate``.
+
+        Raises:
+            LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
+        """
         if isinstance(prompts, str | torch.Tensor):
             what = (
                 "one text; write generate([text])"
                 if isinstance(prompts, str)
-                else "token ids; call the model with them"
+                else "a tensor; give lists of token ids, or call the model with it"
             )
             raise LorakitError(f"prompts: a list of prompts, got {what}")
         route = self._chosen(adapters)
@@ -284,7 +249,7 @@ class AdaptedModel:
         ids, mask = (part.to(device) for part in self.prompts.encode(prompts, forms, max_new_tokens))
         with self._routed(route), self._seeded_sampling(seed) if temperature else nullcontext():
             output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
-        return [self.prompts.decode(answer) for answer in output[:, ids.shape[1] :].tolist()]
+        return [self.prompts.until_end(answer) for answer in output[:, ids.shape[1] :].tolist()]
 
     def _forms_of(self, route: Route, num_prompts: int, raw: bool | None) -> list[PromptForm]:
         """Return the form of each prompt: that of its adapter's rows; `raw` decides alone if the template is used."""

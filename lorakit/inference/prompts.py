@@ -1,8 +1,8 @@
-"""Encode prompts into tokens and decode tokens into answers, for one base and its tokenizer."""
+"""Encode prompts into tokens and decode tokens into answers, for one base and its tokenizer, if it has one."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from lorakit.data import end_marker
 from lorakit.errors import LorakitError
 from lorakit.patch.prompting import PromptForm
 
+NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
 Prompt = str | list[dict[str, Any]] | list[int]
 """a text, messages, or token ids"""
 
@@ -26,7 +27,7 @@ class PromptCodec:
         """tokens of the longest prompt with its answer"""
         self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         self._num_tokens = vocabulary_size(model)
-        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        pad, end = (None, None) if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self._pad = int(pad if pad is not None else end or 0)
 
     def encode(
@@ -47,8 +48,8 @@ class PromptCodec:
         outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self._num_tokens]
         if outside:
             raise LorakitError(
-                f"prompts: the tokenizer gave the id {outside[0]}, the base has {self._num_tokens} tokens; they do not"
-                " belong together"
+                f"prompts: the token id {outside[0]}, and the base has {self._num_tokens} tokens; tokenizer and base do"
+                " not belong together"
             )
         ids = [[self._pad] * (longest - len(row)) + row for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -77,14 +78,15 @@ class PromptCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""
-        return str(self._tokenizer.decode(self._until_end(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(self.until_end(ids), skip_special_tokens=True))
 
     def expect(self, answer: str) -> tuple[str, int]:
         """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""
-        ids = self._until_end(self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self.until_end(self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
         return self.decode(ids), len(ids)
 
-    def _until_end(self, ids: list[int]) -> list[int]:
+    def until_end(self, ids: list[int]) -> list[int]:
+        """Return the tokens of an answer before its first end token."""
         return ids[: next((index for index, token in enumerate(ids) if token in self._ends), len(ids))]
 
     def token_ids(self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None) -> list[int]:
@@ -98,6 +100,8 @@ class PromptCodec:
         try:
             if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
                 return list(prompt)  # type: ignore[arg-type]
+            if self._tokenizer is None:
+                raise LorakitError(f"prompt {str(prompt)[:60]!r}: {NO_TOKENIZER}, or give token ids")
             if isinstance(prompt, str) and (form.raw or not self._tokenizer.chat_template):
                 return self._plain_ids(prompt)
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
@@ -117,7 +121,9 @@ class PromptCodec:
 
     def _end_ids(self, end_ids: int | list[int] | None) -> list[int]:
         """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
-        ends = {self._tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else [end_ids])}
-        if self._tokenizer.chat_template and (marker := end_marker(self._tokenizer)):
+        ends = {*(end_ids if isinstance(end_ids, list) else [end_ids])}
+        if self._tokenizer is not None:
+            ends.add(self._tokenizer.eos_token_id)
+        if self._tokenizer is not None and self._tokenizer.chat_template and (marker := end_marker(self._tokenizer)):
             ends.add(self._tokenizer.convert_tokens_to_ids(marker))
         return sorted(end for end in ends if end is not None)

@@ -34,11 +34,13 @@ def model_card(
             "|---|---|",
             *(f"| {key} | {value:.4f} |" for key, value in results.items()),
         ]
+    own = metadata.get("recipe", {}).get("base", {}).get("tokenizer")
+    tokenizer = f', tokenizer="{own}"' if own else ""
     lines += ["", "## Use", ""]
     if base_model:
         lines += [
             "```python", "import lorakit", "",
-            f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}})',
+            f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
             *_prompt_lines(metadata),

@@ -104,11 +104,12 @@ def end_summary(job: Job, progress: Progress) -> str:
         lines += ["", f"compiled   {text}"]
     if (why := early_stop(job, progress)) is not None:
         lines += ["", f"stopped    {why}"]
-    step = chosen_step(job.recipe, progress)
+    step, base = chosen_step(job.recipe, progress), job.recipe.base
+    tokenizer = f" --tokenizer {base.tokenizer}" if base.tokenizer else ""
     lines += [
         "",
         f"patch      {job.output} (step {step} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
-        f"try it     lorakit generate {job.recipe.base.model} --adapter a={job.output} --prompt '...'",
+        f"try it     lorakit generate {base.model}{tokenizer} --adapter a={job.output} --prompt '...'",
     ]
     return "\n".join(lines)
 

@@ -184,7 +184,7 @@ def test_generate_takes_token_ids(model: Any) -> None:
 
     assert answer(model, ids, "json") == answer(model, SENTENCE, "json")
     for wrong in ([5, -1], [5, 10**6]):
-        with pytest.raises(lorakit.LorakitError, match="gave the id"):
+        with pytest.raises(lorakit.LorakitError, match="the token id (-1|1000000),"):
             answer(model, wrong, None)
 
 

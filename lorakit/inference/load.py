@@ -1,0 +1,73 @@
+"""Load a base and its adapters for use in Python: ``lorakit.load``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lorakit.base.dtype import choose_dtype
+from lorakit.base.find import find_base, find_tokenizer
+from lorakit.base.load import has_tokenizer, load_tokenizer
+from lorakit.base.loading import load_any_base
+from lorakit.errors import LorakitError
+from lorakit.files.base_files import open_base_files
+from lorakit.files.dtypes import dtype_name
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch import BaseIdentity
+
+
+def load(
+    base: str | Path,
+    adapters: Mapping[str, str | Path] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    quantize: str = "none",
+    revision: str | None = None,
+    tokenizer: str | Path | None = None,
+    device: str | torch.device | None = None,
+    allow_base_mismatch: bool = False,
+    allow_edited_config: bool = False,
+    allow_template_change: bool = False,
+) -> AdaptedModel:
+    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches.
+
+    ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
+    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one.
+    ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
+
+    Raises:
+        BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
+    """
+    if not isinstance(base, str | Path):
+        raise LorakitError(f"base: the folder or name of a model, got a {type(base).__name__}; lorakit loads it itself")
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise LorakitError(
+            f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
+        )
+    folder, on = find_base(str(base), revision), _device(device)
+    model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
+    words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
+    text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
+    adapted = AdaptedModel(model, text, BaseIdentity(open_base_files(folder), words))
+    for name, path in (adapters or {}).items():
+        adapted.load_adapter(
+            name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
+            allow_template_change=allow_template_change,
+        )  # fmt: skip
+    return adapted
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device of that name, if this machine has it.
+
+    Raises:
+        LorakitError: no name of a device, or of one that is not here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError) as problem:  # a torch without CUDA asserts
+        raise LorakitError(f"device: {device!r} cannot be used here: {str(problem).splitlines()[0]}") from None
+    return chosen
