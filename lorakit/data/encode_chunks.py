@@ -26,7 +26,7 @@ from lorakit.errors import TemporaryFailure
 from lorakit.launch.workers import die_with
 
 CHUNK_ROWS: Final = 256
-INLINE_CHUNKS: Final = 4
+INLINE_CHUNKS: Final = 2
 """chunks that this process encodes by itself, because starting others would take longer"""
 
 RawRow = tuple[int, int, Any]
