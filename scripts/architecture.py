@@ -25,7 +25,8 @@ PURPOSE: Final = {
     "quant": "4 and 8 bits", "patch": "adapters on disk", "objectives": "the loss", "base": "the frozen model",
     "parallel": "the engine", "inference": "adapters per row", "derive": "patch from patches",
     "formats": "other programs",
-    "run": "the output folder", "merging": "W + s B A, to files", "planning": "memory before a run",
+    "run": "the output folder", "merging": "W + s B A, to files", "serving": "requests in a batch",
+    "planning": "memory before a run",
     "training": "the loop", "inspection": "show, diff, doctor", "cli": "the commands",
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ LEVELS: list[list[str]] = [
     ["quant", "patch", "objectives"],
     ["base"],
     ["parallel", "inference", "derive", "formats"],
-    ["run", "merging"],
+    ["run", "merging", "serving"],
     ["planning"],
     ["training"],
     ["inspection"],
@@ -41,7 +41,7 @@ ONLY = {  # the only importers of a package
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
-    "transformers": {"ops", "base"},
+    "transformers": {"ops", "base", "serving"},
     "rich": {"run"},
     "matplotlib": {"run"},
 }

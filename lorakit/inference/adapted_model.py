@@ -72,6 +72,19 @@ class AdaptedModel:
     def __repr__(self) -> str:
         return f"AdaptedModel({type(self.model).__name__}, adapters: {', '.join(self._adapters) or 'none'})"
 
+    def adapter(self, name: str | None) -> Adapter | None:
+        """Return the adapter that has a name now, or None for the base; it stays the same when the name is replaced.
+
+        Raises:
+            LorakitError: no adapter of that name is loaded.
+        """
+        return self._resolve(name).adapters[0]
+
+    def run(self, route: Route, **inputs: Any) -> Any:
+        """Run the model's own forward with the adapters of a route."""
+        with self._routed(route):
+            return self.model(**inputs)
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""

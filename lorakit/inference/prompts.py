@@ -25,8 +25,9 @@ class PromptCodec:
         self._tokenizer = tokenizer
         self.limit = num_positions(model.config) or math.inf
         """tokens of the longest prompt with its answer"""
-        self._ends = self._end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
-        self._num_tokens = vocabulary_size(model)
+        self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
+        """tokens that end an answer"""
+        self.num_tokens = vocabulary_size(model)
         pad, end = (None, None) if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self._pad = int(pad if pad is not None else end or 0)
 
@@ -39,21 +40,30 @@ class PromptCodec:
             LorakitError: a prompt that cannot be encoded, or is too long.
         """
         rows = [self.token_ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
+        self.check_ids(rows, max_new_tokens)
+        longest = max(map(len, rows))
+        ids = [[self._pad] * (longest - len(row)) + row for row in rows]
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
+        """Return if the base has these tokens, and positions for them and so many more.
+
+        Raises:
+            LorakitError: it has not.
+        """
         longest = max(map(len, rows))
         if min(map(len, rows)) == 0 or longest + max_new_tokens > self.limit:
             raise LorakitError(
                 f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
                 f" {max_new_tokens} at most {self.limit} fit this base"
             )
-        outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self._num_tokens]
+        outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self.num_tokens]
         if outside:
             raise LorakitError(
-                f"prompts: the token id {outside[0]}, and the base has {self._num_tokens} tokens; tokenizer and base do"
+                f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens; tokenizer and base do"
                 " not belong together"
             )
-        ids = [[self._pad] * (longest - len(row)) + row for row in rows]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-        return torch.tensor(ids), torch.tensor(mask)
 
     def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Any:
         """Return transformers' generation settings: greedy at temperature 0, else sampled.
@@ -73,7 +83,7 @@ class PromptCodec:
             )
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
         return generation_settings(
-            max_new_tokens=max_new_tokens, eos_token_id=self._ends, pad_token_id=self._pad, **sampling
+            max_new_tokens=max_new_tokens, eos_token_id=self.end_ids, pad_token_id=self._pad, **sampling
         )
 
     def decode(self, ids: list[int]) -> str:
@@ -87,7 +97,7 @@ class PromptCodec:
 
     def until_end(self, ids: list[int]) -> list[int]:
         """Return the tokens of an answer before its first end token."""
-        return ids[: next((index for index, token in enumerate(ids) if token in self._ends), len(ids))]
+        return ids[: next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))]
 
     def token_ids(self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None) -> list[int]:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
@@ -119,7 +129,7 @@ class PromptCodec:
         end, end_text = self._tokenizer.eos_token_id, self._tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
 
-    def _end_ids(self, end_ids: int | list[int] | None) -> list[int]:
+    def _find_end_ids(self, end_ids: int | list[int] | None) -> list[int]:
         """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
         ends = {*(end_ids if isinstance(end_ids, list) else [end_ids])}
         if self._tokenizer is not None:

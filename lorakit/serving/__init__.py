@@ -1,0 +1,4 @@
+"""One base, any number of adapters, and requests that join and leave its batch at every step.
+
+Files in this order: sampling.py, detokenizer.py, kv_cache.py, generation.py, engine.py. No HTTP is in them.
+"""

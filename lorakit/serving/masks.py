@@ -1,0 +1,49 @@
+"""Which positions each new token of each row attends to, for a batch whose rows have different numbers of tokens."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.errors import BaseModelError
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+
+
+def attention_masks(model: nn.Module, starts: Tensor, num_new: int, device: torch.device) -> Any:
+    """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
+
+    starts: tokens of each row that are stored already, (rows,). A mask is (rows, 1, num_new, positions).
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    rows = starts[:, None, None].to(device)
+    last = rows + torch.arange(num_new, device=device)[:, None]  # the position of each new token
+    positions = torch.arange(int(starts.max()) + num_new, device=device)
+    causal = positions <= last
+    masks = {kind: causal if kind == FULL or window is None else causal & (positions > last - window) for kind in kinds}
+    if config._attn_implementation != "sdpa":  # eager attention adds the mask to the scores
+        dtype = next(model.parameters()).dtype
+        masks = {
+            kind: torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+            for kind, mask in masks.items()
+        }
+    by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
+    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+
+
+def check_layer_kinds(model: nn.Module) -> None:
+    """Return if every layer of a model has full or sliding attention.
+
+    Raises:
+        BaseModelError: one has not, such as a state-space layer, whose state is not kept in slots.
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
+    if others:
+        raise BaseModelError(
+            f"base: {type(model).__name__} has layers of the kind {', '.join(others)}; serving keeps keys and values of"
+            f" {FULL} and {SLIDING} layers alone. `lorakit generate` answers with this base"
+        )

@@ -1,0 +1,141 @@
+"""Draw the next token of one request from its logits.
+
+Invariant: a request's tokens depend on its own logits, settings and seed. Every request has a generator of its own.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lorakit.errors import LorakitError
+
+MAX_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a request's tokens are drawn. The names are those of OpenAI's and vLLM's requests.
+
+    temperature: 0 is greedy. top_k: 0 is no limit. seed: None is a random one. min_tokens: no end token before.
+    stop: texts that end the answer, which are not part of it. stop_token_ids: as end tokens.
+    logprobs: number of most probable tokens to report with each token; None reports nothing.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def check(self, num_tokens: int) -> None:
+        """Return if every value is in its range, for a vocabulary of ``num_tokens``.
+
+        Raises:
+            LorakitError: names the setting, its value and its range.
+        """
+        ranges: dict[str, tuple[float, float, str]] = {
+            "max_tokens": (1, math.inf, "1 or more"), "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
+            "temperature": (0, 100, "from 0 to 100"), "top_p": (1e-9, 1, "above 0, and at most 1"),
+            "top_k": (0, math.inf, "0 (no limit) or more"), "min_p": (0, 1, "from 0 to 1"),
+            "repetition_penalty": (1e-9, 100, "above 0, and at most 100"),
+            "presence_penalty": (-2, 2, "from -2 to 2"), "frequency_penalty": (-2, 2, "from -2 to 2"),
+            "seed": (0, MAX_SEED - 1, "from 0 below 2**63"), "logprobs": (0, num_tokens, "0 or more"),
+        }  # fmt: skip
+        for name, (low, high, text) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # `not <=`, so that NaN is refused
+                raise LorakitError(f"{name}: {text}, got {value!r}")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < num_tokens or not -100 <= bias <= 100:
+                raise LorakitError(
+                    f"logit_bias: token ids below {num_tokens} and biases from -100 to 100, got {token}: {bias}"
+                )
+        if any(not text for text in self.stop):
+            raise LorakitError("stop: an empty text; leave it out")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one position, of the model's distribution after penalties and before temperature."""
+
+    token: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), the most probable first"""
+
+
+@final
+class Sampler:
+    """Draws the tokens of one request. ``prompt``: its token ids, which the repetition penalty counts too."""
+
+    def __init__(self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int]) -> None:
+        self._settings, self._end_ids = settings, end_ids
+        self._prompt = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
+        self._counts: Counter[int] = Counter()
+        self._generator = torch.Generator()
+        if settings.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(settings.seed)
+
+    def draw(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
+        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are wanted."""
+        settings = self._settings
+        logits = self._penalized(logits.float())
+        token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits / settings.temperature)
+        self._counts[token] += 1
+        return token, None if settings.logprobs is None else _logprobs(logits, token, settings.logprobs)
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""
+        settings, generated = self._settings, self._counts.total()
+        ends = list(self._end_ids) if generated < settings.min_tokens else []
+        penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
+        if not (settings.logit_bias or ends or penalizes):
+            return logits
+        logits = logits.clone()
+        for number, bias in settings.logit_bias.items():
+            logits[number] += bias
+        if penalizes and settings.repetition_penalty != 1.0:
+            seen = torch.unique(torch.cat([self._prompt, torch.tensor(list(self._counts), dtype=torch.int64)]))
+            values = logits[seen]
+            # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
+            penalty = settings.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        for number, count in self._counts.items() if penalizes else ():
+            logits[number] -= settings.presence_penalty + settings.frequency_penalty * count
+        if ends:
+            logits[ends] = -math.inf
+        return logits
+
+    def _sampled(self, logits: Tensor) -> int:
+        settings = self._settings
+        if settings.top_k and settings.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(settings.top_k).values[-1], -math.inf)
+        probabilities = logits.softmax(-1)
+        if settings.min_p:
+            probabilities = probabilities.masked_fill(probabilities < settings.min_p * probabilities.max(), 0.0)
+        if settings.top_p < 1:
+            ordered, order = probabilities.sort(descending=True)
+            before = ordered.cumsum(-1) - ordered
+            probabilities = probabilities.index_fill(0, order[before >= settings.top_p * ordered.sum()], 0.0)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+
+def _logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(-1)
+    top = logprobs.topk(number)
+    return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

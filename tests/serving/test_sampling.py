@@ -1,0 +1,119 @@
+"""Tokens are drawn as transformers' processors say, and text comes in pieces that are never wrong."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lorakit.errors import LorakitError
+from lorakit.serving.detokenizer import Detokenizer
+from lorakit.serving.sampling import Sampler, SamplingSettings
+
+NUMBER = 4_000
+
+
+def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
+    """Share of each token in many draws, each of a new request."""
+    counts = torch.zeros(len(logits))
+    sampler = Sampler(SamplingSettings(temperature=values.pop("temperature", 1.0), seed=1, **values), [], frozenset())
+    for _ in range(NUMBER):
+        counts[sampler.draw(logits)[0]] += 1
+    return counts / NUMBER
+
+
+@pytest.mark.parametrize(
+    ("values", "processors"),
+    [
+        ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
+        ({"temperature": 2.0, "top_k": 5, "top_p": 0.8}, [TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(
+    values: dict[str, Any], processors: list[Any]
+) -> None:
+    logits = torch.linspace(-2, 2, 8)[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    expected = logits[None].clone()
+    for processor in processors:
+        expected = processor(torch.zeros(1, 0, dtype=torch.int64), expected)
+    expected = expected.softmax(-1)[0]
+
+    drawn = shares(logits, **values)
+
+    assert ((drawn > 0) == (expected > 0)).all()
+    assert (drawn - expected).abs().max() < 4 * math.sqrt(0.25 / NUMBER)
+
+
+def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say() -> None:
+    logits = torch.tensor([1.0, 0.9, 0.5, -0.5])
+
+    def tokens(prompt: list[int], **values: Any) -> list[int]:
+        sampler = Sampler(SamplingSettings(**values), prompt, frozenset({0}))
+        return [sampler.draw(logits)[0] for _ in range(4)]
+
+    assert tokens([]) == [0, 0, 0, 0]
+    assert tokens([], presence_penalty=0.2) == [0, 1, 0, 0]  # 0.8, 0.7 after both have come
+    assert tokens([], frequency_penalty=0.2) == [0, 1, 0, 1]
+    assert tokens([], logit_bias={2: 100}) == [2, 2, 2, 2]
+    assert tokens([], min_tokens=2) == [1, 1, 0, 0]
+    for prompt in ([], [0], [0, 1, 1]):
+        penalty, seen = RepetitionPenaltyLogitsProcessor(1.5), list(prompt)
+        for token in tokens(prompt, repetition_penalty=1.5):
+            ids = torch.tensor([seen], dtype=torch.int64)
+            assert token == int(penalty(ids, logits[None].clone()).argmax())
+            seen.append(token)
+
+
+def test_logprobs_are_those_of_the_softmax() -> None:
+    logits = torch.tensor([1.0, 0.5, 2.0])
+    token, logprobs = Sampler(SamplingSettings(logprobs=2), [], frozenset()).draw(logits)
+
+    assert logprobs is not None
+    assert token == 2
+    assert logprobs.token == pytest.approx(float(logits.log_softmax(-1)[2]))
+    assert [number for number, _ in logprobs.top] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0},
+     {"min_tokens": 9, "max_tokens": 8}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"logit_bias": {99: 1.0}},
+     {"logit_bias": {1: 101.0}}, {"stop": ("",)}, {"seed": -1}, {"logprobs": -1}],
+    ids=str,
+)  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(LorakitError, match=f"^{next(iter(values))}: "):
+        SamplingSettings(**values).check(50)
+
+
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=2))
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_answer_up_to_its_stop_text(tokenizer: Any, text: str, stop: list[str]) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    full = tokenizer.decode(ids, skip_special_tokens=True)
+    detokenizer, pieces, stopped = Detokenizer(tokenizer, stop), [], False
+    for token in ids:
+        piece, stopped = detokenizer.add(token)
+        pieces.append(piece)
+        if stopped:
+            break
+    pieces += [] if stopped else [detokenizer.finish()]
+
+    ends = [index for one in stop if (index := full.find(one)) >= 0]
+    answer = "".join(pieces)
+    assert answer == (full[: min(ends)] if ends and stopped else full)
+    assert stopped == bool(ends) or "�" in full
+    assert all("�" not in piece for piece in pieces) or "�" in full
