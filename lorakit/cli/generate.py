@@ -30,7 +30,7 @@ QUANTIZE = ("none", "nf4", "fp4", "int8")
 def add_generate_commands(add_command: AddCommand) -> None:
     """Add `generate` and `score`."""
     generate = add_command("generate", _generate, "answer prompts with the base or an adapter")
-    _add_model_arguments(generate)
+    add_model_arguments(generate)
     generate.add_argument(
         "--use", metavar="NAME", help="adapter to use (default: the first; `none` for the plain base)"
     )
@@ -53,7 +53,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--seed", type=int, default=0)
 
     score = add_command("score", _score, "exact match on held-out rows: of a base or merged model, and its adapters")
-    _add_model_arguments(score)
+    add_model_arguments(score)
     score.add_argument(
         "--data", action="append", default=[], required=True, metavar="[NAME=]FILE",
         help="rows for the base and adapter NAME; without a name for the base and every adapter; may be repeated",
@@ -71,7 +71,8 @@ def add_generate_commands(add_command: AddCommand) -> None:
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a base, its adapters, and how they are loaded."""
     add_base_argument(parser)
     parser.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="patch to load; may be repeated"
@@ -94,7 +95,7 @@ def _generate(options: argparse.Namespace) -> int:
     # standard input after loading, so that mistakes are told before anyone types
     types = not options.prompt and options.prompts in (None, "-")
     prompts = [] if types else _read_prompts(options)
-    model = _load(options, adapters)
+    model = load_model(options, adapters)
     prompts = prompts or _read_prompts(options)
     if len(adapters) > 1 and options.use is None and not options.each:
         print(
@@ -153,7 +154,7 @@ def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> l
     return [None if use == "none" else use]
 
 
-def _load(options: argparse.Namespace, adapters: dict[str, str]) -> "AdaptedModel":
+def load_model(options: argparse.Namespace, adapters: dict[str, str]) -> "AdaptedModel":
     """Load the base and its adapters, and print what could not be verified of them."""
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.load import check_tokenizer
@@ -195,7 +196,7 @@ def _score(options: argparse.Namespace) -> int:
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     score(
-        _load(options, adapters),
+        load_model(options, adapters),
         data,
         max_new_tokens=options.max_new_tokens,
         limit=options.limit,

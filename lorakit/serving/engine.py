@@ -5,7 +5,7 @@ had the name when it came, and its tokens are drawn with its own generator.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Route
-from lorakit.serving.generation import CANCELLED, LENGTH, STOP, Generation, Row, Token
+from lorakit.serving.generation import CANCELLED, LENGTH, STOP, Generation, Item, Row, Token
 from lorakit.serving.kv_cache import SlotCache, size_class
 from lorakit.serving.masks import attention_masks, check_layer_kinds
 from lorakit.serving.sampling import Sampler, SamplingSettings
@@ -41,15 +41,21 @@ class ServingEngine:
         self._decoding: list[Row] = []
         self._prefilling: Row | None = None
         self._changed = threading.Condition()
+        self.finished: Counter[str] = Counter()
+        """reason -> generations that finished for it"""
         self._closed = False
         self._check()
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
         self._thread.start()
 
     def submit(
-        self, prompt: list[int], adapter: str | None = None, settings: SamplingSettings | None = None
+        self,
+        prompt: list[int],
+        adapter: str | None = None,
+        settings: SamplingSettings | None = None,
+        deliver: Callable[[Item], None] | None = None,
     ) -> Generation:
-        """Queue a request, and return its generation at once.
+        """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
         Raises:
             LorakitError: settings out of range, an adapter that is not loaded, or a prompt that does not fit.
@@ -63,7 +69,7 @@ class ServingEngine:
                 f"prompt: {len(prompt)} tokens and max_tokens {settings.max_tokens} need"
                 f" {size_class(len(prompt) + settings.max_tokens)} positions; the engine has {self._max_positions}"
             )
-        generation = Generation(self._model.adapter(adapter), prompt, settings)
+        generation = Generation(self._model.adapter(adapter), prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids))
         row = Row(generation, Sampler(settings, prompt, ends), list(prompt), ends=ends)
         with self._changed:
@@ -72,6 +78,11 @@ class ServingEngine:
             self._waiting.append(row)
             self._changed.notify()
         return generation
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the engine's thread runs."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread. Generations that are not finished are cancelled."""
@@ -96,7 +107,7 @@ class ServingEngine:
                     break
             self.step()
         for row in [*self._rows(), *self._waiting]:
-            row.generation.finish(CANCELLED)
+            self._finish(row, CANCELLED)
 
     def _rows(self) -> list[Row]:
         return [*self._decoding, *([self._prefilling] if self._prefilling else [])]
@@ -192,7 +203,7 @@ class ServingEngine:
         with self._changed:
             for row in [row for row in self._waiting if test(row)]:
                 self._waiting.remove(row)
-                row.generation.finish(reason)
+                self._finish(row, reason)
 
     def _end(self, row: Row, reason: str) -> None:
         """Free a row's slot: the last decoding row moves into it."""
@@ -206,7 +217,11 @@ class ServingEngine:
             self._decoding.pop()
             if self._prefilling is not None:  # its slot is the one behind the decoding rows
                 self._cache.move(last + 1, last, self._prefilling.num_stored)
+        self._finish(row, reason)
+
+    def _finish(self, row: Row, reason: str) -> None:
         row.generation.finish(reason)
+        self.finished[reason] += 1
 
     @torch.no_grad()
     def _check(self) -> None:

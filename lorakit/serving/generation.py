@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -26,17 +26,29 @@ class Token:
     logprobs: TokenLogprobs | None = None
 
 
+Item = Token | Exception | None
+"""a token, what ended the request, or None at its end"""
+
+
 @final
 class Generation:
     """The tokens of one request, while they come. Iterate over it once, in one thread.
 
     reason: why it finished; None while it runs. adapter: as it was when the request came, whatever is loaded since.
+    deliver: called in the engine's thread with every item, instead of the iteration.
     """
 
-    def __init__(self, adapter: Adapter | None, prompt: list[int], settings: SamplingSettings) -> None:
+    def __init__(
+        self,
+        adapter: Adapter | None,
+        prompt: list[int],
+        settings: SamplingSettings,
+        deliver: Callable[[Item], None] | None = None,
+    ) -> None:
         self.adapter, self.prompt, self.settings = adapter, prompt, settings
         self.reason: str | None = None
-        self._tokens: queue.SimpleQueue[Token | Exception | None] = queue.SimpleQueue()
+        self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._deliver = deliver or self._tokens.put
         self._cancelled = threading.Event()
 
     def __iter__(self) -> Iterator[Token]:
@@ -64,16 +76,16 @@ class Generation:
 
     def put(self, token: Token) -> None:
         """Give a token to the caller; for the engine."""
-        self._tokens.put(token)
+        self._deliver(token)
 
     def finish(self, reason: str) -> None:
         """End the answer; for the engine."""
         self.reason = reason
-        self._tokens.put(None)
+        self._deliver(None)
 
     def fail(self, problem: Exception) -> None:
         """End it with an error; for the engine."""
-        self._tokens.put(problem)
+        self._deliver(problem)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,180 @@
+"""Read the requests of OpenAI's API. Imports no HTTP.
+
+Invariant: every field of a request is used, or changes nothing about the answer, or is refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from lorakit.errors import LorakitError
+from lorakit.serving.sampling import SamplingSettings
+
+DEFAULT_TOKENS: Final = {"chat": 1024, "text": 16}
+"""tokens of an answer, if the request does not say: OpenAI's 16 for texts; a chat's is bounded, so that its slot is"""
+MAX_CHOICES: Final = 16
+HARMLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""fields that change nothing about an answer"""
+SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "temperature": (int, float), "top_p": (int, float), "top_k": int, "min_p": (int, float), "min_tokens": int,
+    "repetition_penalty": (int, float), "presence_penalty": (int, float), "frequency_penalty": (int, float),
+    "seed": int,
+}  # fmt: skip
+"""field -> its type; as SamplingSettings names them"""
+COMMON: Final = ("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "logit_bias", "max_tokens")
+FIELDS: Final = {
+    "chat": (*COMMON, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs"),
+    "text": (*COMMON, "prompt", "logprobs", "echo"),
+}
+
+
+class RequestError(LorakitError):
+    """A request that cannot be answered: its HTTP status, and OpenAI's ``param`` and ``code``."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What a request asks for.
+
+    prompts: messages for the chat template, a text as it is, or token ids. choices: answers of each prompt.
+    sets_max_tokens: False if max_tokens is the default, which is less where the base has fewer positions left.
+    """
+
+    model: str
+    prompts: list[Any]
+    tools: list[Any] | None
+    settings: SamplingSettings
+    sets_max_tokens: bool
+    choices: int
+    stream: bool
+    include_usage: bool
+
+    def settings_of(self, num_prompt: int, limit: float) -> SamplingSettings:
+        """Return the settings for a prompt of so many tokens, if the base has ``limit`` positions."""
+        if self.sets_max_tokens or limit - num_prompt < 1:
+            return self.settings
+        return replace(self.settings, max_tokens=int(min(self.settings.max_tokens, limit - num_prompt)))
+
+
+def parse_request(kind: str, body: Any) -> CompletionRequest:
+    """Read the body of a ``chat`` or a ``text`` completion.
+
+    Raises:
+        RequestError: a field that is missing, of the wrong type, or not known here.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
+    body = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
+    for name in body:
+        if name not in FIELDS[kind] and name not in SAMPLING:
+            raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
+    model, stream = _typed(body, "model", str), _typed(body, "stream", bool, default=False)
+    options = _typed(body, "stream_options", dict, default={})
+    if options and (not stream or set(options) - {"include_usage"}):
+        raise RequestError("stream_options: include_usage, with stream: true", param="stream_options")
+    choices = _typed(body, "n", int, default=1)
+    if not 1 <= choices <= MAX_CHOICES:
+        raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
+    if body.get("echo", False) is not False:
+        raise RequestError("echo: not supported here; leave it out", param="echo")
+    prompts = [_messages(body)] if kind == "chat" else _prompts(body)
+    tools = _typed(body, "tools", list, default=None) if kind == "chat" else None
+    return CompletionRequest(
+        model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
+        choices, stream, bool(options.get("include_usage")),
+    )  # fmt: skip
+
+
+def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
+    values = {name: _typed(body, name, types) for name, types in SAMPLING.items() if name in body}
+    tokens = body.get("max_completion_tokens", body.get("max_tokens", DEFAULT_TOKENS[kind]))
+    if type(tokens) is not int:
+        raise RequestError(f"max_tokens: a whole number, got {tokens!r}", param="max_tokens")
+    stop = body.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) for text in stop):
+        raise RequestError("stop: a text, or a list of up to 4 texts", param="stop")
+    ids = _typed(body, "stop_token_ids", list, default=[])
+    if not all(type(token) is int for token in ids):
+        raise RequestError("stop_token_ids: a list of token ids", param="stop_token_ids")
+    return SamplingSettings(
+        **{"temperature": 1.0} | values, max_tokens=tokens, stop=tuple(stop), stop_token_ids=tuple(ids),
+        logit_bias=_logit_bias(body), logprobs=_logprobs(kind, body),
+    )  # fmt: skip
+
+
+def _logprobs(kind: str, body: Mapping[str, Any]) -> int | None:
+    """Return the number of most probable tokens to report; None: none. A chat has two fields for it."""
+    wanted: bool
+    number: int | None
+    if kind == "text":
+        number = _typed(body, "logprobs", int, default=None)
+        return number
+    wanted, number = _typed(body, "logprobs", bool, default=False), _typed(body, "top_logprobs", int, default=0)
+    if number and not wanted:
+        raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
+    return number if wanted else None
+
+
+def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
+    bias = _typed(body, "logit_bias", dict, default={})
+    try:
+        return {int(token): float(value) for token, value in bias.items()}
+    except (TypeError, ValueError):
+        raise RequestError("logit_bias: a mapping of token ids to numbers", param="logit_bias") from None
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = _typed(body, "messages", list)
+    if not messages:
+        raise RequestError("messages: one message at least", param="messages")
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}: an object with a role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise RequestError(f"{where}: content has a part that is not text", param="messages")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"{where}: content is a text", param="messages")
+    return {**message, "content": content or ""}
+
+
+def _prompts(body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts of a text completion: texts, or lists of token ids."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(one, str) or _is_ids(one) for one in prompt):
+        raise RequestError("prompt: a text, token ids, or a list of them", param="prompt")
+    return prompt
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+_REQUIRED: Final = object()
+
+
+def _typed(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
+    """Return a field's value, if it is of a type; a bool is no number."""
+    if name not in body:
+        if default is _REQUIRED:
+            raise RequestError(f"{name}: is required", param=name)
+        return default
+    value = body[name]
+    kinds = types if isinstance(types, tuple) else (types,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise RequestError(f"{name}: {wanted} expected, got {str(value)[:60]!r}", param=name)
+    return value

@@ -1,0 +1,209 @@
+"""OpenAI's own client, with strict validation, over real HTTP: every answer is the one Python gives."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.patches import make_patch
+
+MESSAGES: Any = [{"role": "user", "content": "say hi"}]
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
+    folder = tmp_path_factory.mktemp("patches")
+    patches = {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate("ab")}
+    return lorakit.load(base, patches, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
+    opened = ServingEngine(model, max_rows=4)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def served(model: AdaptedModel, engine: ServingEngine) -> Iterator[str]:
+    """The address of a running server whose base is named `tiny` and whose keys are `secret` and `other`."""
+    app = OpenAIServer(model, engine, "tiny", ["secret", "other"]).app
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(served: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served}/v1", api_key="secret", max_retries=0, _strict_response_validation=True
+    ) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["a", "b", "tiny"])
+def test_a_chat_is_what_python_answers_with_that_adapter(client: openai.OpenAI, model: AdaptedModel, name: str) -> None:
+    expected = model.generate([MESSAGES], None if name == "tiny" else name, max_new_tokens=12)[0]
+    arguments: Any = {"model": name, "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+
+    answer = client.chat.completions.create(**arguments)
+    chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+
+    assert answer.choices[0].message.content == expected
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == expected
+    assert chunks[-2].choices[0].finish_reason == answer.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == answer.usage
+
+
+def test_a_text_is_given_as_it_is_and_so_are_token_ids(client: openai.OpenAI, model: AdaptedModel) -> None:
+    ids = model.prompts.token_ids("hi there", lorakit.patch.prompting.PromptForm(raw=True))
+    expected = [model.generate([prompt], "a", max_new_tokens=8, raw=True)[0] for prompt in ("hi there", "hi")]
+    common: Any = {"model": "a", "temperature": 0, "max_tokens": 8}
+
+    assert [
+        choice.text for choice in client.completions.create(prompt=["hi there", "hi"], **common).choices
+    ] == expected
+    assert client.completions.create(prompt=ids, **common).choices[0].text == expected[0]
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, model: AdaptedModel) -> None:
+    names = ["a", "b", "tiny"] * 5
+    questions = [[{"role": "user", "content": f"number {index}"}] for index in range(len(names))]
+    answers: list[str | None] = [None] * len(names)
+
+    def ask(index: int) -> None:
+        reply = client.chat.completions.create(
+            model=names[index], messages=questions[index], temperature=0, max_tokens=10
+        )  # type: ignore[arg-type]
+        answers[index] = reply.choices[0].message.content
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    adapters = [None if name == "tiny" else name for name in names]
+    assert answers == [
+        model.generate([question], adapter, max_new_tokens=10)[0]
+        for question, adapter in zip(questions, adapters, strict=True)
+    ]
+
+
+def test_seeds_choices_stops_and_logprobs(client: openai.OpenAI) -> None:
+    common: Any = {"model": "a", "messages": MESSAGES, "max_tokens": 10}
+    two = [client.chat.completions.create(**common, seed=5).choices[0].message.content for _ in range(2)]
+    assert two[0] == two[1]
+
+    text = client.chat.completions.create(**common, temperature=0).choices[0].message.content or ""
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    stopped = client.chat.completions.create(**common, temperature=0, stop=[stop]).choices[0]
+    assert stopped.message.content == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+    several = client.chat.completions.create(**common, n=3, temperature=0, logprobs=True, top_logprobs=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in several.choices} == {text}
+    content = several.choices[0].logprobs and several.choices[0].logprobs.content
+    assert content
+    assert all(one.logprob == pytest.approx(one.top_logprobs[0].logprob) for one in content)  # greedy
+
+
+def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: AdaptedModel) -> None:
+    cards = {card.id: card.model_extra or {} for card in client.models.list()}
+
+    assert list(cards) == ["tiny", "a", "b"]
+    assert cards["a"]["parent"] == "tiny"
+    assert cards["tiny"]["parent"] is None
+    adapter = model.adapter("a")
+    assert adapter is not None
+    assert client.models.retrieve("a").model_extra["root"] == adapter.identity  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "said"),
+    [
+        ({"model": "nobody"}, 404, "model", "there are tiny, a, b"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported here"),
+        ({"best_of": 3}, 400, "best_of", "not supported here"),
+        ({"temperature": "hot"}, 400, "temperature", "int or float expected"),
+        ({"temperature": -1}, 400, None, "temperature: from 0 to 100"),
+        ({"max_tokens": 10_000}, 400, None, "at most 256 fit this base"),
+        ({"messages": []}, 400, "messages", "one message at least"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "not text"),
+        ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, None, "cannot be encoded"),
+        ({"n": 0}, 400, "n", "from 1 to 16"),
+        ({"top_logprobs": 3}, 400, "top_logprobs", "goes with logprobs"),
+        ({"stop": [1]}, 400, "stop", "up to 4 texts"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_would_change_the_answer_unseen_is_refused_by_name(
+    served: str, change: dict[str, Any], status: int, param: str | None, said: str
+) -> None:
+    body = {"model": "a", "messages": MESSAGES, "max_tokens": 4} | change
+    reply = httpx.post(f"{served}/v1/chat/completions", json=body, headers={"Authorization": "Bearer other"})
+
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (status, param), error
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_without_a_key_only_health_and_version_answer(served: str) -> None:
+    for key in ("", "Bearer wrong", "Bearer secre", "Basic secret"):
+        reply = httpx.get(f"{served}/v1/models", headers={"Authorization": key} if key else {})
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{served}/health").status_code == 200
+    assert httpx.get(f"{served}/version").json() == {"version": lorakit.__version__}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, b"x" * 9_000_000])
+def test_a_hostile_body_is_a_400_or_413(served: str, content: bytes) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    reply = httpx.post(f"{served}/v1/chat/completions", content=content, headers=headers)
+    assert reply.status_code == (413 if len(content) > 8_000_000 else 400)
+    assert reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(served: str, engine: ServingEngine, stream: bool) -> None:
+    body = {"model": "a", "messages": MESSAGES, "max_tokens": 240, "min_tokens": 240, "stream": stream, "n": 4}
+    headers = {"Authorization": "Bearer secret"}
+    before = engine.finished["cancelled"]
+
+    if stream:
+        with httpx.stream("POST", f"{served}/v1/chat/completions", json=body, headers=headers) as reply:
+            lines = (line for line in reply.iter_lines() if line.startswith("data: "))
+            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served}/v1/chat/completions", json=body, headers=headers, timeout=0.2)
+
+    while engine.counts()["decoding"] + engine.counts()["waiting"]:
+        time.sleep(0.01)
+    assert engine.finished["cancelled"] == before + 4
