@@ -119,7 +119,10 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: AdaptedModel, engine
     settings = SamplingSettings(max_tokens=12, temperature=1.0, top_p=0.9, seed=3)
     own = engine.submit([5, 6, 7], "b", settings).ids()
 
-    crowd = [engine.submit(prompt, "a", SamplingSettings(max_tokens=20, temperature=1.0)) for prompt in prompts(2)]
+    crowd = [
+        engine.submit(prompt, "a", SamplingSettings(max_tokens=20, min_tokens=1, temperature=1.0))
+        for prompt in prompts(2)
+    ]
     among = engine.submit([5, 6, 7], "b", settings)
     other = engine.submit([5, 6, 7], "b", SamplingSettings(max_tokens=12, temperature=1.0, top_p=0.9, seed=4))
 
