@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, final
 
 from starlette.applications import Starlette
@@ -20,6 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
+from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH, AdapterAdmin
+from lorakit.serving.body import read_body
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.generation import STOP, Generation, Item
@@ -27,7 +30,6 @@ from lorakit.serving.openai_requests import CompletionRequest, RequestError, par
 from lorakit.serving.sampling import TokenLogprobs
 from lorakit.version import VERSION
 
-MAX_BODY_BYTES: Final = 8_000_000
 DISCONNECT_SECONDS: Final = 0.5
 """between two looks if a client that waits for a full answer is still there"""
 OPEN_PATHS: Final = ("/health", "/version")
@@ -86,9 +88,21 @@ class StreamedAnswer:
 
 @final
 class OpenAIServer:
-    """The routes of one base and its adapters. name: the base's, in requests."""
+    """The routes of one base and its adapters.
 
-    def __init__(self, model: AdaptedModel, engine: ServingEngine, name: str, api_keys: Sequence[str] = ()) -> None:
+    name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
+    adapter_root: the folder whose patches may be loaded.
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        engine: ServingEngine,
+        name: str,
+        api_keys: Sequence[str] = (),
+        admin_key: str | None = None,
+        adapter_root: Path | None = None,
+    ) -> None:
         self._model, self._engine, self._name, self._started = model, engine, name, int(time.time())
         routes = [
             Route("/health", self._health), Route("/version", self._version), Route("/v1/models", self._models),
@@ -96,9 +110,14 @@ class OpenAIServer:
             Route("/v1/chat/completions", partial(self._complete, "chat"), methods=["POST"]),
             Route("/v1/completions", partial(self._complete, "text"), methods=["POST"]),
         ]  # fmt: skip
+        if admin_key is not None:
+            admin = AdapterAdmin(model, name, adapter_root)
+            routes += [
+                Route(LOAD_PATH, admin.load, methods=["POST"]), Route(UNLOAD_PATH, admin.unload, methods=["POST"])
+            ]  # fmt: skip
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(KeyCheck, api_keys=api_keys)],
+            middleware=[Middleware(KeyCheck, api_keys=api_keys, admin_key=admin_key)],
             exception_handlers={RequestError: _explain, LorakitError: _explain, 404: _no_route, 405: _no_route},
         )
 
@@ -137,7 +156,7 @@ class OpenAIServer:
         return model
 
     async def _complete(self, kind: str, request: Request) -> Response:
-        completion = parse_request(kind, await _read_body(request))
+        completion = parse_request(kind, await read_body(request))
         adapter = self._adapter_name(completion.model)
         form = PromptForm(raw=True)
         rows = [self._model.prompts.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
@@ -266,17 +285,18 @@ async def _forward(index: int, answer: StreamedAnswer, pieces: "asyncio.Queue[tu
 
 @final
 class KeyCheck:
-    """Refuse requests without one of the keys, if there are any. Keys are compared in constant time."""
+    """Refuse requests without a key that their route needs. Keys are compared in constant time."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_key: str | None) -> None:
         self._app, self._keys = app, [key.encode() for key in api_keys]
+        self._admin_keys = [] if admin_key is None else [admin_key.encode()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
-            header = dict(scope["headers"]).get(b"authorization", b"")
-            given = header.removeprefix(b"Bearer ")
-            matches = sum(hmac.compare_digest(given, key) for key in self._keys)  # all, so that the time tells nothing
-            if not matches:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            keys = self._admin_keys if scope["path"] in (LOAD_PATH, UNLOAD_PATH) else self._keys
+            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            matches = sum(hmac.compare_digest(given, key) for key in keys)  # all, so that the time tells nothing
+            if keys and not matches:
                 problem = RequestError(
                     "a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key"
                 )
@@ -294,19 +314,6 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, dict[
             await asyncio.wait({task})
             return {}  # nobody reads it
     return task.result()
-
-
-async def _read_body(request: Request) -> Any:
-    size, parts = 0, []
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
-        parts.append(part)
-    try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as problem:
-        raise RequestError(f"the body is not JSON: {problem}") from None
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -72,17 +72,17 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     for name in body:
         if name not in FIELDS[kind] and name not in SAMPLING:
             raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
-    model, stream = _typed(body, "model", str), _typed(body, "stream", bool, default=False)
-    options = _typed(body, "stream_options", dict, default={})
+    model, stream = typed_field(body, "model", str), typed_field(body, "stream", bool, default=False)
+    options = typed_field(body, "stream_options", dict, default={})
     if options and (not stream or set(options) - {"include_usage"}):
         raise RequestError("stream_options: include_usage, with stream: true", param="stream_options")
-    choices = _typed(body, "n", int, default=1)
+    choices = typed_field(body, "n", int, default=1)
     if not 1 <= choices <= MAX_CHOICES:
         raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
     if body.get("echo", False) is not False:
         raise RequestError("echo: not supported here; leave it out", param="echo")
     prompts = [_messages(body)] if kind == "chat" else _prompts(body)
-    tools = _typed(body, "tools", list, default=None) if kind == "chat" else None
+    tools = typed_field(body, "tools", list, default=None) if kind == "chat" else None
     return CompletionRequest(
         model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
         choices, stream, bool(options.get("include_usage")),
@@ -90,7 +90,7 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
 
 
 def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
-    values = {name: _typed(body, name, types) for name, types in SAMPLING.items() if name in body}
+    values = {name: typed_field(body, name, types) for name, types in SAMPLING.items() if name in body}
     tokens = body.get("max_completion_tokens", body.get("max_tokens", DEFAULT_TOKENS[kind]))
     if type(tokens) is not int:
         raise RequestError(f"max_tokens: a whole number, got {tokens!r}", param="max_tokens")
@@ -98,7 +98,7 @@ def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) for text in stop):
         raise RequestError("stop: a text, or a list of up to 4 texts", param="stop")
-    ids = _typed(body, "stop_token_ids", list, default=[])
+    ids = typed_field(body, "stop_token_ids", list, default=[])
     if not all(type(token) is int for token in ids):
         raise RequestError("stop_token_ids: a list of token ids", param="stop_token_ids")
     return SamplingSettings(
@@ -112,16 +112,19 @@ def _logprobs(kind: str, body: Mapping[str, Any]) -> int | None:
     wanted: bool
     number: int | None
     if kind == "text":
-        number = _typed(body, "logprobs", int, default=None)
+        number = typed_field(body, "logprobs", int, default=None)
         return number
-    wanted, number = _typed(body, "logprobs", bool, default=False), _typed(body, "top_logprobs", int, default=0)
+    wanted, number = (
+        typed_field(body, "logprobs", bool, default=False),
+        typed_field(body, "top_logprobs", int, default=0),
+    )
     if number and not wanted:
         raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
     return number if wanted else None
 
 
 def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
-    bias = _typed(body, "logit_bias", dict, default={})
+    bias = typed_field(body, "logit_bias", dict, default={})
     try:
         return {int(token): float(value) for token, value in bias.items()}
     except (TypeError, ValueError):
@@ -129,7 +132,7 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = _typed(body, "messages", list)
+    messages: list[dict[str, Any]] = typed_field(body, "messages", list)
     if not messages:
         raise RequestError("messages: one message at least", param="messages")
     return [_message(number, message) for number, message in enumerate(messages)]
@@ -166,7 +169,7 @@ def _is_ids(prompt: Any) -> bool:
 _REQUIRED: Final = object()
 
 
-def _typed(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
+def typed_field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
     """Return a field's value, if it is of a type; a bool is no number."""
     if name not in body:
         if default is _REQUIRED:

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,13 @@ def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
 @pytest.fixture(scope="module")
 def served(model: AdaptedModel, engine: ServingEngine) -> Iterator[str]:
     """The address of a running server whose base is named `tiny` and whose keys are `secret` and `other`."""
-    app = OpenAIServer(model, engine, "tiny", ["secret", "other"]).app
+    with serving(OpenAIServer(model, engine, "tiny", ["secret", "other"]).app) as address:
+        yield address
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Run an application in a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -207,3 +214,94 @@ def test_a_client_that_leaves_frees_its_row(served: str, engine: ServingEngine, 
     while engine.counts()["decoding"] + engine.counts()["waiting"]:
         time.sleep(0.01)
     assert engine.finished["cancelled"] == before + 4
+
+
+@pytest.fixture
+def admin(base: Path, tmp_path: Path) -> Iterator[tuple[httpx.Client, Path]]:
+    """A client with the admin key `root` of a server without adapters, and the folder that it may load from."""
+    model = lorakit.load(base, dtype="float32")
+    engine = ServingEngine(model)
+    folder = tmp_path / "patches"
+    for seed, name in enumerate(("one", "two")):
+        make_patch(base, folder / name, seed=seed)
+    app = OpenAIServer(model, engine, "tiny", ["secret"], "root", folder).app
+    with serving(app) as address, httpx.Client(base_url=address, headers={"Authorization": "Bearer root"}) as client:
+        yield client, folder
+    engine.close()
+
+
+def ask(client: httpx.Client, model: str) -> Any:
+    body = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    return client.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer secret"}).json()
+
+
+def test_adapters_are_loaded_replaced_and_unloaded_under_way(admin: tuple[httpx.Client, Path], base: Path) -> None:
+    client, folder = admin
+    python = lorakit.load(base, {name: folder / name for name in ("one", "two")}, dtype="float32")
+    expected = {name: python.generate([MESSAGES], name, max_new_tokens=8)[0] for name in ("one", "two")}
+
+    def answered() -> str:
+        return str(ask(client, "x")["choices"][0]["message"]["content"])
+
+    load = {"lora_name": "x", "lora_path": "one"}
+    assert client.post("/v1/load_lora_adapter", json=load).text == "Success: LoRA adapter 'x' added successfully."
+    assert answered() == expected["one"]
+    again = client.post("/v1/load_lora_adapter", json=load | {"lora_path": "two"})
+    assert (again.status_code, "is taken" in again.json()["error"]["message"]) == (400, True)
+    assert answered() == expected["one"]
+    assert (
+        client.post("/v1/load_lora_adapter", json=load | {"lora_path": "two", "load_inplace": True}).status_code == 200
+    )
+    assert answered() == expected["two"]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
+    assert ask(client, "x")["error"]["code"] == "model_not_found"
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"lora_name": "x", "lora_path": "../secret"}, 403, "outside"),
+        ({"lora_name": "x", "lora_path": "/etc"}, 403, "outside"),
+        ({"lora_name": "x", "lora_path": "link"}, 403, "outside"),
+        ({"lora_name": "x", "lora_path": "\u0000"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "nowhere"}, 400, "no such folder"),
+        ({"lora_name": "x", "lora_path": "cut"}, 400, "adapter_model.safetensors"),
+        ({"lora_name": "tiny", "lora_path": "one"}, 400, "is the base's name"),
+        ({"lora_name": "", "lora_path": "two"}, 400, "adapter name"),
+        ({"lora_name": "x"}, 400, "lora_path: is required"),
+        ({"lora_name": "x", "lora_path": "one", "is_3d_lora_weight": True}, 400, "is_3d_lora_weight: not known"),
+    ],
+    ids=lambda value: str(value.get("lora_path", "none")) if isinstance(value, dict) else "",
+)
+def test_nothing_outside_of_the_root_and_nothing_damaged_is_loaded(
+    admin: tuple[httpx.Client, Path], body: dict[str, Any], status: int, said: str
+) -> None:
+    client, folder = admin
+    make = folder.parent / "secret"
+    (folder / "one").rename(make)
+    (folder / "link").symlink_to(make)
+    make_cut = folder / "cut"
+    make_cut.mkdir()
+    for file in make.iterdir():
+        (make_cut / file.name).write_bytes(
+            file.read_bytes()[:200] if file.suffix == ".safetensors" else file.read_bytes()
+        )
+
+    reply = client.post("/v1/load_lora_adapter", json=body)
+
+    assert (reply.status_code, said in reply.json()["error"]["message"]) == (status, True), reply.text
+    assert [
+        card["id"] for card in client.get("/v1/models", headers={"Authorization": "Bearer secret"}).json()["data"]
+    ] == ["tiny"]
+
+
+def test_only_the_admin_key_changes_adapters(admin: tuple[httpx.Client, Path], served: str) -> None:
+    client, _ = admin
+    for key in ("Bearer secret", "Bearer wrong", ""):
+        for route in ("load", "unload"):
+            reply = client.post(f"/v1/{route}_lora_adapter", json={}, headers={"Authorization": key})
+            assert reply.status_code == 401
+    # a server without an admin key has no such routes
+    reply = httpx.post(f"{served}/v1/load_lora_adapter", json={}, headers={"Authorization": "Bearer secret"})
+    assert reply.status_code == 404
