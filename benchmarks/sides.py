@@ -36,6 +36,8 @@ class Row:
 class Rows(list[Row]):
     """Rows as lorakit's data gives them."""
 
+    weights = None
+
     def ids(self, row: int) -> np.ndarray:
         return self[row].ids
 
