@@ -71,10 +71,10 @@ def build(architecture: str, seed: int = 0) -> Any:
 def outputs(model: Any, architecture: str) -> torch.Tensor:
     """The model's answer to fixed inputs."""
     ids = torch.arange(3, 27).reshape(2, 12) % 64
-    if architecture == "t5":
-        return model(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
-    result = model(input_ids=ids)
-    return result.last_hidden_state if architecture == "bert" else result.logits
+    settings = {"decoder_input_ids": ids.flip(1)} if architecture == "t5" else {}
+    result = model(input_ids=ids, **settings)
+    output: torch.Tensor = result.last_hidden_state if architecture == "bert" else result.logits
+    return output
 
 
 def scrambled(architecture: str, **settings: Any) -> Any:

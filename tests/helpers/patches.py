@@ -104,5 +104,5 @@ def save_trained_peft(folder: Path, base: Path, **config: Any) -> Any:
     for key, tensor in model.named_parameters():
         if tensor.requires_grad and ("lora_" in key or "modules_to_save" in key):
             tensor.data.add_(torch.randn_like(tensor) * 0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return model
