@@ -12,13 +12,14 @@ Invariant: all these forms have the same names, and the same values up to quanti
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.dropout import disable_dropout
 from lorakit.base.lazy import LazyBase, LazyTensors
 from lorakit.base.load import load_base
 from lorakit.base.meta import load_on_meta
@@ -39,6 +40,8 @@ class LoadedBase:
     model: nn.Module
     weights: LazyBase | None = None
     """None: the model has its weights"""
+    dropout: dict[str, float] = field(default_factory=dict)
+    """rates of the base's own dropout that were switched off"""
 
     @property
     def read_weight(self) -> Callable[[str], Tensor] | None:
@@ -49,7 +52,7 @@ class LoadedBase:
 def load_for_training(
     section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, sharded: bool
 ) -> LoadedBase:
-    """Load the base of a recipe; ``sharded``: without its weights, which each rank reads in part.
+    """Load the base of a recipe, its own dropout off; ``sharded``: without its weights, which each rank reads in part.
 
     Raises:
         BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
@@ -58,8 +61,10 @@ def load_for_training(
     if config is not None or is_quantized(folder):
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
     if sharded:
-        return LoadedBase(*load_lazily(folder, dtype, device, config))
-    return LoadedBase(load_full(folder, dtype, device, config))
+        model, weights = load_lazily(folder, dtype, device, config)
+        return LoadedBase(model, weights, disable_dropout(model))
+    model = load_full(folder, dtype, device, config)
+    return LoadedBase(model, dropout=disable_dropout(model))
 
 
 def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.dropout import disable_dropout
 from lorakit.base.find import find_tokenizer
 from lorakit.base.layers import gather_groups
 from lorakit.base.load import load_skeleton
@@ -134,8 +135,9 @@ def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype:
 
 
 def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
-    """Build the base of a folder in ``dtype`` or quantised, with an adapter, on the meta device, its parts fused."""
+    """Build the base of a folder as training does, on meta: ``dtype``, quantised, adapted, its parts fused."""
     model = load_skeleton(folder)
+    disable_dropout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     quantize_skeleton(model, base, folder, dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.meta import check_stored_tensors
@@ -77,6 +78,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     """Print base, targets and number of trainable parameters. Returns the base on meta, with the adapter."""
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
+    dropout = disable_dropout(model)
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
@@ -88,7 +90,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
-    for note in adapter_notes(coverage, targets, spec):
+    for note in (*dropout_notes(dropout), *adapter_notes(coverage, targets, spec)):
         say(f"note       {note}")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base")
     say(f"fused      {fused}\n")

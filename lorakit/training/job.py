@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.dropout import dropout_notes
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
@@ -54,8 +55,9 @@ NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 class AdaptedBase:
     """A base with an untrained adapter on it.
 
-    coverage: share of the base's products that the adapter changes. notes: sentences for the user about a small share
-    or a large rank. num_parameters: of the base. fused: the parts that run fused; None under train.compile.
+    coverage: share of the base's products that the adapter changes. notes: sentences for the user about a small share,
+    a large rank, or the base's own dropout. num_parameters: of the base. fused: the parts that run fused; None under
+    train.compile.
     """
 
     base: LoadedBase
@@ -213,7 +215,7 @@ def load_adapted_base(
     num_parameters = count_parameters(model)
     attach(model, targets, spec, recipe.train.seed, base.read_weight)
     fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
-    notes = adapter_notes(coverage, targets, spec)
+    notes = (*dropout_notes(base.dropout), *adapter_notes(coverage, targets, spec))
     return AdaptedBase(base, coverage, notes, num_parameters, num_trainable(model), fused)
 
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base
-from lorakit.base.load import load_base
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
 from lorakit.data.batch import Batch
@@ -111,7 +110,7 @@ def test_what_forward_keeps_is_what_a_real_one_keeps(architecture: str, packed: 
     rows = (width - 20, 20) if packed else ()
     batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, lines * width, rows)
     section = AdapterSection(rank=4)
-    model = load_base(base, torch.float32, torch.device("cpu"))
+    model = load_for_training(of(base), base, torch.float32, torch.device("cpu"), sharded=False).model
     spec = AdapterSpec(**section.model_dump())
     attach(model, find_targets(model, spec), spec, seed=0)
     fuse_model(model)

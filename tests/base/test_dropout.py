@@ -1,0 +1,65 @@
+"""The base's own dropout is off while it trains, and the run says so."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lorakit.base.dropout import disable_dropout, dropout_notes
+from lorakit.run.metrics import read_metrics
+from lorakit.training.start import train
+from tests.helpers.models import ARCHITECTURES
+
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
+    "opt": ("opt", {"dropout": 0.1}),
+    "phi": ("phi", {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "vocab_size": 64, "resid_pdrop": 0.1}),
+    "mixtral": ("mixtral", {"router_jitter_noise": 0.1}),
+    "llama_attention": ("llama", {"attention_dropout": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_whose_dropout_is_off_answers_the_same_twice_while_it_trains(name: str) -> None:
+    architecture, settings = BASES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**ARCHITECTURES.get(architecture, {}), **settings})
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+        rates = disable_dropout(model)
+
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    assert {key: rate for key, rate in settings.items() if isinstance(rate, float)}.items() <= rates.items()
+    assert not disable_dropout(model)
+
+
+def test_a_base_with_dropout_learns_the_same_packed_and_padded(
+    recipe: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], tokenizer: Any
+) -> None:
+    settings = ARCHITECTURES["gpt2"] | {"vocab_size": len(tokenizer), "resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **settings)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    losses: dict[bool, list[float]] = {}
+    for packing in (True, False):
+        path = recipe(
+            base={"model": str(tmp_path / "gpt2")}, data={"packing": packing}, output=str(tmp_path / str(packing))
+        )
+        metrics = read_metrics(train(path) / "metrics.jsonl")
+        losses[packing] = [line["loss"] for line in metrics if "loss" in line]
+        assert "the base's own dropout is off while it trains (" in capfd.readouterr().out
+
+    assert len(losses[True]) > 1
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+def test_a_base_without_dropout_gets_no_note() -> None:
+    config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"])
+    assert dropout_notes(disable_dropout(AutoModelForCausalLM.from_config(config))) == ()
