@@ -13,7 +13,7 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     show.add_argument(
         "--for", dest="for_base", metavar="BASE", help="whether the patch fits this base, tensor by tensor"
     )
-    show.add_argument("--full", action="store_true", help="with --for: compare every value of the base's weights")
+    show.add_argument("--full", action="store_true", help="with --for: compare every value of the adapted weights")
     diff = add_command("diff", _diff, "show how two patches or two models differ, most different first")
     diff.add_argument("one", help="patch folder or model folder")
     diff.add_argument("two", help="of the same kind")

@@ -14,7 +14,7 @@ from lorakit.lora.coverage import coverage_of
 from lorakit.patch import BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
-from lorakit.patch.fingerprint import full_digests
+from lorakit.patch.fingerprint import compared_parts, full_digests
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.run.record import RECORD, flatten
@@ -113,9 +113,8 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
     check_base(patch, folder, full=full)
-    compared = "every value" if full else "samples"
-    more = "" if full or full_digests(patch) is None else " (--full compares every value)"
-    say(f"\nfits {base}: the base it was trained on, by {compared} of {len(patch.layers)} weights{more}")
+    more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
+    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 
 
 def _joined(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

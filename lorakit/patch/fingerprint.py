@@ -77,18 +77,25 @@ class BaseIdentity:
 
     @cached_property
     def unadapted(self) -> dict[str, Any]:
-        """``sampled-1`` digests of embedding, head and final norm (``outside``), and one of all vectors in layers."""
-        outside, vectors = set(), []
+        """Digests of what a patch need not adapt: embedding, head and final norm (``outside``), and those of layers.
+
+        ``vectors`` is one digest of all vectors, ``matrices`` one of all matrices, the adapted ones too. Matrices have
+        two samples each, because a base of experts has ten thousands of them.
+        """
+        outside, vectors, matrices = set(), [], []
         for name, shard in sorted(self.files.shard_of.items()):
             entry = shard.entries[name]
-            if not entry.dtype.is_floating_point or not name.endswith((".weight", ".bias")):
-                continue  # the state of a quantised weight, or a buffer
             in_layer = re.search(r"\.\d+\.", name) is not None
-            if not in_layer:
+            is_weight = name.endswith(".weight") or ".experts." in name  # and not a buffer, such as GPT-2's causal mask
+            if in_layer and is_weight and len(entry.shape) > 1:
+                matrices.append(_sampled(*self._source(name, None), runs=2))
+            elif not entry.dtype.is_floating_point or not name.endswith((".weight", ".bias")):
+                continue  # the state of a quantised weight, or a buffer
+            elif not in_layer:
                 outside.add(_sampled(*self._source(name, None)))  # a set, because a tied head may be stored or not
             elif len(entry.shape) == 1:
                 vectors.append(_sampled(*self._source(name, None)))
-        return {"outside": sorted(outside), "vectors": _json_digest(vectors)}
+        return {"outside": sorted(outside), "vectors": _json_digest(vectors), "matrices": _json_digest(matrices)}
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """Return module -> ``sampled-1`` digest of its weight.
@@ -222,8 +229,8 @@ def check_base(
     for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
         if recorded.get(part) and value and recorded[part] != value:
             parts.append(part)
-    if recorded.get("unadapted") not in (None, identity.unadapted):
-        parts.append("embedding, norms or head")
+    if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
+        parts.append(changed)
     if parts:
         raise PatchError(mismatch_message(patch, identity.files.folder, " and ".join(parts)))
     if not allow_template_change and (changed := changed_prompting(patch, identity)):
@@ -250,6 +257,14 @@ def unverified_note(patch: Patch, base: object) -> str | None:
         f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
         f" only shapes were compared with {base}"
     )
+
+
+def compared_parts(patch: Patch, *, full: bool) -> str:
+    """Return what ``check_base`` compares of a base, as part of a sentence."""
+    unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
+    rest = "samples of the embedding, norms and head" if unadapted else "nothing else"
+    rest = "samples of all others" if "matrices" in unadapted else rest
+    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights and {rest}"
 
 
 def compared_by(patch: Patch) -> str:
@@ -294,7 +309,9 @@ def base_differences(one: Patch, two: Patch) -> list[str]:
         wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
         if wrong:
             differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
-    keys = ("config", "tokenizer", "unadapted", *PROMPTING)
+    if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
+        differences.append(changed)
+    keys = ("config", "tokenizer", *PROMPTING)
     return differences + [key for key in keys if a.get(key) and b.get(key) not in (None, a[key])]
 
 
@@ -318,10 +335,17 @@ def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[st
     return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
 
 
-def _sampled(shape: tuple[int, ...], read: ReadElements) -> str:
+def _changed_unadapted(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
+    """Name the kinds of tensors that are others, as far as both fingerprints cover them; empty if none is."""
+    changed = {key for key, value in recorded.items() if key in actual and actual[key] != value}
+    names = ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
+    return " and ".join([*names, *(["weights that it does not adapt"] if "matrices" in changed else [])])
+
+
+def _sampled(shape: tuple[int, ...], read: ReadElements, runs: int = RUNS) -> str:
     size = math.prod(shape)
     last = max(0, size - RUN_ELEMENTS)
-    starts = sorted({last * run // (RUNS - 1) for run in range(RUNS)})
+    starts = sorted({last * run // (runs - 1) for run in range(runs)})
     state = hashlib.sha256(json.dumps(shape).encode())
     for start in starts:
         values = read(start, min(start + RUN_ELEMENTS, size)).to(torch.float32)

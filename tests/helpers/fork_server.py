@@ -168,7 +168,7 @@ def start_python(
 
 
 def run_python(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end and return its exit code, standard output and standard error.
 

@@ -609,7 +609,10 @@ def test_a_rank_that_never_starts_is_named(played: Callable[[str], Played]) -> N
 
 
 def test_busy_ranks_are_not_reported(played: Callable[[str], Played]) -> None:
-    assert played("hard work") == ([0] * 4, [""] * 4)
+    codes, output = played("hard work")
+    assert codes == [0] * 4, output
+    # not that all print nothing, because torch warns where the rank with the store ends first
+    assert "lorakit" not in "".join(output), output
 
 
 def test_a_run_that_is_suspended_and_continued_goes_on(played: Callable[[str], Played]) -> None:

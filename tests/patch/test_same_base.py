@@ -16,7 +16,7 @@ from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.patch import check_base, read_patch, write_patch
-from lorakit.patch.fingerprint import BaseIdentity, fingerprint
+from lorakit.patch.fingerprint import BaseIdentity, compared_parts, fingerprint
 from tests.helpers.patches import make_patch
 
 Change = Callable[[Path], None]
@@ -65,15 +65,18 @@ def other(base: Path, tmp_path: Path) -> Path:
         change_tensor("input_layernorm", lambda w: w * 1.01),
         change_tensor("model.norm", lambda w: w + 0.01),
         change_tensor("lm_head", lambda W: W * 2),
+        change_tensor("layers.1.mlp.down_proj", lambda W: W * 2),
     ],
-    ids=["embedding", "norm of a layer", "final norm", "head"],
+    ids=["embedding", "norm of a layer", "final norm", "head", "matrix of a layer"],
 )
 def test_a_base_that_differs_where_nothing_is_adapted_is_another_base(
-    change: Change, patch: Path, base: Path, other: Path
+    change: Change, patch: Path, base: Path, other: Path, request: pytest.FixtureRequest
 ) -> None:
     change(other)
     lorakit.load(base, {"a": patch})
-    with pytest.raises(PatchError, match="embedding, norms or head differ"):
+    is_matrix = "matrix" in request.node.name
+    kind = "weights that it does not adapt" if is_matrix else "embedding, norms or head"
+    with pytest.raises(PatchError, match=f"{kind} differ"):
         lorakit.load(other, {"a": patch})
     lorakit.load(other, {"a": patch}, allow_base_mismatch=True)
 
@@ -120,6 +123,19 @@ def test_a_template_in_the_config_is_the_template_in_a_file(base: Path, other: P
     assert one.chat_template == two.chat_template is not None
     change_json("tokenizer_config.json", chat_template=template + " ")(other)
     assert BaseIdentity(open_base_files(other)).chat_template != one.chat_template
+
+
+def test_a_patch_that_has_no_digest_of_other_matrices_says_what_was_compared(patch: Path, other: Path) -> None:
+    change_tensor("layers.1.mlp.down_proj", lambda W: W * 2)(other)
+    saved = read_patch(patch)
+    assert compared_parts(saved, full=True) == "every value of 2 adapted weights and samples of all others"
+    del saved.metadata["base"]["unadapted"]["matrices"]  # type: ignore[attr-defined]
+
+    check_base(saved, other)
+
+    assert compared_parts(saved, full=False).endswith("adapted weights and samples of the embedding, norms and head")
+    del saved.metadata["base"]["unadapted"]  # type: ignore[attr-defined]
+    assert compared_parts(saved, full=False).endswith("adapted weights and nothing else")
 
 
 def test_a_patch_of_an_earlier_version_is_compared_by_what_it_recorded(patch: Path, other: Path) -> None:

@@ -34,7 +34,7 @@ def train(recipe: Path, *overrides: str, code: int = 0) -> str:
 def train_for_real(*arguments: object) -> str:
     """Run ``python *arguments`` in processes that import everything anew, as a user's do."""
     command = [sys.executable, *map(str, arguments)]
-    return output_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110), 0)
+    return output_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220), 0)
 
 
 def output_of(ended: subprocess.CompletedProcess[str], code: int) -> str:
@@ -52,7 +52,7 @@ def interrupted(recipe: Path, *overrides: str, at: int, action: Action) -> tuple
             assert time.monotonic() < until
             time.sleep(0.02)
         action(process)
-        output = process.communicate(timeout=100)[0]
+        output = process.communicate(timeout=220)[0]
     return process.wait(), output
 
 
