@@ -23,7 +23,7 @@ from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
 from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.patch import DEFAULT_CAPS
-from lorakit.patch.prompting import PromptForm, trained_form
+from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
 Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base."""
@@ -47,7 +47,12 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, identity: BaseIdentity | None, prompts: PromptCodec | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        identity: BaseIdentity | None,
+        prompts: PromptCodec | None = None,
+        base_form: PromptForm = CHAT,
     ) -> None:
         self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
         self.prompts = prompts or PromptCodec(model, tokenizer)
@@ -62,7 +67,7 @@ class AdaptedModel:
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
-        self._base_form = PromptForm()
+        self._base_form = base_form
         self._last_route: Route | None = None
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
@@ -106,7 +111,7 @@ class AdaptedModel:
         allow_template_change: bool = False,
         caps: Caps = DEFAULT_CAPS,
     ) -> None:
-        """Load a patch under a name; with ``replace`` it replaces the adapter of that name.
+        """Load a patch under a name; ``replace``: also where an adapter has that name, which it replaces.
 
         The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
         with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
@@ -177,9 +182,8 @@ class AdaptedModel:
         patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        alone = AdaptedModel(merged_copy(patch, self.model, self._shapes), self.tokenizer, None, self.prompts)
-        alone._base_form = trained_form(patch.metadata)
-        yield alone
+        merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
+        yield AdaptedModel(merged, self.tokenizer, None, self.prompts, form)
 
     def __call__(
         self,
@@ -243,12 +247,11 @@ class AdaptedModel:
         Raises:
             LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
-        if isinstance(prompts, str | torch.Tensor):
-            what = (
-                "one text; write generate([text])"
-                if isinstance(prompts, str)
-                else "a tensor; give lists of token ids, or call the model with it"
-            )
+        if isinstance(prompts, str | torch.Tensor) or not isinstance(prompts, Sequence):
+            what = {
+                "str": "one text; write generate([text])",
+                "Tensor": "a tensor; give lists of token ids, or call the model with it",
+            }.get(type(prompts).__name__, f"{prompts!r}")
             raise LorakitError(f"prompts: a list of prompts, got {what}")
         route = self._chosen(adapters)
         if route.lengths is not None:

@@ -14,6 +14,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
+from lorakit.patch.prompting import merged_form
 
 
 def load(
@@ -48,7 +49,7 @@ def load(
     model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
-    adapted = AdaptedModel(model, text, BaseIdentity(open_base_files(folder), words))
+    adapted = AdaptedModel(model, text, BaseIdentity(open_base_files(folder), words), base_form=merged_form(folder))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(
             name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,

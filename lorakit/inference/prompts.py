@@ -107,6 +107,8 @@ class PromptCodec:
         """
         import jinja2
 
+        if not isinstance(prompt, str | list):
+            raise LorakitError(f"prompt {prompt!r}: a text, a list of messages, or a list of token ids")
         try:
             if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
                 return list(prompt)  # type: ignore[arg-type]

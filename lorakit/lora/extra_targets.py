@@ -125,6 +125,12 @@ def _modules_to_save(
             for name in matched
             if any(not tensor.is_floating_point() for tensor in _tensors(modules[name]).values())
         ]
+        problems += [
+            f"adapter.modules_to_save: {name} is a {type(modules[name]).__name__}, whose running statistics change in"
+            " training, and a patch has no place for them; leave it out, and put it into evaluation mode"
+            for name in matched
+            if getattr(modules[name], "running_mean", None) is not None
+        ]
         modules_to_save |= {name: tuple(_tensors(modules[name])) for name in matched}
     if spec.bias != "none":
         biased = [name for name, module in modules.items() if "bias" in _tensors(module)]

@@ -65,6 +65,11 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         matched = [name for name in matched if name in full_names or layer_index(name) in spec.layers]
     experts = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
     problems += _bad_patterns(spec, [*matched, *experts])
+    if "" in matched:
+        raise TargetError(
+            f"the model is a {type(model).__name__} itself, and an adapter replaces layers inside a model; put it into"
+            " one: nn.Sequential(layer)"
+        )
     problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
     if not matched and not problems and not has_other_targets(spec):
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
@@ -164,7 +169,7 @@ def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
 
 def _cannot_adapt(name: str, module: nn.Module) -> str:
     experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
-    if experts:
+    if experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(experts)}"
     return (
         f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"

@@ -9,8 +9,9 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lorakit.base.find import find_base
 from lorakit.base.meta import check_stored_tensors
@@ -18,7 +19,7 @@ from lorakit.base.model_class import skeleton_for
 from lorakit.base.quantized import linear_layers
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import digest, file_signature, write_json
-from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
 from lorakit.merging.onto import (
@@ -36,10 +37,9 @@ from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.prompting import common_form, trained_form
 from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
-
-LEDGER: Final = "merge.json"
 
 
 def merge(
@@ -101,13 +101,13 @@ def merge(
         ledger: dict[str, Any] = {
             "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
             "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
-            "adapters": _adapter_lines(weighted),
+            "adapters": _adapter_lines(weighted), "prompting": _prompting(weighted, say),
         }  # fmt: skip
         if quantization is not None:
             ledger["error"] = _measured(folder, weighted, staging.model, plan, quantization, say) if measure else None
         if verify:
             ledger["verified"] = verify_merge(folder, weighted, staging.model, lines, say)
-        write_json(staging.model / LEDGER, ledger)
+        write_json(staging.model / MERGE_LEDGER, ledger)
         if _inputs(files, weighted, settings) != inputs:
             raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
         staging.commit()
@@ -152,6 +152,25 @@ def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
         }
         for one in weighted
     ]  # fmt: skip
+
+
+def _prompting(weighted: Sequence[WeightedPatch], say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the form of prompts that all patches were trained on, and report it unless it is a chat without a system.
+
+    None if the patches differ in it.
+    """
+    form = common_form(trained_form(one.patch.metadata) for one in weighted)
+    if form is None:
+        say(
+            "note: the patches were trained on rows of different forms; prompts of the merged model go through its"
+            " chat template"
+        )
+        return None
+    if form.raw:
+        say("note: the rows were plain text; prompt the merged model without its chat template, as lorakit does")
+    elif form.system is not None:
+        say(f"note: all rows began with a system prompt; begin prompts with it, as lorakit does: {form.system!r}")
+    return asdict(form)
 
 
 def _check_bases(

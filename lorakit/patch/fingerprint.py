@@ -26,7 +26,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import chat_template_digest, tokenizer_settings_digest
+from lorakit.patch.prompting import chat_template_digest, tokenizer_settings_digest, trained_form
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"
 PROMPTING: Final = ("chat_template", "tokenizer_settings")
@@ -244,7 +244,8 @@ def check_base(
 def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
     """Return what writes prompts in another way on this base than in training; empty if nothing is known to."""
     recorded = patch.metadata.get("base") or {}
-    changed = [part for part in PROMPTING if part in recorded and recorded[part] != getattr(identity, part)]
+    used = [part for part in PROMPTING if part != "chat_template" or not trained_form(patch.metadata).raw]
+    changed = [part for part in used if part in recorded and recorded[part] != getattr(identity, part)]
     return " and other ".join(part.replace("_", " ") for part in changed)
 
 

@@ -5,13 +5,13 @@ The same weights with another template or begin token read another text than the
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import BaseModelError
-from lorakit.files.base_files import read_json
+from lorakit.files.base_files import MERGE_LEDGER, read_json
 
 SETTINGS: Final = (
     "bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
@@ -30,11 +30,27 @@ class PromptForm:
     """system prompt of every row"""
 
 
+CHAT: Final = PromptForm()
+"""through the chat template, where the base has one"""
+
+
 def trained_form(metadata: Mapping[str, Any]) -> PromptForm:
     """Return the form of a patch's training rows; chat without a system prompt if it is not recorded, or was mixed."""
     rows = metadata.get("data", {}).get("train", {})
     raw = rows.get("plain") is not None and 0 < rows["plain"] == rows.get("rows")
     return PromptForm(raw, rows.get("system"))
+
+
+def common_form(forms: Iterable[PromptForm]) -> PromptForm | None:
+    """Return the form if it is the same for all patches; else None."""
+    unique = set(forms)
+    return unique.pop() if len(unique) == 1 else None
+
+
+def merged_form(folder: Path) -> PromptForm:
+    """Return the form of prompts of a base; in a merged model that of the rows of its patches."""
+    recorded = _read(folder / MERGE_LEDGER).get("prompting")
+    return PromptForm(**recorded) if isinstance(recorded, dict) else CHAT
 
 
 def chat_template_digest(folder: Path) -> str | None:

@@ -202,6 +202,8 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
         (lambda: model.generate([[{"role": "robot", "content": "x"}]]), "cannot be encoded"),
         (lambda: model.generate([""], raw=True), "at least 1 is needed"),
         (lambda: model.generate("a"), "a list of prompts, got one text"),
+        (lambda: model.generate(5), "a list of prompts, got 5"),  # type: ignore[arg-type]
+        (lambda: model.generate([5]), "prompt 5: a text, a list of messages, or a list of token ids"),  # type: ignore[list-item]
         (lambda: model.unload_adapter("three"), "'three' is not loaded"),
         (lambda: model.load_adapter("one", foreign), "'one' is taken"),
     ]:

@@ -1,5 +1,6 @@
 """A patch is asked as its rows were in training: as plain text, or by the template after its system prompt."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,40 @@ def test_each_row_of_a_batch_is_asked_as_its_adapter_was_trained(base: Path, rec
     assert model.generate(["say it"] * 4, names, max_new_tokens=8) == [answer("say it", name) for name in names]
     with model.merged("plain") as merged:
         assert merged.generate(["say it"], max_new_tokens=8) == [answer("say it", "plain")]
+
+
+def test_a_merged_model_is_prompted_as_its_adapters_rows_were(
+    base: Path, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
+    kind = trained(recipe, tmp_path, [with_system(chat("a", "b"), "Be kind.")] * 8, "kind")
+    said = {}
+    for name, patches in {"raw": [plain], "kind": [kind], "both": [plain, kind]}.items():
+        capsys.readouterr()
+        assert main(["merge", str(base), *map(str, patches), "--out", str(tmp_path / f"merged-{name}")]) == 0
+        said[name] = capsys.readouterr().out
+    asked = {"role": "user", "content": "say it"}
+
+    def answers(name: str, *prompts: Any, **how: Any) -> list[str]:
+        model = lorakit.load(tmp_path / f"merged-{name}", dtype="float32")
+        return [model.generate([prompt], max_new_tokens=8, **how)[0] for prompt in prompts]
+
+    assert answers("raw", "say it") == answers("raw", "say it", raw=True) != answers("raw", "say it", raw=False)
+    assert "prompt the merged model without its chat template" in said["raw"]
+    by_default, with_prompt, without = answers("kind", "say it", [KIND, asked], [asked])
+    assert by_default == with_prompt != without
+    assert "begin prompts with it, as lorakit does: 'Be kind.'" in said["kind"]
+    assert answers("both", "say it") == answers("both", [asked])
+    assert "rows of different forms" in said["both"]
+
+
+def test_a_changed_template_does_not_matter_to_a_patch_of_plain_text(base: Path, recipe: Any, tmp_path: Path) -> None:
+    plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n")
+
+    assert lorakit.load(other, {"plain": plain}).adapters
 
 
 def test_the_printed_line_asks_in_the_trained_form(

@@ -93,3 +93,18 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
 def test_what_is_no_model_is_refused_in_one_line(model: Any) -> None:
     with pytest.raises(TargetError, match=f"inject puts an adapter on a torch model, got a {type(model).__name__}; "):
         inject(model)
+
+
+def test_a_layer_that_is_the_whole_model_cannot_be_replaced() -> None:
+    assert "the model is a Linear itself" in refused(nn.Linear(4, 4))
+
+
+def test_a_convolution_is_called_what_it_is() -> None:
+    assert "adapter.targets: 0 is a Conv1d" in refused(nn.Sequential(nn.Conv1d(4, 4, 3)), targets=["0"])
+
+
+def test_running_statistics_that_a_patch_cannot_hold_are_not_trained() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    assert "1 is a BatchNorm1d, whose running statistics" in refused(model, modules_to_save=["1"])
+    inject(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), modules_to_save=["1"])
