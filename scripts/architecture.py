@@ -26,7 +26,7 @@ PURPOSE: Final = {
     "parallel": "the engine", "inference": "adapters per row", "derive": "patch from patches",
     "formats": "other programs",
     "run": "the output folder", "merging": "W + s B A, to files", "serving": "requests in a batch",
-    "planning": "memory before a run",
+    "planning": "memory before a run", "export": "vLLM, llama.cpp",
     "training": "the loop", "inspection": "show, diff, doctor", "cli": "the commands",
 }  # fmt: skip
 

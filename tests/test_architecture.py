@@ -27,7 +27,7 @@ LEVELS: list[list[str]] = [
     ["base"],
     ["parallel", "inference", "derive", "formats"],
     ["run", "merging", "serving"],
-    ["planning"],
+    ["planning", "export"],
     ["training"],
     ["inspection"],
     ["cli"],

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lorakit.cli import convert, generate, inspect, launch, merge, plan, serve, train
+from lorakit.cli import convert, export, generate, inspect, launch, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure
 from lorakit.version import VERSION
@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_serve_command(add_command)
     merge.add_merge_commands(add_command)
     convert.add_convert_command(add_command)
+    export.add_export_command(add_command)
     inspect.add_inspect_commands(add_command)
     return parser
 

@@ -3,13 +3,13 @@
 Invariant: each job starts the recipe's processes, signals them in time to save, and then continues from the checkpoint.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from lorakit.errors import RunError
+from lorakit.files.yaml_text import yaml_text
 
 SAVE_SECONDS: Final = 120
 """From the stop signal to the kill: enough for the step under way and its checkpoint."""
@@ -83,10 +83,10 @@ def kubernetes_job(
     train = ["-m", "lorakit.cli", "train", recipe, *overrides]
     if kind == "TrainJob":  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
         pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
-        return "---\n".join(_yaml(part) for part in _train_job(name, nodes, local, pod))
+        return "---\n".join(yaml_text(part) for part in _train_job(name, nodes, local, pod))
     rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
     command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={local}", *rendezvous, *train]
-    return _yaml(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
+    return yaml_text(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
 
 
 def _processes_per_node(processes: int, nodes: int) -> int:
@@ -167,18 +167,3 @@ def _pytorch_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> d
             "pytorchReplicaSpecs": {"Master": {"replicas": 1, **replica}, **workers},
         },
     }
-
-
-def _yaml(value: Any, indent: str = "") -> str:
-    """Return block YAML of mappings, lists and plain values; strings are quoted, as YAML reads a bare `no` as false."""
-    if isinstance(value, dict) and value:
-        return "".join(f"{indent}{key}:{_value_text(item, indent)}" for key, item in value.items())
-    if isinstance(value, list) and value:
-        parts = (_yaml(item, indent + "  ") for item in value)
-        return "".join(f"{indent}- {part[len(indent) + 2 :]}" for part in parts)
-    return f"{indent}{json.dumps(value)}\n"
-
-
-def _value_text(item: Any, indent: str) -> str:
-    """Return the text after ``key:``: a plain value on the same line, entries on the lines below."""
-    return f"\n{_yaml(item, indent + '  ')}" if isinstance(item, dict | list) and item else f" {json.dumps(item)}\n"

@@ -32,12 +32,16 @@ class Program:
 def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
     largest = max((layer.rank for layer in patch.layers.values()), default=0)
-    setting = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     return [
         Program("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
-        Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {setting}"),
+        Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {vllm_rank(largest)}"),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
+
+
+def vllm_rank(largest: int) -> int | None:
+    """Return the smallest ``--max-lora-rank`` that takes adapters of this rank; None if there is none."""
+    return next((rank for rank in VLLM_RANKS if rank >= largest), None)
 
 
 def _not_of_language_model(patch: Patch) -> Iterator[str]:

@@ -1,0 +1,161 @@
+"""export: write what other programs need to serve a base and its adapters."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorakit.cli.arguments import (
+    AddCommand,
+    add_base_argument,
+    add_mismatch_option,
+    add_revision_option,
+    parse_named,
+    positive_int,
+    print_line,
+)  # fmt: skip
+from lorakit.errors import LorakitError
+from lorakit.version import VERSION
+
+if TYPE_CHECKING:
+    from lorakit.patch import Patch
+
+
+def add_export_command(add_command: AddCommand) -> None:
+    """Add `export`."""
+    export = add_command("export", _export, "write what vLLM, Kubernetes, llama.cpp or Ollama need to serve adapters")
+    add_base_argument(export)
+    export.add_argument("--adapter", action="append", default=[], metavar="NAME=DIR", help="patch; may be repeated")
+    add_revision_option(export)
+    add_mismatch_option(export)
+    kind = export.add_mutually_exclusive_group()
+    kind.add_argument("--vllm", action="store_true", help="the command that starts vLLM; with --k8s its Deployment")
+    kind.add_argument(
+        "--gguf-ready", action="store_true", help="a folder for llama.cpp's converters, with Modelfiles for Ollama"
+    )
+    export.add_argument("--k8s", action="store_true", help="a Kubernetes Deployment: of vLLM, or of lorakit serve")
+    export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
+    export.add_argument("--name", help="the base's name in requests (default: BASE)")
+    export.add_argument("--port", type=positive_int, default=8000)
+    export.add_argument("--dtype", default="auto", help="vllm: dtype of the base (default: auto, as it is stored)")
+    export.add_argument("--merged", action="store_true", help="gguf-ready: merge the one adapter into the base")
+    export.add_argument("--image", help="k8s: container image with the server in it")
+    export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")
+    export.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
+    export.add_argument("--gpus", type=int, default=1, help="k8s: GPUs of a pod (default: 1)")
+
+
+def _export(options: argparse.Namespace) -> int:
+    _check_options(options)
+    from lorakit.base.find import find_base
+    from lorakit.files.base_files import open_base_files
+    from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
+
+    folder = find_base(options.base, options.revision)
+    identity = BaseIdentity(open_base_files(folder))
+    patches = {}
+    for name, path in parse_named(options.adapter, "--adapter").items():
+        patches[name] = read_patch(path)
+        if not options.allow_base_mismatch:
+            check_base(patches[name], identity)
+        if note := unverified_note(patches[name], options.base):
+            print(note, file=sys.stderr)
+    if options.gguf_ready:
+        return _export_gguf(options, folder, patches)
+    text = _deployment(options, patches) if options.k8s else _script(options, patches)
+    if options.out is None:
+        print(text, end="")
+        return 0
+    from lorakit.files.atomic import write_file
+
+    write_file(Path(options.out), text)
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if not (options.vllm or options.gguf_ready or options.k8s):
+        raise LorakitError("export: say for what: --vllm, --k8s or --gguf-ready")
+    if options.gguf_ready and options.k8s:
+        raise LorakitError("--gguf-ready: goes with neither --k8s nor --vllm")
+    if options.gguf_ready and options.out is None:
+        raise LorakitError("--gguf-ready: writes a folder; name it with --out")
+    if options.merged and not options.gguf_ready:
+        raise LorakitError("--merged: goes with --gguf-ready; for vLLM, run lorakit merge and serve its model")
+    if options.merged and len(options.adapter) != 1:
+        raise LorakitError("--merged: merges one adapter; for several run lorakit merge, and export its model")
+    if options.k8s and (options.image is None or options.claim is None):
+        raise LorakitError("--k8s: needs --image (with the server in it) and --claim (a volume with base and adapters)")
+    if options.out is not None and os.path.lexists(options.out):
+        raise LorakitError(f"--out: {options.out} exists already; choose another name, or remove it")
+
+
+def _script(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
+    from lorakit.base.find import find_base
+    from lorakit.export.vllm import prompting_notes
+
+    is_here = Path(options.base).exists() or options.base.startswith("builtin:")
+    base = str(find_base(options.base).resolve()) if is_here else options.base
+    words = _vllm_words(options, base, patches, {name: str(patch.folder.resolve()) for name, patch in patches.items()})
+    notes = "".join(f"# {note}\n" for note in prompting_notes(patches))
+    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{notes}exec {shlex.join(words)}\n"
+
+
+def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
+    from lorakit.export.kubernetes import deployment
+    from lorakit.export.vllm import prompting_notes
+
+    paths = {name: _in_claim(str(patch.folder), options.folder) for name, patch in patches.items()}
+    base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
+    if options.vllm:
+        words = _vllm_words(options, base, patches, paths)
+        notes = "".join(f"# {note}\n" for note in prompting_notes(patches))
+    else:
+        adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
+        named = ["--name", options.name] if options.name else []
+        revision = ["--revision", options.revision] if options.revision else []
+        port = ["--host", "0.0.0.0", "--port", str(options.port)]
+        words, notes = ["lorakit", "serve", base, *revision, *named, *port, *adapters], ""
+    return f"# written by lorakit {VERSION}\n{notes}" + deployment(
+        words, name="vllm" if options.vllm else "lorakit", image=options.image, claim=options.claim,
+        folder=options.folder, port=options.port, gpus=options.gpus,
+    )  # fmt: skip
+
+
+def _vllm_words(
+    options: argparse.Namespace, base: str, patches: "Mapping[str, Patch]", paths: "Mapping[str, str]"
+) -> list[str]:
+    from lorakit.export.vllm import vllm_command
+
+    name = options.name or options.base
+    return vllm_command(
+        base, patches, paths, name=name, revision=options.revision, dtype=options.dtype, port=options.port
+    )
+
+
+def _in_claim(path: str, folder: str) -> str:
+    """Return a path as it is in a pod, whose working folder is that of the claim."""
+    if not Path(path).is_absolute():
+        return path
+    if not Path(path).is_relative_to(folder):
+        raise LorakitError(
+            f"--k8s: {path} is not in the claim, which is mounted at {folder}; start the command in a folder like the"
+            " claim's, and name base and adapters by relative paths"
+        )
+    return path
+
+
+def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> int:
+    from lorakit.base.load import load_tokenizer
+    from lorakit.export.llama_cpp import export_adapters, export_merged
+
+    out, tokenizer = Path(options.out), load_tokenizer(folder)
+    if options.merged:
+        (patch,) = patches.values()
+        export_merged(options.base, patch, tokenizer, out, print_line, revision=options.revision)
+    else:
+        export_adapters(folder, patches, tokenizer, out)
+    print(f"written: {out}; next: LLAMA_CPP=/path/to/llama.cpp sh {out / 'convert.sh'}")
+    return 0
