@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, parse_named, positive_int
@@ -20,8 +19,16 @@ def add_serve_command(add_command: AddCommand) -> None:
     serve.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="key that requests need; may be repeated"
     )
+    serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one a line")
     serve.add_argument("--admin-key", metavar="KEY", help="key of the routes that load and unload adapters")
-    serve.add_argument("--adapter-root", metavar="DIR", help="folder whose patches may be loaded over HTTP")
+    serve.add_argument("--adapter-root", type=Path, metavar="DIR", help="folder whose patches may be loaded over HTTP")
+    serve.add_argument(
+        "--adapters-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of patches: each sub-folder is served, and watched for changes",
+    )
+    serve.add_argument("--log-prompts", action="store_true", help="write prompts into the log of requests too")
     serve.add_argument("--max-batch", type=positive_int, default=16, help="requests that are computed together")
     serve.add_argument(
         "--kv-positions", type=positive_int, default=1 << 16, help="tokens whose keys and values fit, of all requests"
@@ -29,25 +36,56 @@ def add_serve_command(add_command: AddCommand) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    if any(importlib.util.find_spec(package) is None for package in ("starlette", "uvicorn")):
-        raise LorakitError("serve needs Starlette and uvicorn: pip install 'lorakit[serve]'")
+    if any(importlib.util.find_spec(package) is None for package in ("starlette", "uvicorn", "prometheus_client")):
+        raise LorakitError("serve needs Starlette, uvicorn and prometheus-client: pip install 'lorakit[serve]'")
     adapters = parse_named(options.adapter, "--adapter")
     name = options.name or options.base
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
-    if options.admin_key is not None and options.admin_key in options.api_key:
-        raise LorakitError("--admin-key: is also an --api-key, so every client could load adapters; choose another")
+    api_keys = _api_keys(options)
+    if options.admin_key is not None and options.admin_key in api_keys:
+        raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
     if options.adapter_root is not None and options.admin_key is None:
         raise LorakitError("--adapter-root: goes with --admin-key, which the routes that load adapters need")
-    if options.adapter_root is not None and not Path(options.adapter_root).is_dir():
-        raise LorakitError(f"--adapter-root: no folder {Path(options.adapter_root).absolute()}")
+    for option, root in (("--adapter-root", options.adapter_root), ("--adapters-dir", options.adapters_dir)):
+        if root is not None and not root.is_dir():
+            raise LorakitError(f"{option}: no folder {root.absolute()}")
     model = load_model(options, adapters)
     from lorakit.serving.server import serve
 
-    print(f"http://{options.host}:{options.port}/v1  {', '.join([name, *adapters])}", file=sys.stderr)
     serve(
-        model, name, host=options.host, port=options.port, api_keys=options.api_key, admin_key=options.admin_key,
-        adapter_root=None if options.adapter_root is None else Path(options.adapter_root), max_rows=options.max_batch,
-        max_positions=options.kv_positions,
+        model, name, host=options.host, port=options.port, api_keys=api_keys, admin_key=options.admin_key,
+        adapter_root=options.adapter_root, adapters_dir=options.adapters_dir, log_prompts=options.log_prompts,
+        max_rows=options.max_batch, max_positions=options.kv_positions,
     )  # fmt: skip
     return 0
+
+
+def _api_keys(options: argparse.Namespace) -> list[str]:
+    """Return the keys of the command line and of the file.
+
+    Raises:
+        LorakitError: an empty key, or a file without a key, because anybody could use such a server.
+    """
+    if "" in [*options.api_key, options.admin_key]:
+        raise LorakitError("--api-key, --admin-key: an empty key, which every request has; give another")
+    return [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
+
+
+def _read_keys(path: Path) -> list[str]:
+    """Return the keys of a file, one a line; blank lines are skipped.
+
+    Raises:
+        LorakitError: it has no key, because a server without keys answers everybody; or a line is no key.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
+    keys = [line.strip() for line in lines]
+    for number, key in enumerate(keys, 1):
+        if len(key.split()) > 1:
+            raise LorakitError(f"--api-key-file {path}:{number}: a key has no spaces; write one key a line")
+    if not any(keys):
+        raise LorakitError(f"--api-key-file {path}: has no key; write one a line")
+    return [key for key in keys if key]

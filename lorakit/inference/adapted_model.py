@@ -85,6 +85,10 @@ class AdaptedModel:
         """
         return self._resolve(name).adapters[0]
 
+    def sources(self) -> dict[str, PatchSource]:
+        """Return what is known of the patch of every loaded adapter, by name."""
+        return dict(self._sources)
+
     def run(self, route: Route, **inputs: Any) -> Any:
         """Run the model's own forward with the adapters of a route."""
         with self._routed(route):
@@ -122,6 +126,25 @@ class AdaptedModel:
             PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
         patch = read_patch(path, caps, allow_edited_config=allow_edited_config)
+        self.add_patch(
+            name, patch, replace=replace, allow_base_mismatch=allow_base_mismatch,
+            allow_template_change=allow_template_change,
+        )  # fmt: skip
+
+    def add_patch(
+        self,
+        name: str,
+        patch: Patch,
+        *,
+        replace: bool = False,
+        allow_base_mismatch: bool = False,
+        allow_template_change: bool = False,
+    ) -> None:
+        """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.
+
+        Raises:
+            PatchError: not fitting, of another base, or the name is taken.
+        """
         with self._loading:
             if not isinstance(name, str) or not name:
                 raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
@@ -142,7 +165,7 @@ class AdaptedModel:
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
-            self._sources[name] = PatchSource(Path(path), patch.identity, note)
+            self._sources[name] = PatchSource.of(patch, note)
             self._adapters[name] = adapter  # last: from here on calls can use it
             self._last_route = None
 

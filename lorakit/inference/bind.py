@@ -28,12 +28,24 @@ from lorakit.patch.prompting import trained_form
 
 @dataclass(frozen=True)
 class PatchSource:
-    """Folder and identity of a loaded adapter."""
+    """The patch that a loaded adapter was read from."""
 
     folder: Path
     identity: str | None
     note: str | None
     """Sentence for users if only shapes could be compared, or the base is quantised in another way; else None."""
+    rank: int
+    """the largest of its layers; 0 if it has no low-rank update"""
+    num_bytes: int
+    """of its tensors, in the dtype they are stored in"""
+
+    @classmethod
+    def of(cls, patch: Patch, note: str | None) -> "PatchSource":
+        """Return the source of a patch that is in memory."""
+        tensors = [*patch.full_tensors.values(), *(rows.tensor for rows in patch.token_rows.values())]
+        tensors += [tensor for layer in patch.layers.values() for tensor in layer.tensors.values()]
+        rank = max((layer.rank for layer in patch.layers.values()), default=0)
+        return cls(patch.folder, patch.identity, note, rank, sum(tensor.nbytes for tensor in tensors))
 
 
 def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:

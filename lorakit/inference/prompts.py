@@ -99,8 +99,17 @@ class PromptCodec:
         """Return the tokens of an answer before its first end token."""
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))]
 
-    def token_ids(self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None) -> list[int]:
+    def token_ids(
+        self,
+        prompt: Prompt,
+        form: PromptForm,
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
+
+        add_generation_prompt: False leaves out the template's beginning of an answer.
 
         Raises:
             LorakitError: it cannot be encoded.
@@ -119,7 +128,7 @@ class PromptCodec:
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:

@@ -4,14 +4,14 @@ Invariant: a folder outside the root is never read. Requests under way keep the 
 """
 
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving.body import read_body
+from lorakit.serving.body import read_body, read_fields
 from lorakit.serving.openai_requests import RequestError, typed_field
 
 LOAD_PATH = "/v1/load_lora_adapter"
@@ -27,7 +27,7 @@ class AdapterAdmin:
 
     async def load(self, request: Request) -> Response:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
-        body = _fields(await read_body(request), ("lora_name", "lora_path", "load_inplace"))
+        body = read_fields(await read_body(request), ("lora_name", "lora_path", "load_inplace"))
         name, path = typed_field(body, "lora_name", str), typed_field(body, "lora_path", str)
         replace = typed_field(body, "load_inplace", bool, default=False)
         if name == self._base_name:
@@ -38,7 +38,7 @@ class AdapterAdmin:
 
     async def unload(self, request: Request) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
-        body = _fields(await read_body(request), ("lora_name",))
+        body = read_fields(await read_body(request), ("lora_name",))
         name = typed_field(body, "lora_name", str)
         if name not in self._model.adapters:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
@@ -61,12 +61,3 @@ class AdapterAdmin:
         if not folder.is_relative_to(root):
             raise RequestError("lora_path: is outside the server's --adapter-root", status=403, param="lora_path")
         return folder
-
-
-def _fields(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a body, if all are known."""
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
-    if unknown := sorted(set(body) - set(known)):
-        raise RequestError(f"{unknown[0]}: not known here; there are {', '.join(known)}", param=unknown[0])
-    return body

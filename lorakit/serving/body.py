@@ -1,4 +1,4 @@
-"""Read the JSON body of a request, up to a size."""
+"""Read the JSON body of a request, up to a size, and its fields."""
 
 import json
 from typing import Any, Final
@@ -26,3 +26,16 @@ async def read_body(request: Request) -> Any:
         return json.loads(b"".join(parts))
     except (ValueError, RecursionError) as problem:
         raise RequestError(f"the body is not JSON: {problem}") from None
+
+
+def read_fields(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a body, if all are known.
+
+    Raises:
+        RequestError: names the first that is not.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
+    if unknown := sorted(set(body) - set(known)):
+        raise RequestError(f"{unknown[0]}: not known here; there are {', '.join(known)}", param=unknown[0])
+    return body

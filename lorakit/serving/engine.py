@@ -5,6 +5,7 @@ had the name when it came, and its tokens are drawn with its own generator.
 """
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Final, final
@@ -45,7 +46,8 @@ class ServingEngine:
         """reason -> generations that finished for it"""
         self._closed = False
         self._check()
-        self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="lorakit engine", daemon=True)
         self._thread.start()
 
     def submit(
@@ -84,6 +86,11 @@ class ServingEngine:
         """True while the engine's thread runs."""
         return self._thread.is_alive()
 
+    def step_seconds(self) -> float:
+        """Return the seconds since the step under way began; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """End the thread. Generations that are not finished are cancelled."""
         with self._changed:
@@ -98,6 +105,16 @@ class ServingEngine:
             "waiting": len(self._waiting), "kv_bytes": self._cache.num_bytes(),
         }  # fmt: skip
 
+    def _run(self) -> None:
+        """Compute until the engine is closed, or until an error that is not of one request; then end all of them."""
+        try:
+            self._loop()
+        finally:
+            with self._changed:
+                self._closed = True
+            for row in [*self._rows(), *self._waiting]:
+                self._finish(row, CANCELLED)
+
     def _loop(self) -> None:
         while True:
             with self._changed:
@@ -105,9 +122,9 @@ class ServingEngine:
                     self._changed.wait()
                 if self._closed:
                     break
+            self._step_began = time.monotonic()
             self.step()
-        for row in [*self._rows(), *self._waiting]:
-            self._finish(row, CANCELLED)
+            self._step_began = None
 
     def _rows(self) -> list[Row]:
         return [*self._decoding, *([self._prefilling] if self._prefilling else [])]

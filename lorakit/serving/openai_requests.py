@@ -52,6 +52,8 @@ class CompletionRequest:
     choices: int
     stream: bool
     include_usage: bool
+    echo: bool
+    """True if the prompt is part of the answer; with ``max_tokens`` 0 it is all of it"""
 
     def settings_of(self, num_prompt: int, limit: float) -> SamplingSettings:
         """Return the settings for a prompt of so many tokens, if the base has ``limit`` positions."""
@@ -79,13 +81,11 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     choices = typed_field(body, "n", int, default=1)
     if not 1 <= choices <= MAX_CHOICES:
         raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
-    if body.get("echo", False) is not False:
-        raise RequestError("echo: not supported here; leave it out", param="echo")
-    prompts = [_messages(body)] if kind == "chat" else _prompts(body)
+    prompts = [read_messages(body)] if kind == "chat" else _prompts(body)
     tools = typed_field(body, "tools", list, default=None) if kind == "chat" else None
     return CompletionRequest(
         model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
-        choices, stream, bool(options.get("include_usage")),
+        choices, stream, bool(options.get("include_usage")), typed_field(body, "echo", bool, default=False),
     )  # fmt: skip
 
 
@@ -131,7 +131,12 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
         raise RequestError("logit_bias: a mapping of token ids to numbers", param="logit_bias") from None
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a body, their contents as texts.
+
+    Raises:
+        RequestError: there are none, or one has another form.
+    """
     messages: list[dict[str, Any]] = typed_field(body, "messages", list)
     if not messages:
         raise RequestError("messages: one message at least", param="messages")

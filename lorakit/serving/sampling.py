@@ -97,7 +97,7 @@ class Sampler:
         logits = self._penalized(logits.float())
         token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits / settings.temperature)
         self._counts[token] += 1
-        return token, None if settings.logprobs is None else _logprobs(logits, token, settings.logprobs)
+        return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""
@@ -135,7 +135,8 @@ class Sampler:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
 
-def _logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
+def top_logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
+    """Return the log-probability of a token, and the ``number`` most probable ones, for logits (vocabulary,)."""
     logprobs = logits.log_softmax(-1)
     top = logprobs.topk(number)
     return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,13 +1,22 @@
 """Run the HTTP application with uvicorn until a signal ends it. Requests under way are answered first."""
 
-from collections.abc import Sequence
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.prompts import NO_TOKENIZER
+from lorakit.serving.adapter_folder import AdapterFolder
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from lorakit.serving.request_log import json_line
 
 
 def serve(
@@ -19,13 +28,62 @@ def serve(
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     adapter_root: Path | None = None,
+    adapters_dir: Path | None = None,
+    log_prompts: bool = False,
     max_rows: int = 16,
     max_positions: int = 1 << 16,
 ) -> None:
-    """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C."""
+    """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
+
+    port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
+
+    Raises:
+        LorakitError: the address cannot be listened on, or the base has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise LorakitError(f"serve: {NO_TOKENIZER}")
+    listening = _listen(host, port)
     engine = ServingEngine(model, max_rows=max_rows, max_positions=max_positions)
+    folder = None
     try:
-        app = OpenAIServer(model, engine, name, api_keys, admin_key, adapter_root).app
-        uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+        if adapters_dir is not None:
+            folder = AdapterFolder(model, adapters_dir, {name, *model.adapters}, _log)
+            folder.start()
+        app = OpenAIServer(
+            model, engine, name, api_keys, admin_key, adapter_root, failed_adapters=folder.failed if folder else dict,
+            log=_log, log_prompts=log_prompts,
+        ).app  # fmt: skip
+        address = f"[{host}]" if ":" in host else host
+        names = ", ".join([name, *model.adapters])
+        print(f"http://{address}:{listening.getsockname()[1]}/v1  {names}", file=sys.stderr, flush=True)
+        _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
     finally:
+        if folder is not None:
+            folder.close()
         engine.close()
+        listening.close()
+
+
+class _DrainingServer(uvicorn.Server):
+    """A server that answers what is under way after the first signal, and dies of the second one.
+
+    uvicorn raises the first signal once more when it has ended, so that the process would end as if it were killed.
+    """
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as problem:
+        raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
+
+
+def _log(content: Mapping[str, Any]) -> None:
+    sys.stderr.write(json_line(content))
+    sys.stderr.flush()

@@ -1,42 +1,71 @@
 """`lorakit serve` starts, answers, and ends at a signal."""
 
+import json
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from lorakit.cli import main
-from tests.helpers.fork_server import start_python
+from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.patches import make_patch
 
+LONG: Any = {
+    "model": "tiny", "prompt": "hi", "max_tokens": 200, "min_tokens": 200, "stream": True,
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+
+@contextmanager
+def started(base: Path, *arguments: object, log: Path) -> Iterator[tuple[ForkedProcess, str]]:
+    """Start the command with the base named `tiny`; yield its process and address. Its standard error is a file."""
+    command = ["serve", base, "--name", "tiny", "--port", 0, "--dtype", "fp32", *arguments]
+    with log.open("w") as stderr, start_python("-m", "lorakit.cli", *command, stderr=stderr.fileno()) as process:
+        while "http://" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, log.read_text().splitlines()[-1].split("/v1")[0]
 
 
-def test_the_command_serves_until_a_signal_ends_it(base: Path, tmp_path: Path) -> None:
-    port, patch = free_port(), make_patch(base, tmp_path / "patch")
-    arguments = ["serve", base, "--adapter", f"a={patch}", "--name", "tiny", "--port", port, "--dtype", "fp32"]
-    with start_python("-m", "lorakit.cli", *arguments) as process:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert process.poll() is None
-            try:
-                if httpx.get(f"{address}/health").status_code == 200:
-                    break
-            except httpx.ConnectError:
-                time.sleep(0.1)
-        body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "min_tokens": 3}
-        reply = httpx.post(f"{address}/v1/chat/completions", json=body).json()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, -signal.SIGTERM)
-    assert reply["usage"]["completion_tokens"] == 3
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_under_way_finish_and_the_command_succeeds(
+    base: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    log = tmp_path / "log"
+    with started(base, "--adapter", f"a={patch}", log=log) as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=LONG | {"model": "a"}, timeout=60) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            next(lines)
+            process.send_signal(number)
+            rest = list(lines)
+        assert process.wait(30) == 0
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["usage"]["completion_tokens"] == 200
+    address, line = log.read_text().splitlines()  # nothing else, such as a traceback
+    assert address.endswith("tiny, a")
+    assert json.loads(line)["completion_tokens"] == 200
+
+
+def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) -> None:
+    with started(base, log=tmp_path / "log") as (process, address):
+        body = LONG | {"prompt": ["hi"] * 8, "n": 16}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            for _ in range(2):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert process.wait(30) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -44,6 +73,12 @@ def test_the_command_serves_until_a_signal_ends_it(base: Path, tmp_path: Path) -
     [
         (["--adapter", "tiny=x", "--name", "tiny"], "--adapter tiny: is the base's name too"),
         (["--adapter", "a=nowhere"], "nowhere: no such folder"),
+        (["--host", "0.0.0.0", "--adapter-root", "."], "--adapter-root: goes with --admin-key"),
+        (["--adapters-dir", "nowhere"], "--adapters-dir: no folder"),
+        (["--api-key", "k", "--admin-key", "k"], "--admin-key: is also an API key"),
+        (["--api-key", ""], "an empty key"),
+        (["--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
+        (["--host", "nohost.invalid"], "--host nohost.invalid --port 8000:"),
     ],
 )
 def test_what_cannot_be_served_is_said(
@@ -51,6 +86,54 @@ def test_what_cannot_be_served_is_said(
 ) -> None:
     assert main(["serve", str(base), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n \n", "has no key"),
+        (b"one\ntwo three\n", "keys:2: a key has no spaces"),
+        (b"\xff", "cannot be read"),
+        (b"one\nroot\n", "--admin-key: is also an API key"),
+    ],
+)
+def test_a_file_of_keys_that_would_open_the_server_is_refused(
+    base: Path, tmp_path: Path, content: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    assert main(["serve", str(base), "--api-key-file", str(tmp_path / "keys"), "--admin-key", "root"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(base), "--port", str(port)]) == 2
+    assert f"--host 127.0.0.1 --port {port}: [Errno 98] Address already in use" in capsys.readouterr().err
+
+
+def test_keys_of_a_file_and_a_watched_folder_are_served(base: Path, tmp_path: Path) -> None:
+    make_patch(base, tmp_path / "patches" / "one")
+    (tmp_path / "keys").write_text("first\n\nsecond\n")
+    arguments = ["--api-key-file", tmp_path / "keys", "--api-key", "third", "--adapters-dir", tmp_path / "patches"]
+    log = tmp_path / "log"
+    with started(base, *arguments, "--log-prompts", log=log) as (process, address):
+        statuses = {
+            key: httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("first", "second", "third", "fourth")
+        }
+        headers = {"Authorization": "Bearer first", "X-Request-Id": "my-id"}
+        body = {"model": "one", "prompt": "hello\nthere", "max_tokens": 2, "min_tokens": 2}
+        httpx.post(f"{address}/v1/completions", json=body, headers=headers)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert statuses == {"first": 200, "second": 200, "third": 200, "fourth": 401}
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert all(line["time"].endswith("+00:00") for line in lines)
+    assert [line.get("event") for line in lines if "event" in line] == ["adapter loaded"]
+    last = lines[-1]
+    assert (last["id"], last["model"], last["prompt"]) == ("my-id", "one", "hello\nthere")
+    assert last["completion_tokens"] == 2
 
 
 def test_without_the_extra_its_command_is_named(

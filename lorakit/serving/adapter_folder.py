@@ -1,0 +1,126 @@
+"""Watch a folder whose sub-folders are patches: load the new ones, replace those that change, unload those that go.
+
+Invariant: an adapter is loaded from files that were the same at the last look, before they were read and after. A patch
+that is being written is not served; the adapter that has its name stays until the new one is complete.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final, final
+
+from lorakit.errors import LorakitError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch import read_patch
+from lorakit.serving.request_log import Log
+
+POLL_SECONDS: Final = 1.0
+"""between two looks"""
+
+Files = tuple[tuple[str, int, int, int], ...]
+"""(name, inode, bytes, time of the last change) of each file; that time, ctime, is the kernel's, not the writer's"""
+
+
+@final
+class AdapterFolder:
+    """The adapters of a folder. reserved: names that it may not give, such as the base's."""
+
+    def __init__(self, model: AdaptedModel, root: Path, reserved: Collection[str], log: Log) -> None:
+        self._model, self._root, self._reserved, self._log = model, root, frozenset(reserved), log
+        self._seen: dict[str, Files] = {}
+        """files of each sub-folder at the last look"""
+        self._tried: dict[str, Files] = {}
+        """files of each sub-folder when it was last read, for better or worse"""
+        self._loaded: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lorakit adapters", daemon=True)
+
+    def start(self) -> None:
+        """Load what is there, then watch in a thread."""
+        self.look()
+        changed = [change for files in self._seen.values() for *_, change in files]
+        if time.time_ns() - max(changed, default=0) < POLL_SECONDS * 1e9:  # somebody may be writing
+            time.sleep(POLL_SECONDS)
+        self.look()  # a sub-folder is read when two looks see the same files
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def failed(self) -> dict[str, str]:
+        """Return sub-folder -> why it could not be loaded."""
+        return dict(self._failed)
+
+    def look(self) -> None:
+        """Compare the folder with the last look; load, replace and unload what is settled since."""
+        try:
+            before, self._seen = self._seen, self._folders()
+        except OSError as problem:  # such as a network disk that is away: what is loaded stays
+            if self._failed.get("") != str(problem):
+                self._failed[""] = str(problem)
+                self._log({"event": "adapters-dir cannot be read", "error": str(problem)})
+            return
+        self._failed.pop("", None)
+        for name, files in self._seen.items():
+            if before.get(name) == files != self._tried.get(name):
+                self._load(name, files)
+        for name in [name for name in {*self._tried} if name not in self._seen and name not in before]:
+            del self._tried[name]
+            self._failed.pop(name, None)
+            if name in self._loaded:
+                self._unload(name)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            self.look()
+
+    def _folders(self) -> dict[str, Files]:
+        """Return the files of each sub-folder; hidden ones are skipped, because writers stage patches in them."""
+        folders: dict[str, Files] = {}
+        for path in sorted(self._root.iterdir()):
+            if not path.name.startswith(".") and path.is_dir():
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    folders[path.name] = _files(path)
+        return folders
+
+    def _load(self, name: str, files: Files) -> None:
+        folder = self._root / name
+        try:
+            if name in self._reserved:
+                raise LorakitError(f"{name!r} is taken by the base or an --adapter; rename the folder")
+            patch = read_patch(folder)
+            if _files(folder) != files:  # it is being written; the next look reads it
+                return
+            self._model.add_patch(name, patch, replace=name in self._loaded)
+        except Exception as problem:  # of this adapter alone: the others go on
+            error = str(problem).replace(str(folder), name)
+            self._failed[name] = error
+            self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
+        else:
+            self._failed.pop(name, None)
+            event = "adapter replaced" if name in self._loaded else "adapter loaded"
+            self._loaded.add(name)
+            self._log({"event": event, "adapter": name, "digest": patch.identity})
+        self._tried[name] = files
+
+    def _unload(self, name: str) -> None:
+        self._loaded.discard(name)
+        if name in self._model.adapters:  # else it was unloaded over HTTP
+            self._model.unload_adapter(name)
+            self._log({"event": "adapter unloaded", "adapter": name})
+
+
+def _files(folder: Path) -> Files:
+    """Return what tells one state of a folder's files from another."""
+    files = []
+    for path in sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else ():  # reading it says why not
+        status = path.stat() if path.exists() else path.lstat()  # a link to a file, or to nothing
+        files.append((path.name, status.st_ino, status.st_size, status.st_ctime_ns))
+    return tuple(files)

@@ -1,0 +1,36 @@
+"""Turn errors into OpenAI's error bodies, so that a client's library raises the exception that it documents."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lorakit.serving.openai_requests import RequestError
+
+
+def error_body(problem: Exception) -> dict[str, Any]:
+    """Return the body of an error's reply."""
+    status = getattr(problem, "status", 400)
+    kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
+    return {
+        "error": {
+            "message": str(problem), "type": kind, "param": getattr(problem, "param", None),
+            "code": getattr(problem, "code", None),
+        }
+    }  # fmt: skip
+
+
+async def explain(request: Request, problem: Exception) -> Response:
+    """Reply to an error that names its remedy."""
+    return JSONResponse(error_body(problem), getattr(problem, "status", 400))
+
+
+async def explain_no_route(request: Request, problem: Exception) -> Response:
+    """Reply to a path or a method that has no route."""
+    status = getattr(problem, "status_code", 404)
+    return await explain(request, RequestError(f"{request.method} {request.url.path}: no such route", status=status))
+
+
+async def explain_bug(request: Request, problem: Exception) -> Response:
+    """Reply to an error that nobody expects. Its text is in the log alone, because it may name files."""
+    return await explain(request, RequestError(f"internal error: {type(problem).__name__}", status=500))

@@ -1,0 +1,162 @@
+"""Count and time requests for Prometheus, per adapter.
+
+Invariant: a label is the base's name, the name of a loaded adapter, or empty. The registry is the server's own.
+"""
+
+import time
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
+from typing import Final, final
+
+from prometheus_client import Counter, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from lorakit.serving.request_record import RequestRecord
+
+COMPLETION_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+VLLM_NAMES: Final = {
+    "lorakit_prompt_tokens": "vllm:prompt_tokens",
+    "lorakit_generation_tokens": "vllm:generation_tokens",
+    "lorakit_answers": "vllm:request_success",
+    "lorakit_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "lorakit_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "lorakit_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "lorakit_request_seconds": "vllm:e2e_request_latency_seconds",
+}
+"""metric -> vLLM's name of its sum over all adapters, which dashboards and gateways read"""
+
+
+@final
+class RequestMetrics(Collector):
+    """The metrics of one server.
+
+    adapters: names of those that are loaded now. engine_counts: rows by state, and bytes, of the engine now.
+    """
+
+    def __init__(
+        self,
+        base_name: str,
+        adapters: Callable[[], Collection[str]],
+        engine_counts: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._base_name, self._adapters, self._engine_counts = base_name, adapters, engine_counts
+        self._under_way: set[RequestRecord] = set()
+        self._num_requests: Tally[str] = Tally()
+        only = ["adapter"]
+        self._requests = Counter("lorakit_requests", "Completions by status.", [*only, "status"], registry=None)
+        self._answers = Counter("lorakit_answers", "Choices by reason.", [*only, "finished_reason"], registry=None)
+        self._prompt_tokens = Counter("lorakit_prompt_tokens", "Tokens of prompts.", only, registry=None)
+        self._tokens = Counter("lorakit_generation_tokens", "Tokens that were generated.", only, registry=None)
+        self._first, self._seconds = (
+            Histogram(name, text, only, buckets=LONG_SECONDS, registry=None)
+            for name, text in (
+                ("lorakit_time_to_first_token_seconds", "From a request to its first token."),
+                ("lorakit_request_seconds", "From a request to the end of its answer."),
+            )
+        )
+        self._between, self._per_token = (
+            Histogram(name, text, only, buckets=TOKEN_SECONDS, registry=None)
+            for name, text in (
+                ("lorakit_inter_token_seconds", "From each token to the next."),
+                ("lorakit_time_per_output_token_seconds", "Mean of each choice from its first token to its last."),
+            )
+        )
+        self._metrics: tuple[Counter | Histogram, ...] = (
+            self._requests, self._answers, self._prompt_tokens, self._tokens, self._first, self._seconds,
+            self._between, self._per_token,
+        )  # fmt: skip
+
+    def begin(self, record: RequestRecord) -> None:
+        """Count a request among those under way."""
+        self._under_way.add(record)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self._under_way.discard(record)
+        if record.path not in COMPLETION_PATHS:
+            return
+        self._remove_unloaded()
+        adapter = record.served if record.served in (self._base_name, *self._adapters()) else ""
+        self._num_requests[adapter] += 1
+        self._requests.labels(adapter, str(record.status)).inc()
+        if not record.answers:
+            return
+        self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
+        self._tokens.labels(adapter).inc(record.num_tokens)
+        self._seconds.labels(adapter).observe(record.seconds)
+        if record.first_token_seconds is not None:
+            self._first.labels(adapter).observe(record.first_token_seconds)
+        for answer in record.answers:
+            times = answer.token_times
+            if answer.reason is not None:
+                self._answers.labels(adapter, answer.reason).inc()
+            for before, after in pairwise(times):
+                self._between.labels(adapter).observe(after - before)
+            if len(times) > 1:
+                self._per_token.labels(adapter).observe((times[-1] - times[0]) / (len(times) - 1))
+
+    def num_requests(self, adapter: str) -> int:
+        """Return the completions of an adapter since it was loaded."""
+        return self._num_requests[adapter]
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, under lorakit's and vLLM's names."""
+        self._remove_unloaded()
+        for metric in self._metrics:
+            for family in metric.collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+                if family.name in VLLM_NAMES:
+                    yield self._summed(family, VLLM_NAMES[family.name])
+        counts = self._engine_counts()
+        for name, value in counts.items():
+            yield _gauge(f"lorakit_engine_{name}", f"Of the engine now: {name.replace('_', ' ')}.", {}, value)
+        label, running = {"model_name": self._base_name}, counts["decoding"] + counts["prefilling"]
+        yield _gauge("vllm:num_requests_running", "Choices that are computed now.", label, running)
+        yield _gauge("vllm:num_requests_waiting", "Choices that wait.", label, counts["waiting"])
+        yield self._adapters_under_way()
+
+    def _adapters_under_way(self) -> Metric:
+        """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for record in self._under_way:
+            if record.answers and record.served != self._base_name:
+                names[record.first_token_seconds is not None].add(record.served)
+        labels = {
+            "max_lora": str(len(self._adapters())), "running_lora_adapters": ",".join(sorted(names[True])),
+            "waiting_lora_adapters": ",".join(sorted(names[False])),
+        }  # fmt: skip
+        return _gauge("vllm:lora_requests_info", "Adapters of the requests under way.", labels, time.time())
+
+    def _summed(self, family: Metric, name: str) -> Metric:
+        """Return a metric under vLLM's name, summed over all adapters."""
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "adapter"}
+            sums[sample.name.removeprefix(family.name), tuple(labels.items())] += sample.value
+        summed = Metric(name, family.documentation, family.type)
+        for (suffix, others), value in sums.items():
+            summed.add_sample(name + suffix, {"model_name": self._base_name, **dict(others)}, value)
+        return summed
+
+    def _remove_unloaded(self) -> None:
+        """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
+        present = {"", self._base_name, *self._adapters()}
+        for adapter in self._num_requests.keys() - present:
+            del self._num_requests[adapter]
+            for metric in self._metrics:
+                metric.remove_by_labels({"adapter": adapter})
+
+
+def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    metric = Metric(name, text, "gauge")
+    metric.add_sample(name, dict(labels), value)
+    return metric

@@ -1,0 +1,71 @@
+"""Follow each request from its first byte to its last: its id, its log line, and its part in the metrics."""
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, final
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorakit.serving.metrics import RequestMetrics
+from lorakit.serving.request_record import CLIENT_LEFT, RECORD_KEY, RequestRecord
+
+QUIET_PATHS: Final = ("/health", "/metrics")
+"""paths that are polled: their successes are not logged"""
+_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+Log = Callable[[Mapping[str, Any]], None]
+"""writes one line"""
+
+
+@final
+class RequestLog:
+    """Gives every request an id, and logs and counts it when its answer has ended."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, log: Log | None, log_prompts: bool) -> None:
+        self._app, self._metrics, self._log, self._log_prompts = app, metrics, log, log_prompts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(name, scope["method"], scope["path"], time.monotonic())
+        scope[RECORD_KEY] = record
+        self._metrics.begin(record)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = record.id
+                if record.status != CLIENT_LEFT:
+                    record.status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            record.seconds = time.monotonic() - record.began
+            self._metrics.observe(record)
+            if self._log is not None and not (record.path in QUIET_PATHS and record.status < 400):
+                self._log(self._line(record))
+
+    def _line(self, record: RequestRecord) -> dict[str, Any]:
+        first = record.first_token_seconds
+        line = {
+            "id": record.id, "method": record.method, "path": record.path, "status": record.status,
+            "model": record.model,
+            "prompt_tokens": record.num_prompt_tokens, "completion_tokens": record.num_tokens,
+            "seconds": round(record.seconds, 4), "ttft": None if first is None else round(first, 4),
+        }  # fmt: skip
+        return line | ({"prompt": record.prompt} if self._log_prompts else {})
+
+
+def json_line(content: Mapping[str, Any]) -> str:
+    """Return an event and its time as one line of JSON; what clients wrote cannot begin another line."""
+    time_now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": time_now, **content}, ensure_ascii=True) + "\n"

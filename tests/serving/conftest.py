@@ -1,0 +1,25 @@
+"""A model with two adapters, and an engine, which the tests of a file share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.patches import make_patch
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
+    folder = tmp_path_factory.mktemp("patches")
+    patches = {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate("ab")}
+    return lorakit.load(base, patches, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
+    opened = ServingEngine(model, max_rows=4)
+    yield opened
+    opened.close()

@@ -1,0 +1,253 @@
+"""A watched folder of patches: what is complete is served, and nothing else."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch import read_patch
+from lorakit.serving import adapter_folder as adapter_folder_module
+from lorakit.serving.adapter_folder import AdapterFolder
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.http_server import serving
+from tests.helpers.patches import TENSORS, make_patch, save_trained_peft
+
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("made")
+    return {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate(("one", "two"))}
+
+
+@pytest.fixture(scope="module")
+def answers(base: Path, patches: dict[str, Path]) -> dict[str | None, str]:
+    python = lorakit.load(base, patches, dtype="float32")
+    return {name: answer(python, name) for name in (None, "one", "two")}
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return []
+
+
+@pytest.fixture
+def model(base: Path) -> AdaptedModel:
+    return lorakit.load(base, dtype="float32")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "served").mkdir()
+    return tmp_path / "served"
+
+
+@pytest.fixture
+def folder(model: AdaptedModel, root: Path, lines: Lines) -> AdapterFolder:
+    return AdapterFolder(model, root, {"tiny"}, lambda line: lines.append(dict(line)))
+
+
+def answer(model: AdaptedModel, name: str | None) -> str:
+    return model.generate(["say hi"], name, max_new_tokens=8)[0]
+
+
+def look(folder: AdapterFolder) -> None:
+    """Look twice: a sub-folder is read when two looks see the same files."""
+    folder.look()
+    folder.look()
+
+
+def test_a_folder_is_loaded_replaced_and_unloaded(
+    folder: AdapterFolder,
+    model: AdaptedModel,
+    root: Path,
+    lines: Lines,
+    patches: dict[str, Path],
+    answers: dict[str | None, str],
+) -> None:
+    shutil.copytree(patches["one"], root / "x")
+    folder.look()
+    assert model.adapters == ()  # it may be half of a copy
+    folder.look()
+    assert answer(model, "x") == answers["one"]
+    identity = model.sources()["x"].identity
+
+    look(folder)
+    assert [line["event"] for line in lines] == ["adapter loaded"]  # nothing changed, so nothing is read
+
+    shutil.rmtree(root / "x")
+    shutil.copytree(patches["two"], root / "x")
+    look(folder)
+    assert answer(model, "x") == answers["two"]
+    assert lines[-1] == {"event": "adapter replaced", "adapter": "x", "digest": model.sources()["x"].identity}
+    assert model.sources()["x"].identity != identity
+
+    shutil.rmtree(root / "x")
+    folder.look()
+    assert model.adapters == ("x",)  # between a rename and the next one
+    folder.look()
+    assert model.adapters == ()
+    assert lines[-1] == {"event": "adapter unloaded", "adapter": "x"}
+
+
+def test_a_half_written_patch_is_said_and_the_old_one_stays(
+    folder: AdapterFolder,
+    model: AdaptedModel,
+    root: Path,
+    lines: Lines,
+    patches: dict[str, Path],
+    answers: dict[str | None, str],
+) -> None:
+    shutil.copytree(patches["one"], root / "x")
+    look(folder)
+    full = (patches["two"] / TENSORS).read_bytes()
+    (root / "x" / TENSORS).write_bytes(full[: len(full) // 2])
+    look(folder)
+    look(folder)
+
+    (refused,) = [line for line in lines if line["event"] == "adapter refused"]  # said once
+    assert (refused["adapter"], refused["served"]) == ("x", True)
+    assert str(root) not in refused["error"]
+    assert list(folder.failed()) == ["x"]
+    assert answer(model, "x") == answers["one"]
+
+    (root / "x" / TENSORS).write_bytes(full)  # of the other patch, whose digest is not in this sidecar
+    look(folder)
+    assert answer(model, "x") == answers["one"]
+    for file in patches["two"].iterdir():
+        shutil.copy(file, root / "x")
+    look(folder)
+    assert folder.failed() == {}
+    assert answer(model, "x") == answers["two"]
+
+
+def test_files_that_change_while_they_are_read_are_read_once_more(
+    folder: AdapterFolder, model: AdaptedModel, base: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trained_peft(root / "x", base, r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")  # has no digest to check
+    config = (root / "x" / "adapter_config.json").read_text()
+    read = adapter_folder_module.read_patch
+
+    def read_and_change(path: Path) -> Any:
+        patch = read(path)
+        (path / "adapter_config.json").write_text(config.replace('"lora_alpha": 8', '"lora_alpha": 16'))
+        return patch
+
+    folder.look()
+    monkeypatch.setattr(adapter_folder_module, "read_patch", read_and_change)
+    folder.look()
+    assert model.adapters == ()
+    monkeypatch.undo()
+    look(folder)
+    adapter = model.adapter("x")
+    assert adapter is not None
+    assert {slot.factors.scale for slot in adapter.slots.values() if slot.factors is not None} == {16 / 4}
+
+
+def test_a_change_that_keeps_size_and_modification_time_is_seen(
+    folder: AdapterFolder, model: AdaptedModel, root: Path, patches: dict[str, Path], answers: dict[str | None, str]
+) -> None:
+    shutil.copytree(patches["one"], root / "x")
+    look(folder)
+    for file in patches["two"].iterdir():
+        time_before = (root / "x" / file.name).stat()
+        (root / "x" / file.name).write_bytes(file.read_bytes())
+        os.utime(root / "x" / file.name, ns=(time_before.st_atime_ns, time_before.st_mtime_ns))
+    look(folder)
+    assert answer(model, "x") == answers["two"]
+
+
+def test_names_that_are_taken_other_files_and_staged_folders_are_not_loaded(
+    folder: AdapterFolder, model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path]
+) -> None:
+    model.load_adapter("mine", patches["two"])
+    for name in ("tiny", "mine", ".x.tmp-1", "good"):
+        shutil.copytree(patches["one"], root / name)
+    (root / "notes.txt").write_text("hello")
+    (root / "empty").mkdir()
+    (root / "link").symlink_to(patches["two"])
+    (root / "broken").symlink_to(root / "nowhere")
+    (root / "secret").mkdir(mode=0)
+    look(folder)
+
+    assert set(model.adapters) == {"mine", "good", "link"}
+    assert model.sources()["mine"].folder == patches["two"]
+    errors = {line["adapter"]: line["error"] for line in lines if line["event"] == "adapter refused"}
+    assert "taken" in errors.pop("tiny")
+    assert "taken" in errors.pop("mine")
+    assert "adapter_config.json" in errors.pop("empty")
+    assert set(errors) == {"secret"}
+
+
+def test_a_folder_that_cannot_be_read_keeps_what_is_loaded(
+    folder: AdapterFolder, model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path]
+) -> None:
+    shutil.copytree(patches["one"], root / "x")
+    look(folder)
+    root.rename(root.with_name("away"))
+    look(folder)
+    look(folder)
+    assert model.adapters == ("x",)
+    assert [line["event"] for line in lines] == ["adapter loaded", "adapters-dir cannot be read"]
+    root.with_name("away").rename(root)
+    look(folder)
+    assert model.adapters == ("x",)
+    assert folder.failed() == {}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_folder_module, "POLL_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_answers_under_changes_are_those_of_one_patch_or_the_other(
+    folder: AdapterFolder,
+    model: AdaptedModel,
+    root: Path,
+    patches: dict[str, Path],
+    answers: dict[str | None, str],
+) -> None:
+    shutil.copytree(patches["one"], root / "x")
+    shutil.copytree(patches["one"], root / "bad")
+    (root / "bad" / TENSORS).write_bytes(b"half")
+    folder.start()
+    engine = ServingEngine(model)
+    app = OpenAIServer(model, engine, "tiny", failed_adapters=folder.failed).app
+    body = {"model": "x", "messages": [{"role": "user", "content": "say hi"}], "temperature": 0, "max_tokens": 8}
+    seen, loaded, over = set(), list[bool](), threading.Event()
+
+    def write() -> None:
+        for number in range(1, 6):
+            patch = patches["two" if number % 2 else "one"]
+            for file in sorted(patch.iterdir()):  # in place, file by file
+                (root / "x" / file.name).write_bytes(file.read_bytes())
+                time.sleep(0.01)
+            wanted = read_patch(patch).identity
+            deadline = time.monotonic() + 30
+            while model.sources()["x"].identity != wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            loaded.append(model.sources()["x"].identity == wanted)
+        over.set()
+
+    writer = threading.Thread(target=write)
+    with serving(app) as address:
+        writer.start()
+        while not over.is_set():
+            seen.add(httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+        writer.join()
+        states = {one["name"]: one["state"] for one in httpx.get(f"{address}/v1/adapters").json()["data"]}
+    folder.close()
+    engine.close()
+    assert loaded == [True] * 5
+    assert seen <= {answers["one"], answers["two"]}
+    assert states == {"x": "loaded", "bad": "failed"}

@@ -1,0 +1,256 @@
+"""What an operator sees of a server: its health, its log, its metrics, its adapters and its document."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving import app as app_module
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.http_server import serving
+from tests.helpers.patches import make_patch
+
+TEXT: Any = {"model": "a", "prompt": "hello\nthere", "max_tokens": 4, "min_tokens": 4}
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return []
+
+
+@pytest.fixture
+def client(model: AdaptedModel, engine: ServingEngine, lines: Lines) -> Iterator[httpx.Client]:
+    """A client of a new server without keys, whose log is `lines`."""
+    app = OpenAIServer(model, engine, "tiny", log=lambda line: lines.append(dict(line))).app
+    with serving(app) as address, httpx.Client(base_url=address) as opened:
+        yield opened
+
+
+def logged(lines: Lines, number: int = 1) -> Lines:
+    """Return the lines when there are so many; a line is written after its answer's last byte."""
+    for _ in range(200):
+        if len(lines) >= number:
+            break
+        time.sleep(0.01)
+    return lines
+
+
+def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return (name, values of the labels in the order of their names) -> value."""
+    return {
+        (sample.name, tuple(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_each_request_has_a_line_and_an_id_and_no_prompt(client: httpx.Client, lines: Lines) -> None:
+    reply = client.post("/v1/completions", json=TEXT | {"n": 2}, headers={"X-Request-Id": "my-id"})
+    other = client.post("/v1/completions", json=TEXT | {"stream": True})
+    client.get("/health")
+    client.post("/v1/completions", json=TEXT | {"model": "nobody\n{}"})
+    client.get("/nowhere")
+
+    first, streamed, unknown, nowhere = logged(lines, 4)
+    assert reply.headers["x-request-id"] == first["id"] == "my-id"
+    assert other.headers["x-request-id"] == streamed["id"] != unknown["id"]
+    assert list(first) == [
+        "id", "method", "path", "status", "model", "prompt_tokens", "completion_tokens", "seconds", "ttft",
+    ]  # fmt: skip
+    usage = reply.json()["usage"]
+    assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/completions", 200)
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (usage["prompt_tokens"], 8)
+    assert 0 < first["ttft"] <= first["seconds"]
+    assert (streamed["status"], streamed["completion_tokens"]) == (200, 4)
+    assert (unknown["status"], unknown["model"], unknown["ttft"]) == (404, "nobody\n{}", None)
+    assert (nowhere["status"], nowhere["model"]) == (404, None)
+    assert "hello" not in json.dumps(lines)
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "ümlaut".encode()])
+def test_an_id_that_is_none_is_replaced(client: httpx.Client, lines: Lines, given: str | bytes) -> None:
+    reply = client.get("/v1/models", headers=[(b"X-Request-Id", given if isinstance(given, bytes) else given.encode())])
+    assert len(reply.headers["x-request-id"]) == 32
+    assert logged(lines)[0]["id"] == reply.headers["x-request-id"]
+
+
+def test_an_error_that_nobody_expects_is_a_500_without_its_text(
+    client: httpx.Client, lines: Lines, engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(engine, "submit", fail)
+    reply = client.post("/v1/completions", json=TEXT)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (500, "internal error: RuntimeError")
+    assert reply.json()["error"]["type"] == "server_error"
+    assert logged(lines)[0]["status"] == 500
+
+
+def test_a_refused_key_and_a_client_that_leaves_are_logged(
+    model: AdaptedModel, engine: ServingEngine, lines: Lines
+) -> None:
+    server = OpenAIServer(
+        model, engine, "tiny", ["secret"], log=lambda line: lines.append(dict(line)), log_prompts=True
+    )
+    with serving(server.app) as address:
+        assert httpx.post(f"{address}/v1/completions", json=TEXT).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        body = TEXT | {"max_tokens": 200, "min_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers) as reply:
+            next(reply.iter_lines())
+        refused, left = logged(lines, 2)
+        metrics = samples(httpx.get(f"{address}/metrics", headers=headers).text)
+    assert (refused["status"], refused["model"], refused["prompt"]) == (401, None, None)
+    assert (left["status"], left["model"], left["prompt"]) == (499, "a", "hello\nthere")
+    assert metrics["lorakit_requests_total", ("", "401")] == metrics["lorakit_requests_total", ("a", "499")] == 1
+
+
+def test_metrics_count_tokens_and_seconds_per_adapter_and_in_all(client: httpx.Client) -> None:
+    replies = [client.post("/v1/completions", json=TEXT | {"model": name}).json() for name in ("a", "a", "b", "tiny")]
+    client.post("/v1/completions", json=TEXT | {"model": "nobody"})
+    client.post("/v1/completions", json=TEXT | {"temperature": -1})
+
+    metrics = samples(client.get("/metrics").text)
+
+    prompt_tokens = replies[0]["usage"]["prompt_tokens"]
+    for name, number in (("a", 2), ("b", 1), ("tiny", 1)):
+        assert metrics["lorakit_requests_total", (name, "200")] == number
+        assert metrics["lorakit_prompt_tokens_total", (name,)] == number * prompt_tokens
+        assert metrics["lorakit_generation_tokens_total", (name,)] == number * 4
+        assert metrics["lorakit_answers_total", (name, "length")] == number
+        for histogram, count in (
+            ("time_to_first_token_seconds", 1), ("inter_token_seconds", 3), ("request_seconds", 1),
+            ("time_per_output_token_seconds", 1),
+        ):  # fmt: skip
+            assert metrics[f"lorakit_{histogram}_count", (name,)] == number * count
+            assert metrics[f"lorakit_{histogram}_bucket", (name, "+Inf")] == number * count
+            assert 0 < metrics[f"lorakit_{histogram}_sum", (name,)] < 60
+    assert metrics["lorakit_requests_total", ("", "404")] == 1
+    assert metrics["lorakit_requests_total", ("a", "400")] == 1
+    assert metrics["vllm:prompt_tokens_total", ("tiny",)] == 4 * prompt_tokens
+    assert metrics["vllm:generation_tokens_total", ("tiny",)] == 16
+    assert metrics["vllm:request_success_total", ("length", "tiny")] == 4
+    assert metrics["vllm:num_requests_running", ("tiny",)] == metrics["vllm:num_requests_waiting", ("tiny",)] == 0
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+    ):  # fmt: skip
+        assert metrics[f"vllm:{name}_count", ("tiny",)] == (12 if name.startswith("inter") else 4)
+    assert not any("nobody" in labels for _, labels in metrics)
+
+
+def test_metrics_show_what_is_under_way(client: httpx.Client, engine: ServingEngine) -> None:
+    body = TEXT | {"max_tokens": 200, "min_tokens": 200, "n": 6, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as reply:
+        events = reply.iter_lines()  # with a name, because it closes the reply when it is freed
+        next(events)
+        metrics = samples(client.get("/metrics").text)
+    running = metrics["lorakit_engine_decoding", ()] + metrics["lorakit_engine_prefilling", ()]
+    assert 1 <= running == metrics["vllm:num_requests_running", ("tiny",)] <= 4  # the engine's rows
+    assert metrics["vllm:num_requests_waiting", ("tiny",)] >= 1
+    assert metrics["lorakit_engine_kv_bytes", ()] > 0
+    info = [labels for name, labels in metrics if name == "vllm:lora_requests_info"]
+    assert info == [("2", "a", "")]
+    while engine.counts()["decoding"] + engine.counts()["waiting"]:
+        time.sleep(0.01)
+
+
+def test_two_servers_in_one_process_count_their_own(
+    model: AdaptedModel, engine: ServingEngine, client: httpx.Client
+) -> None:
+    client.post("/v1/completions", json=TEXT)
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        assert not [name for name, _ in samples(httpx.get(f"{address}/metrics").text) if "requests_total" in name]
+    assert samples(client.get("/metrics").text)["lorakit_requests_total", ("a", "200")] == 1
+
+
+def test_adapters_that_come_and_go_leave_no_labels(base: Path, tmp_path: Path) -> None:
+    model = lorakit.load(base, dtype="float32")
+    engine = ServingEngine(model)
+    patch = make_patch(base, tmp_path / "patch")
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        for number in range(3):
+            model.load_adapter(f"x{number}", patch)
+            assert httpx.post(f"{address}/v1/completions", json=TEXT | {"model": f"x{number}"}).status_code == 200
+            model.unload_adapter(f"x{number}")
+        after = samples(httpx.get(f"{address}/metrics").text)
+        model.load_adapter("y", patch)
+        body = TEXT | {"model": "y", "max_tokens": 100, "min_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body) as reply:
+            model.unload_adapter("y")  # under way; its answer is counted without a name
+            assert reply.read().endswith(b"data: [DONE]\n\n")
+        last = samples(httpx.get(f"{address}/metrics").text)
+    engine.close()
+    assert not [labels for name, labels in after if name.startswith("lorakit_") and labels]
+    assert {labels[0] for name, labels in last if name.startswith("lorakit_") and labels} == {""}
+    assert last["lorakit_requests_total", ("", "200")] == 1
+
+
+def test_adapters_show_digest_rank_bytes_and_requests(client: httpx.Client, model: AdaptedModel) -> None:
+    for name in ("a", "a", "b"):
+        client.post("/v1/completions", json=TEXT | {"model": name})
+    first, second = client.get("/v1/adapters").json()["data"]
+    adapter = model.adapter("a")
+    assert adapter is not None
+    factors = [slot.factors for slot in adapter.slots.values() if slot.factors is not None]
+    assert first == {
+        "name": "a", "state": "loaded", "digest": adapter.identity, "rank": 4, "requests": 2, "error": None,
+        "bytes": sum(one.A.nbytes + one.B.nbytes for one in factors),
+    }  # fmt: skip
+    assert (second["name"], second["requests"]) == ("b", 1)
+    assert client.get("/v1/models/a").json()["max_model_len"] == 256
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_or_stuck_engine_is_not_healthy_and_its_requests_end(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lorakit.load(base, dtype="float32")
+    engine = ServingEngine(model)
+    waits = threading.Event()
+
+    def stuck() -> None:
+        waits.wait()
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "step", stuck)
+    monkeypatch.setattr(app_module, "STUCK_SECONDS", 0.05)
+    body = TEXT | {"model": "tiny", "stream": True}
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        assert httpx.get(f"{address}/health").status_code == 200
+        with httpx.stream("POST", f"{address}/v1/completions", json=body) as reply:
+            time.sleep(0.1)
+            assert httpx.get(f"{address}/health").status_code == 503
+            waits.set()
+            events = [line for line in reply.iter_lines() if line]
+        assert json.loads(events[0].removeprefix("data: "))["error"]["type"] == "server_error"
+        engine.close()
+        assert httpx.get(f"{address}/health").status_code == 503
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 503
+
+
+def test_the_document_describes_every_route_and_field(model: AdaptedModel, engine: ServingEngine) -> None:
+    app = OpenAIServer(model, engine, "tiny", admin_key="root").app
+    with serving(app) as address, httpx.Client(base_url=address) as client:
+        document = client.get("/openapi.json").json()
+        chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path, operations in document["paths"].items():
+            (method,) = operations
+            reply = client.request(method, path.replace("{name}", "a"), json={} if method == "post" else None)
+            assert reply.status_code == (200 if method == "get" else 401 if "lora" in path else 400), path
+        for name in set(chat["properties"]) - {"model", "messages"}:  # what the document allows is known
+            body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], name: {"a": "wrong"}}
+            assert "not supported" not in client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).text, name
+    assert "/v1/load_lora_adapter" in document["paths"]
+    assert chat["required"] == ["model", "messages"]
