@@ -45,7 +45,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="may be repeated (default: standard input, all of it one prompt)",
+        help="may be repeated (default: standard input, all of it one prompt, without the line break at its end)",
     )
     generate.add_argument("--prompts", metavar="FILE", help="prompts from a file, one per line; - is standard input")
     generate.add_argument("--max-new-tokens", type=positive_int, default=128)
@@ -120,6 +120,8 @@ def _generate(options: argparse.Namespace) -> int:
 def _read_prompts(options: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, of a file's lines, or all of standard input as one.
 
+    Standard input loses the line break that `echo` adds, and nothing else.
+
     Raises:
         LorakitError: there is none, one is empty, or the file cannot be read.
     """
@@ -135,9 +137,10 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
             text = Path(options.prompts).read_text(encoding="utf-8") if named else sys.stdin.read()
         except (OSError, UnicodeDecodeError) as problem:
             raise LorakitError(f"--prompts: {options.prompts} cannot be read: {problem}") from None
+        text = text.removesuffix("\n") if options.prompts is None else text
         lines = [line for line in text.splitlines() if line.strip()]  # a blank line is no prompt
         prompts, where = (
-            ([text.strip()], "standard input") if options.prompts is None else (lines, f"--prompts {options.prompts}")
+            ([text], "standard input") if options.prompts is None else (lines, f"--prompts {options.prompts}")
         )
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise LorakitError(f"{where}: an empty prompt" if prompts else f"{where}: holds no prompt")

@@ -10,8 +10,9 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from lorakit.data.token_journal import journal_sources
 from lorakit.files.atomic import MANIFEST, remove_folder
 from lorakit.files.cache import cache_folder
 
@@ -21,7 +22,7 @@ JOURNAL: Final = ".journal"
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One data set in the cache, or the journal of one that was interrupted.
+    """One data set in the cache, or the journal of one that is not complete.
 
     num_bytes: on disk. last_used: seconds since 1970. num_rows: None for a journal. sources: names of its files.
     """
@@ -65,8 +66,9 @@ def mark_in_use(folder: Path) -> int:
 
 
 def _entry(path: Path) -> CacheEntry:
+    rows: dict[str, Any]
     try:
-        rows = json.loads((path / ROWS).read_text()) if path.is_dir() else {}
+        rows = json.loads((path / ROWS).read_text()) if path.is_dir() else {"sources": journal_sources(path)}
     except (OSError, ValueError):
         rows = {}
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]

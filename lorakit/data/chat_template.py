@@ -12,6 +12,7 @@ in part.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -110,6 +111,18 @@ class ChatTemplate:
             raise BadRow("tools: the chat template leaves them out")
         self._check_fields(row, text)
 
+    def unread_keys(self, row: Chat, text: str) -> frozenset[str]:
+        """Return the harmless keys of messages, such as ``name``, that the template leaves out of the text."""
+        fields = [
+            (index, key)
+            for index, message in enumerate(row.messages)
+            for key, value in message.items()
+            if key in HARMLESS_IN_MESSAGES and has_value(value)
+        ]
+        if not fields or self._leaves_out(row, text, fields):  # all at once first, because each takes a rendering
+            return frozenset(key for _, key in fields)
+        return frozenset(key for index, key in fields if self._leaves_out(row, text, [(index, key)]))
+
     def _check_fields(self, row: Chat, text: str) -> None:
         """Pass if every further field of a message changes the text, or is harmless.
 
@@ -124,13 +137,19 @@ class ChatTemplate:
             for key, value in message.items():
                 if key in (*SHOWN_FIELDS, *HARMLESS_IN_MESSAGES) or not has_value(value):
                     continue
-                without = {name: part for name, part in message.items() if name != key}
-                try:
-                    shown = self.render((*row.messages[:index], without, *row.messages[index + 1 :]), row.tools) != text
-                except BadRow:
-                    continue  # the template needs it
-                if not shown:
+                if self._leaves_out(row, text, [(index, key)]):
                     raise refusal(key, f"message {index + 1}: the chat template leaves out ")
+
+    def _leaves_out(self, row: Chat, text: str, fields: Collection[tuple[int, str]]) -> bool:
+        """True if the text is the same without these fields: (index of the message, key)."""
+        messages = tuple(
+            {key: value for key, value in message.items() if (index, key) not in fields}
+            for index, message in enumerate(row.messages)
+        )
+        try:
+            return self.render(messages, row.tools) == text
+        except BadRow:
+            return False  # the template needs one of them
 
     def _answer_start(self, row: Chat, index: int, text: str) -> int:
         """Return the end of the prompt after which the model generates this answer."""

@@ -37,7 +37,7 @@ class Encoded:
     label_mask: list[bool]
     """True: the loss is on this token"""
     unread: frozenset[str] = frozenset()
-    """keys of the row that were not read"""
+    """keys of the row and its messages that were not read"""
     plain: bool = False
     """the row is plain text, rendered by no template"""
     system: str | None = None
@@ -75,7 +75,11 @@ class Encoder:
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
         system = str(first["content"]) if first.get("role") == "system" else None
         return replace(
-            encoded, unread=parsed.unread, plain=isinstance(parsed, Plain), system=system, weight=parsed.weight
+            encoded,
+            unread=parsed.unread | encoded.unread,
+            plain=isinstance(parsed, Plain),
+            system=system,
+            weight=parsed.weight,
         )
 
     def _encode_plain(self, row: Plain) -> Encoded:
@@ -88,6 +92,7 @@ class Encoder:
             raise BadRow("has nothing to learn: no assistant message")
         text = self._template.render(row.messages, row.tools)
         self._template.check_complete(row, text)
+        unread = self._template.unread_keys(row, text)
         answers = [self._template.find_answer(row, index, text) for index, trained in enumerate(row.trained) if trained]
         lacks_end = row.trained[-1] and answers[-1].end_token_start is None
         if lacks_end:
@@ -96,7 +101,7 @@ class Encoder:
         end_tokens = [answer.end_token_start for answer in answers if answer.end_token_start is not None]
         # the template writes its own special tokens, such as the begin token
         encoded = self._tokenize(text, spans, end_tokens, add_special_tokens=False)
-        return self._append_end(encoded) if lacks_end else encoded
+        return replace(self._append_end(encoded) if lacks_end else encoded, unread=unread)
 
     def _tokenize(self, text: str, spans: list[Span], end_tokens: list[int], *, add_special_tokens: bool) -> Encoded:
         """Return the tokens of a text. Labels are the tokens inside a span, and those that begin an end token.

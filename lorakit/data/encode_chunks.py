@@ -21,7 +21,7 @@ from typing import Any, Final
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_counts import RowCounts
 from lorakit.data.rows import BadRow, RowSource, parse_raw, read_raw
-from lorakit.data.token_records import SHOWN_BAD_ROWS, TokenRecord
+from lorakit.data.token_records import TokenRecord
 from lorakit.errors import TemporaryFailure
 from lorakit.launch.workers import die_with
 
@@ -62,7 +62,7 @@ class ChunkEncoder:
                 encoded = self._encode(row)
             except BadRow as problem:
                 counts.bad = 1
-                record.bad += [f"{self._sources[source].name}:{line}: {problem}"][: SHOWN_BAD_ROWS - len(record.bad)]
+                record.bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
             else:
                 fitted = fit(encoded, self._settings, counts)
                 if fitted is not None:

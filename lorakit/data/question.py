@@ -25,6 +25,8 @@ class Question:
     """text that is given unchanged, or messages for the chat template"""
     tools: list[Any] | None
     answer: str
+    weight: float = 1.0
+    """weight of the row in training"""
 
 
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
@@ -37,7 +39,7 @@ def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = (
     if isinstance(parsed, Plain):
         if not parsed.prompt.strip():
             raise BadRow("plain text without a prompt has nothing to ask; use prompt + completion rows")
-        return Question(parsed.prompt, None, parsed.completion)
+        return Question(parsed.prompt, None, parsed.completion, parsed.weight)
     return _last_answer(parsed, template)
 
 
@@ -53,4 +55,4 @@ def _last_answer(row: Chat, template: ChatTemplate) -> Question:
     # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
     answer = template.find_answer(shown, index, text)
     stop = answer.stop if answer.end_token_start is None else answer.end_token_start
-    return Question(list(row.messages[:index]), row.tools, text[answer.start : stop])
+    return Question(list(row.messages[:index]), row.tools, text[answer.start : stop], row.weight)

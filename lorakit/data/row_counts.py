@@ -1,10 +1,13 @@
-"""Count rows, tokens and labels while rows are encoded."""
+"""Count rows, tokens and labels while rows are encoded, and group bad rows by their reasons."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Final
 
 LARGEST: Final = ("largest_id", "longest")
 """fields that are the largest value of any row; the other numbers are sums"""
+SHOWN_REASONS: Final = 10
+SHOWN_LOCATIONS: Final = 3
+"""first rows of each reason that are named"""
 
 
 @dataclass
@@ -47,3 +50,33 @@ class RowCounts:
     def facts(self) -> dict[str, object]:
         """Return the counts by name, for files and records."""
         return asdict(self)
+
+
+@dataclass
+class BadRows:
+    """The rows that cannot be used, by the first ten reasons."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+    """reason -> rows"""
+    locations: dict[str, list[str]] = field(default_factory=dict)
+    """reason -> file:line of the first rows"""
+
+    def add(self, reason: str, number: int, locations: list[str]) -> None:
+        """Add rows of one reason; those of an eleventh reason are not noted."""
+        if reason in self.numbers or len(self.numbers) < SHOWN_REASONS:
+            self.numbers[reason] = self.numbers.get(reason, 0) + number
+            self.locations[reason] = [*self.locations.get(reason, []), *locations][:SHOWN_LOCATIONS]
+
+    def add_all(self, other: "BadRows") -> None:
+        """Add further rows."""
+        for reason, number in other.numbers.items():
+            self.add(reason, number, other.locations[reason])
+
+    def listed(self, total: int) -> str:
+        """Return a line for each reason: number of rows, the first ones, the reason. ``total``: of all bad rows."""
+        lines = []
+        for reason, number in self.numbers.items():
+            where = ", ".join(self.locations[reason]) + (", ..." if number > SHOWN_LOCATIONS else "")
+            lines.append(f"{where}: {reason}" if number == 1 else f"{number:,} rows ({where}): {reason}")
+        others = total - sum(self.numbers.values())
+        return "\n  ".join([*lines, *([f"... and {others:,} more, for other reasons"] if others else [])])

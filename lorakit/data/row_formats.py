@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, REMEDIES, SWITCHES, harmless_keys, is_switched_on
-from lorakit.data.rows import BadRow
+from lorakit.data.rows import ARRAY_REMEDY, BadRow
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES: Final = {
@@ -60,7 +60,8 @@ def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
         BadRow: no known format, a key that is not read, or a value of the wrong type.
     """
     if not isinstance(row, Mapping):
-        raise BadRow(f"a row is a mapping, got {type(row).__name__}")
+        array = f"; {ARRAY_REMEDY}" if isinstance(row, list) else ""
+        raise BadRow(f"a row is a mapping, got {type(row).__name__}{array}")
     row = {key: value for key, value in row.items() if value is not None}
     weight = 1.0 if "weight" in ignore else _weight(row)
     present = row.keys() - set(ignore)
@@ -89,7 +90,7 @@ def _weight(row: Mapping[str, Any]) -> float:
     """Return the row's ``weight``; 1 without the key."""
     weight = row.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise BadRow(f"weight: a number of 0 or more expected, got {str(weight)[:40]}")
+        raise BadRow(f"weight: a number of 0 or more expected, got {repr(weight)[:40]}")
     return float(weight)
 
 
@@ -142,6 +143,10 @@ def _chat(
         is_switched_on(f"message {number}: ", message) and message["role"] == "assistant" and number > first_trained
         for number, message in enumerate(messages, 1)
     ]
+    if not any(trained):
+        answers = [message for message in messages[first_trained:] if message["role"] == "assistant"]
+        if off := [key for key in SWITCHES if any(message.get(key) is not None for message in answers)]:
+            raise BadRow(f"has nothing to learn: {' or '.join(off)} of every assistant message is 0 or false")
     if row.get("system"):
         text = _text(row, "system")
         if checked[0]["role"] not in ("system", "developer"):

@@ -82,7 +82,7 @@ def is_switched_on(where: str, message: Mapping[str, Any]) -> bool:
     values = {key: message[key] for key in SWITCHES if message.get(key) is not None}
     for key, value in values.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise BadRow(f"{where}{key}: 0 or 1 expected, got {str(value)[:40]}")
+            raise BadRow(f"{where}{key}: 0 or 1 expected, got {repr(value)[:40]}")
     if len({bool(value) for value in values.values()}) > 1:
         raise BadRow(f"{where}{', '.join(values)} disagree")
     return all(values.values())

@@ -3,6 +3,7 @@
 Invariant: every row has a file and a line. A row that cannot be read is yielded as a BadRow, never skipped.
 """
 
+import codecs
 import gzip
 import json
 import math
@@ -20,6 +21,10 @@ MAX_LINE_BYTES: Final = 64_000_000
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
 CONVERTIBLE: Final = (".json", ".csv", ".arrow")
 """suffixes of files of rows that an error says how to convert"""
+ARRAY_REMEDY: Final = (
+    "a file that is one JSON array becomes rows, one a line, by"
+    " python -c \"import json; [print(json.dumps(row)) for row in json.load(open('FILE'))]\" > rows.jsonl"
+)
 
 
 class BadRow(ValueError):
@@ -199,6 +204,8 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRo
             blank = []
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
+            if line == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl")
             # a byte order mark may begin the file, which json.loads refuses
             yield line, (raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).rstrip()
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
@@ -218,7 +225,8 @@ def parse_row(raw: bytes) -> Any | BadRow:
     except UnicodeDecodeError as problem:
         return BadRow(f"not UTF-8: byte {problem.start}")
     except json.JSONDecodeError as problem:
-        return BadRow(f"not JSON: {problem.msg} at column {problem.colno}")
+        array = f"; {ARRAY_REMEDY}" if raw.startswith(b"[") else ""
+        return BadRow(f"not JSON: {problem.msg} at column {problem.colno}{array}")
     except RecursionError:
         return BadRow("not JSON: nested too deeply")
     except BadRow as problem:

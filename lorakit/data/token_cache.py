@@ -20,19 +20,26 @@ import tokenizers
 
 from lorakit.data.cache_entries import JOURNAL, ROWS, mark_in_use, trim_cache
 from lorakit.data.encode_chunks import ChunkEncoder, RowSettings, encode_chunks
-from lorakit.data.row_counts import RowCounts
+from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.rows import RowSource, count_rows, find_sources
 from lorakit.data.token_journal import TokenJournal, open_journal
-from lorakit.data.token_records import LABEL_MASK, SHOWN_BAD_ROWS, WEIGHT, read_record, row_schema
+from lorakit.data.token_records import LABEL_MASK, WEIGHT, read_record, row_schema
 from lorakit.errors import DataError
-from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, write_json, write_manifest
+from lorakit.files.atomic import (
+    MANIFEST,
+    atomic_folder,
+    disk_full_as_retryable,
+    manifest_matches,
+    write_json,
+    write_manifest,
+)
 from lorakit.files.cache import cache_folder
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import DataSection
 
-FORMAT: Final = 3
-"""part of the cache's key; change it whenever the same row would give other tokens"""
+FORMAT: Final = 4
+"""part of the cache's key; change it whenever the same row would give other tokens or counts"""
 WEIGHTS: Final = "weights.npy"
 ROWS_PER_BLOCK: Final = 1024
 """rows of a block of rows.arrow; not changed, because the digest of the same tokens would change with it"""
@@ -108,8 +115,8 @@ def tokenize_rows(
     rows so far, and of all rows or None.
 
     Raises:
-        DataError: missing files; bad rows, with file and line of the first ten and the total; or no row left.
-        TemporaryFailure: a process that tokenises was killed.
+        DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
+        TemporaryFailure: a process that tokenises was killed, or the cache's disk is full.
     """
     sources = find_sources(names, split)
     digests = [source.digest() for source in sources]
@@ -118,17 +125,19 @@ def tokenize_rows(
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         encoder = ChunkEncoder(tokenizer, settings, sources)
-        with open_journal(folder.with_name(folder.name + JOURNAL)) as journal:
+        path = folder.with_name(folder.name + JOURNAL)
+        with disk_full_as_retryable(path), open_journal(path, [source.name for source in sources]) as journal:
             if not manifest_matches(folder):  # it does if another process built the same rows meanwhile
-                total = cache(lambda: count_rows(sources))
-                for record in encode_chunks(
-                    sources, encoder, skip=len(journal), progress=lambda done: progress(done, total())
-                ):
-                    journal.append(record)
-                with _removed_at_end(journal.path), atomic_folder(folder) as staging:
-                    _build(staging, journal, settings, sources)
-                    if digests != [source.digest() for source in sources]:
-                        raise DataError(f"data: {names} changed while it was read; run again when it is complete")
+                with _removed_at_end(journal.path):
+                    total = cache(lambda: count_rows(sources))
+                    for record in encode_chunks(
+                        sources, encoder, skip=len(journal), progress=lambda done: progress(done, total())
+                    ):
+                        journal.append(record)
+                    with atomic_folder(folder) as staging:
+                        _build(staging, journal, settings, sources)
+                        if digests != [source.digest() for source in sources]:
+                            raise DataError(f"data: {names} changed while it was read; run again when it is complete")
     return TokenDataset(folder, [source.name for source in sources])
 
 
@@ -148,7 +157,7 @@ def _build(staging: Path, journal: TokenJournal, settings: RowSettings, sources:
     import pyarrow as pa
 
     counts = RowCounts()
-    bad: list[str] = []
+    bad = BadRows()
     weights: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     rest: list[Any] = []  # batches that do not fill a block yet
@@ -156,7 +165,7 @@ def _build(staging: Path, journal: TokenJournal, settings: RowSettings, sources:
         for record in journal.records():
             batch, counted, bad_rows = read_record(record)
             counts.add(counted)
-            bad += bad_rows[: SHOWN_BAD_ROWS - len(bad)]
+            bad.add_all(bad_rows)
             weights.append(np.frombuffer(batch.column(WEIGHT).buffers()[1], np.float32)[: len(batch)])
             lengths.append(np.diff(np.frombuffer(batch.column(0).buffers()[1], np.int32)[: len(batch) + 1]))
             rest = _write_blocks(writer, [*rest, batch.drop_columns(WEIGHT)])
@@ -180,12 +189,11 @@ def _write_blocks(writer: Any, batches: list[Any], *, last: bool = False) -> lis
     return [] if table is None else table.to_batches()
 
 
-def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: list[RowSource]) -> None:
-    listed = "\n  ".join(bad)
-    if bad and settings.on_bad_rows == "stop":
-        more = "" if counts.bad == len(bad) else f"\n  ... and {counts.bad - len(bad)} more"
+def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list[RowSource]) -> None:
+    listed = bad.listed(counts.bad)
+    if counts.bad and settings.on_bad_rows == "stop":
         raise DataError(
-            f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}{more}\n"
+            f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}\n"
             "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
         )
     if counts.long and settings.on_long_rows == "stop":
@@ -198,7 +206,7 @@ def _check(counts: RowCounts, bad: list[str], settings: RowSettings, sources: li
         names = ", ".join(source.name for source in sources)
         why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
         why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
-        raise DataError(f"data: no row is left of {names}: {why}" + (f"\n  {listed}" if bad else ""))
+        raise DataError(f"data: no row is left of {names}: {why}" + (f"\n  {listed}" if counts.bad else ""))
 
 
 def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:

@@ -1,10 +1,12 @@
 """Save the records of chunks while rows are tokenised, so that an interrupted call does not begin anew.
 
-The file is a sequence of (bytes of the record, its xxh3 digest, record). Invariant: only complete records are read. The
-rest, of a process that was killed, is cut off.
+The file is a sequence of (bytes of the record, its xxh3 digest, record); the first record has the names of the sources
+as JSON. Invariant: only complete records are read. The rest, of a process that was killed, is cut off.
 """
 
 import fcntl
+import itertools
+import json
 import mmap
 import os
 import struct
@@ -18,16 +20,18 @@ _HEADER: Final = struct.Struct("<QQ")
 
 @final
 class TokenJournal:
-    """The records of one data set, in the order of its chunks."""
+    """The records of one data set, in the order of its chunks. ``sources``: names of its files."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, sources: list[str]) -> None:
         self.path, self._file = path, file
         self._stops = list(_complete_records(file))
         file.seek(self._stops[-1] if self._stops else 0)
         file.truncate()
+        if not self._stops:
+            self.append(json.dumps(sources).encode())
 
     def __len__(self) -> int:
-        return len(self._stops)
+        return len(self._stops) - 1
 
     def append(self, record: bytes) -> None:
         """Save a record."""
@@ -38,15 +42,13 @@ class TokenJournal:
 
     def records(self) -> Iterator[memoryview]:
         """Yield every record, as a view of the file."""
-        if not self._stops:
-            return
         view = memoryview(mmap.mmap(self._file.fileno(), self._stops[-1], access=mmap.ACCESS_READ))
-        for start, stop in zip([0, *self._stops], self._stops, strict=False):
+        for start, stop in itertools.pairwise(self._stops):
             yield view[start + _HEADER.size : stop]
 
 
 @contextmanager
-def open_journal(path: Path) -> Iterator[TokenJournal]:
+def open_journal(path: Path, sources: list[str]) -> Iterator[TokenJournal]:
     """Open the journal of a data set. Waits while another process has it open. Remove it when its rows are cached."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -54,8 +56,20 @@ def open_journal(path: Path) -> Iterator[TokenJournal]:
             fcntl.flock(file, fcntl.LOCK_EX)
             # else another process removed it meanwhile
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                yield TokenJournal(path, file)
+                yield TokenJournal(path, file, sources)
                 return
+
+
+def journal_sources(path: Path) -> tuple[str, ...]:
+    """Return the names of a journal's sources; none if the file was cut before them, or is of an earlier version."""
+    with open(path, "rb") as file:
+        if (stop := next(_complete_records(file), None)) is None:
+            return ()
+        file.seek(_HEADER.size)
+        try:
+            return tuple(json.loads(file.read(stop - _HEADER.size)))
+        except ValueError:
+            return ()
 
 
 def _complete_records(file: BinaryIO) -> Iterator[int]:

@@ -1,17 +1,16 @@
 """The tokens of some rows as bytes: one record of a journal (token_journal.py), as an Arrow stream of one batch."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from lorakit.data.encode import Encoded
-from lorakit.data.row_counts import RowCounts
+from lorakit.data.row_counts import BadRows, RowCounts
 
 LABEL_MASK: Final = "learnt"
 """name of the column; not renamed, because existing files have it, and their digests are in run.json"""
-SHOWN_BAD_ROWS: Final = 10
 WEIGHT: Final = "weight"
 
 
@@ -20,8 +19,7 @@ class TokenRecord:
     """Encoded rows, with the counts of all rows that were read for them."""
 
     counts: RowCounts
-    bad: list[str] = field(default_factory=list)
-    """the first bad rows: file, line and reason"""
+    bad: BadRows = field(default_factory=BadRows)
     _ids: list[int] = field(default_factory=list)
     _label_mask: list[bool] = field(default_factory=list)
     _stops: list[int] = field(default_factory=lambda: [0])
@@ -40,7 +38,7 @@ class TokenRecord:
 
         stops = pa.array(np.array(self._stops, np.int32))
         sources, lines, weights = zip(*self._rows, strict=True) if self._rows else ((), (), ())
-        facts = {"counts": self.counts.facts(), "bad": self.bad}
+        facts = {"counts": self.counts.facts(), "bad": asdict(self.bad)}
         columns = [
             pa.ListArray.from_arrays(stops, pa.array(np.array(self._ids, np.int32))),
             pa.ListArray.from_arrays(stops, pa.array(np.array(self._label_mask, bool))),
@@ -62,10 +60,10 @@ def row_schema() -> Any:
     )
 
 
-def read_record(content: memoryview) -> tuple[Any, RowCounts, list[str]]:
-    """Return the rows of a record as an Arrow batch, a view of ``content``; its counts; and its first bad rows."""
+def read_record(content: memoryview) -> tuple[Any, RowCounts, BadRows]:
+    """Return the rows of a record as an Arrow batch, a view of ``content``; its counts; and its bad rows."""
     import pyarrow as pa
 
     reader = pa.ipc.open_stream(pa.py_buffer(content))
     facts = json.loads(reader.schema.metadata[b"facts"])
-    return reader.read_next_batch(), RowCounts(**facts["counts"]), facts["bad"]
+    return reader.read_next_batch(), RowCounts(**facts["counts"]), BadRows(**facts["bad"])

@@ -188,7 +188,7 @@ def disk_full_as_retryable(path: Path) -> Iterator[None]:
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
+        free = shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.is_dir())).free
         raise TemporaryFailure(
             f"{path}: the disk is full ({free} bytes free). What was saved before is intact:"
             " free some space and run the same command again"

@@ -1,7 +1,8 @@
 """Score exact match on held-out rows: of a base, a merged model, or adapters on their base.
 
-Invariant: a row is in every share of its file, or it is named. Rows that cannot be asked are an error that names them,
-before anything is generated, because a share of the other rows is one of another data set.
+Invariant: a row is in every share of its file, or it is named or counted. Rows that cannot be asked are an error that
+names them, before anything is generated, because a share of the other rows is one of another data set. Rows of weight 0
+are left out, as in training; every other row counts once, whatever its weight.
 """
 
 import itertools
@@ -49,6 +50,8 @@ class EvalRows:
     rows: list[EvalRow]
     problems: dict[str, str]
     """file:line of a row that cannot be asked -> the reason"""
+    zero_weight: list[str]
+    """file:line of rows of weight 0, which are left out"""
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ def score(
         for adapter in [name for name in adapters if name is not None] or adapters:
             _say_wrong(path, adapter, [answer for answer in answered[path, adapter] if not answer.correct], say)
     for path, rows in eval_rows.items():
+        _say_weights(path, rows, say)
         if rows.problems:
-            total = len(rows.rows) + len(rows.problems)
+            total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
             say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
             say(_listed(rows.problems))
     return answered
@@ -118,14 +122,18 @@ def read_eval_rows(
 ) -> EvalRows:
     """Read the rows of a file (folder, hub data set) as ``data.eval`` is read, each with its prompt and answer."""
     template = ChatTemplate(model.tokenizer)
-    read = EvalRows([], {})
+    read = EvalRows([], {}, [])
     lines = ((source.name, line, row) for source in find_sources(path, "test") for line, row in read_rows(source))
     for name, line, row in itertools.islice(lines, limit):
         location = f"{name}:{line}"
         try:
             if isinstance(row, BadRow):
                 raise row
-            read.rows.append(_eval_row(model, location, parse_question(row, template, ignore_keys), max_new_tokens))
+            question = parse_question(row, template, ignore_keys)
+            if question.weight == 0:
+                read.zero_weight.append(location)
+            else:
+                read.rows.append(_eval_row(model, location, question, max_new_tokens))
         except (BadRow, LorakitError) as problem:
             read.problems[location] = str(problem)
     return read
@@ -192,7 +200,7 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
     """
     problems = {location: problem for rows in eval_rows.values() for location, problem in rows.problems.items()}
     if problems and not skip_bad_rows:
-        total = sum(len(rows.problems) + len(rows.rows) for rows in eval_rows.values())
+        total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
         raise DataError(
             f"data: {len(problems)} of {total} rows cannot be asked:\n{_listed(problems)}\n"
             "Mend them, or leave them out, named and counted, with --on-bad-rows skip."
@@ -200,13 +208,28 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
         )
     for path, rows in eval_rows.items():
         if not rows.rows:
-            raise DataError(f"{path}: no rows to score" + (f"\n{_listed(rows.problems)}" if rows.problems else ""))
+            zero = f", {len(rows.zero_weight)} of weight 0" if rows.zero_weight else ""
+            listed = f"\n{_listed(rows.problems)}" if rows.problems else ""
+            raise DataError(f"{path}: no rows to score{zero}{listed}")
 
 
 def _listed(problems: Mapping[str, str]) -> str:
     lines = [f"  {location}: {problem}" for location, problem in itertools.islice(problems.items(), SHOWN_ROWS)]
     more = [f"  ... and {len(problems) - SHOWN_ROWS} more"] if len(problems) > SHOWN_ROWS else []
     return "\n".join([*lines, *more])
+
+
+def _say_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> None:
+    """Print how many rows have a weight, and what it does here."""
+    lines = []
+    if zero := len(rows.zero_weight):
+        lines.append(f"{zero} row{'s' if zero > 1 else ''} of weight 0 left out of {path}")
+    if other := sum(row.question.weight != 1 for row in rows.rows):
+        lines.append(
+            f"{other} row{'s have' if other > 1 else ' has'} another weight than 1 in {path}; each counts once here"
+        )
+    if lines:
+        say("\n" + "\n".join(lines))
 
 
 def _say_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
@@ -246,4 +269,5 @@ def _write_predictions(path: Path, answered: Answered, eval_rows: Mapping[str, E
         )
     for rows in eval_rows.values():
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
+        lines += [{"row": location, "left_out": "weight 0"} for location in rows.zero_weight]
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -16,7 +16,7 @@ def show_cache(say: Callable[[str], None]) -> None:
         return
     say(f"{'name':<12} {'size':>9} {'rows':>11}  {'last used':<16}  of")
     for entry in entries:
-        rows = "interrupted" if entry.num_rows is None else f"{entry.num_rows:,}"
+        rows = "unfinished" if entry.num_rows is None else f"{entry.num_rows:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         say(f"{_name(entry):<12} {_size(entry.num_bytes):>9} {rows:>11}  {used}  {', '.join(entry.sources) or '?'}")
     say(f"\n{_size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
@@ -49,4 +49,7 @@ def _name(entry: CacheEntry) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"

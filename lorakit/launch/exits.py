@@ -14,7 +14,7 @@ from lorakit.launch.workers import Worker, format_ranks
 USER_ERROR: Final = LorakitError.exit_code
 TEMPORARY_FAILURE: Final = TemporaryFailure.exit_code
 COMMAND: Final = "lorakit train:"
-RESUME_HINT: Final = "; the last checkpoint is kept, the same command goes on"
+RESUME_HINT: Final = "; what was saved is kept, the same command goes on"
 OUTPUT_HINT: Final = "; what it said is above"
 # SIGABRT: a library aborted on a lost connection. SIGTERM: from outside. 75: its watchdog named another rank's failure.
 CONSEQUENCE_CODES: Final = {-signal.SIGABRT, -signal.SIGTERM, TEMPORARY_FAILURE}

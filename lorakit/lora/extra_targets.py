@@ -115,7 +115,7 @@ def _modules_to_save(
                 f"adapter.modules_to_save: {pattern!r} names no module with tensors.{did_you_mean(pattern, names)}"
             )
         problems += [
-            f"adapter.modules_to_save: {name} gets an adapter as well; leave it out of one of them"
+            f"adapter.modules_to_save: {name} gets an adapter as well; leave it out here, or add it to exclude"
             for name in matched
             if name in targets
         ]

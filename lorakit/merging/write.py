@@ -20,8 +20,9 @@ from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
-from lorakit.patch.fingerprint import WeightDigest, full_digests, mismatch_message
+from lorakit.patch.fingerprint import full_digests, mismatch_message
 from lorakit.patch.read import LazyPatchTensors
+from lorakit.patch.weight_digest import WeightDigest
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4

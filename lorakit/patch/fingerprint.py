@@ -1,25 +1,18 @@
 """Fingerprint a base, and compare the fingerprints of patches with bases and with each other.
 
 A fingerprint has digests of the tensors that a patch adapts, of those that none adapts (embedding, norms, head), of the
-config, of the tokenizer and of how prompts are written (prompting.py). An adapted weight has two digests, both over its
-shape and its values as float32. So sharding, file names and the storage dtype do not matter where values are equal.
-``sampled-1`` covers 8 evenly spaced runs of 512 values and takes milliseconds for any base. ``full-1`` covers every
-value.
+config, of the tokenizer and of how prompts are written (prompting.py). An adapted weight has two digests
+(weight_digest.py), a fast one of samples and one of every value.
 """
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from os import cpu_count
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError, PatchError
@@ -27,19 +20,14 @@ from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import chat_template_digest, tokenizer_settings_digest, trained_form
+from lorakit.patch.weight_digest import Source, sample_digest, value_digests
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"
 PROMPTING: Final = ("chat_template", "tokenizer_settings")
 """parts of a fingerprint that say how prompts are written"""
-RUNS, RUN_ELEMENTS = 8, 512
-BLOCK_ELEMENTS: Final = 1 << 20
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
 }  # fmt: skip
-ReadElements = Callable[[int, int], Tensor]
-"""(start, stop) -> these elements of a flattened tensor"""
-Source = tuple[tuple[int, ...], ReadElements]
-"""shape of a weight, and the function that reads it"""
 
 
 class BaseIdentity:
@@ -53,9 +41,12 @@ class BaseIdentity:
         self._sampled: dict[tuple[str, str | None], str] = {}
 
     @cached_property
+    def config_values(self) -> dict[str, Any]:
+        return {key: value for key, value in self.files.config().items() if key not in NOT_IDENTITY}
+
+    @cached_property
     def config(self) -> str:
-        config = {key: value for key, value in self.files.config().items() if key not in NOT_IDENTITY}
-        return _json_digest(config)
+        return _json_digest(self.config_values)
 
     @cached_property
     def tokenizer(self) -> str | None:
@@ -88,13 +79,13 @@ class BaseIdentity:
             in_layer = re.search(r"\.\d+\.", name) is not None
             is_weight = name.endswith(".weight") or ".experts." in name  # and not a buffer, such as GPT-2's causal mask
             if in_layer and is_weight and len(entry.shape) > 1:
-                matrices.append(_sampled(*self._source(name, None), runs=2))
+                matrices.append(sample_digest(*self._source(name, None), runs=2))
             elif not entry.dtype.is_floating_point or not name.endswith((".weight", ".bias")):
                 continue  # the state of a quantised weight, or a buffer
             elif not in_layer:
-                outside.add(_sampled(*self._source(name, None)))  # a set, because a tied head may be stored or not
+                outside.add(sample_digest(*self._source(name, None)))  # a set, because a tied head may be stored or not
             elif len(entry.shape) == 1:
-                vectors.append(_sampled(*self._source(name, None)))
+                vectors.append(sample_digest(*self._source(name, None)))
         return {"outside": sorted(outside), "vectors": _json_digest(vectors), "matrices": _json_digest(matrices)}
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
@@ -104,11 +95,13 @@ class BaseIdentity:
         of its own and is left out. Experts have one digest of all expert tensors of their layer, because these may be
         stored one by one.
         """
-        return self._digests(modules, rounded_to, self._sampled, lambda sources: [_sampled(*one) for one in sources])
+        return self._digests(
+            modules, rounded_to, self._sampled, lambda sources: [sample_digest(*one) for one in sources]
+        )
 
     def full(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """Return module -> ``full-1`` digest of its weight; arguments as of ``sampled``."""
-        return self._digests(modules, rounded_to, {}, _full_in_parallel)
+        return self._digests(modules, rounded_to, {}, value_digests)
 
     def _digests(
         self, modules: Iterable[str], rounded_to: str | None, cache: dict[tuple[str, str | None], str],
@@ -148,22 +141,6 @@ class BaseIdentity:
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
 
-class WeightDigest:
-    """``full-1`` digest of one weight, updated with its values in stored order."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._state = xxhash.xxh3_128(json.dumps(shape).encode())
-        self._float32 = torch.empty(0)  # reused, because touching new memory costs as much as the conversion
-
-    def update(self, values: Tensor) -> None:
-        if self._float32.numel() < values.numel():
-            self._float32 = torch.empty(values.numel())
-        self._state.update(self._float32[: values.numel()].copy_(values.reshape(-1)).numpy().data)
-
-    def hexdigest(self) -> str:
-        return str(self._state.hexdigest())
-
-
 def fingerprint(files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path | None = None) -> dict[str, Any]:
     """Return the fingerprint of a base on disk for the given adapted modules, with both digests.
 
@@ -172,7 +149,8 @@ def fingerprint(files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path
     identity, modules = BaseIdentity(files, tokenizer_folder), list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
-        "unadapted": identity.unadapted, **{part: getattr(identity, part) for part in PROMPTING},
+        "config_values": identity.config_values, "unadapted": identity.unadapted,
+        **{part: getattr(identity, part) for part in PROMPTING},
         "weights": identity.sampled(modules), "full": {"scheme": FULL_SCHEME, "weights": identity.full(modules)},
     }  # fmt: skip
 
@@ -188,10 +166,10 @@ def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]
         dtypes.add(dtype_name(weight.dtype))
     return {
         "scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": dtypes.pop() if len(dtypes) == 1 else None,
-        "weights": {module: _sampled(*source) for module, source in sources.items()},
+        "weights": {module: sample_digest(*source) for module, source in sources.items()},
         "full": {
             "scheme": FULL_SCHEME,
-            "weights": dict(zip(sources, _full_in_parallel(list(sources.values())), strict=True)),
+            "weights": dict(zip(sources, value_digests(list(sources.values())), strict=True)),
         },
     }  # fmt: skip
 
@@ -228,7 +206,8 @@ def check_base(
     parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
     for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
         if recorded.get(part) and value and recorded[part] != value:
-            parts.append(part)
+            values = recorded.get("config_values"), identity.config_values
+            parts.append(_config_difference(*values, ("in training", "here")) if part == "config" else part)
     if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
         parts.append(changed)
     if parts:
@@ -313,7 +292,32 @@ def base_differences(one: Patch, two: Patch) -> list[str]:
     if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
         differences.append(changed)
     keys = ("config", "tokenizer", *PROMPTING)
-    return differences + [key for key in keys if a.get(key) and b.get(key) not in (None, a[key])]
+    for key in keys:
+        if a.get(key) and b.get(key) not in (None, a[key]):
+            values = a.get("config_values"), b.get("config_values")
+            where = ("in the first", "in the second")
+            differences.append(_config_difference(*values, where) if key == "config" else key)
+    return differences
+
+
+def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | None, where: tuple[str, str]) -> str:
+    """Return ``config``, with the keys that differ and both values if these were recorded."""
+    if one is None or two is None:
+        return "config"
+    return f"config ({'; '.join(_differing_keys(one, two, where))})"
+
+
+def _differing_keys(
+    one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str], within: str = ""
+) -> Iterator[str]:
+    for key in sorted({*one, *two}):
+        a, b = one.get(key), two.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differing_keys(a, b, where, f"{within}{key}.")
+        else:
+            one_text, two_text = (repr(values[key])[:60] if key in values else "absent" for values in (one, two))
+            if a != b or one_text != two_text:
+                yield f"{within}{key}: {one_text} {where[0]}, {two_text} {where[1]}"
 
 
 def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
@@ -329,7 +333,7 @@ def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[st
     )
     if len(weights) < len(names):
         return None
-    keys = ("config", "tokenizer", "rounded_to", "unadapted", *PROMPTING)
+    keys = ("config", "config_values", "tokenizer", "rounded_to", "unadapted", *PROMPTING)
     shared = {key: next((base[key] for base in bases if base.get(key)), None) for key in keys}
     shared = {key: value for key, value in shared.items() if value is not None or any(key in base for base in bases)}
     full_part = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
@@ -341,29 +345,6 @@ def _changed_unadapted(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -
     changed = {key for key, value in recorded.items() if key in actual and actual[key] != value}
     names = ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
     return " and ".join([*names, *(["weights that it does not adapt"] if "matrices" in changed else [])])
-
-
-def _sampled(shape: tuple[int, ...], read: ReadElements, runs: int = RUNS) -> str:
-    size = math.prod(shape)
-    last = max(0, size - RUN_ELEMENTS)
-    starts = sorted({last * run // (runs - 1) for run in range(runs)})
-    state = hashlib.sha256(json.dumps(shape).encode())
-    for start in starts:
-        values = read(start, min(start + RUN_ELEMENTS, size)).to(torch.float32)
-        state.update(values.numpy().tobytes())
-    return state.hexdigest()[:16]
-
-
-def _full(shape: tuple[int, ...], read: ReadElements) -> str:
-    state, size = WeightDigest(shape), math.prod(shape)
-    for start in range(0, size, BLOCK_ELEMENTS):
-        state.update(read(start, min(start + BLOCK_ELEMENTS, size)))
-    return state.hexdigest()
-
-
-def _full_in_parallel(sources: list[Source]) -> list[str]:
-    with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:
-        return list(pool.map(lambda source: _full(*source), sources))
 
 
 def _json_digest(value: Any) -> str:

@@ -205,6 +205,12 @@ class TrainSection(Section):
             raise ValueError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
         return self
 
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> "TrainSection":
+        if self.steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(endless_warmup(self.warmup_steps, self.steps))
+        return self
+
 
 class ObjectiveSection(Section):
     name: Literal["sft"] = "sft"
@@ -289,11 +295,13 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
     """
     requested = recipe.train.warmup_steps
     if requested is not None and requested >= total_steps:
-        raise RunError(
-            f"train.warmup_steps: {requested} of {total_steps} steps, so the learning rate would never be reached;"
-            " lower it"
-        )
+        raise RunError(f"train.{endless_warmup(requested, total_steps)}")
     return min(10, total_steps // 10) if requested is None else requested
+
+
+def endless_warmup(warmup_steps: int, total_steps: int) -> str:
+    """Return the error message for a warm-up as long as the full run."""
+    return f"warmup_steps: {warmup_steps} of {total_steps} steps, so the learning rate would never be reached; lower it"
 
 
 def default_values() -> dict[str, Any]:

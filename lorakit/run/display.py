@@ -102,7 +102,8 @@ def row_progress() -> Iterator[Callable[[int, int | None], None]]:
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else an empty line is printed
+            bar.stop()
 
 
 def _standard_error() -> Console:

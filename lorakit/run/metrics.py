@@ -58,17 +58,19 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
     axes = figure.add_subplot()
     if steps:
         x, y = zip(*steps, strict=True)
-        axes.plot(x, y, color="#9ecae1", linewidth=0.8, label="step")
+        axes.plot(x, y, color="#9ecae1", linewidth=0.8, marker="." if len(x) == 1 else None, label="step")
         axes.plot(x, running_mean(list(y)), color="#08519c", linewidth=1.6, label="step, running mean")
     if evals:
         axes.plot(*zip(*evals, strict=True), color="#d94801", marker="o", markersize=4, label="held out")
-    if min((y for _, y in steps + evals), default=0) > 0:
+    losses = [loss for _, loss in steps + evals]
+    if losses and 0 < min(losses) < max(losses):  # a logarithmic axis of one value has no length
         axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("loss per label token")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if losses:
+        axes.legend()
     figure.savefig(picture, dpi=120)
 
 

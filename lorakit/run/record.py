@@ -22,6 +22,7 @@ MAY_CHANGE: Final = {  # keys that change the result at most in its last digits
     "train.activation_offload", "train.compile", "train.micro_batch_size", "data.cache_gb",
 }  # fmt: skip
 MAY_CHANGE_BELOW: Final = "parallel."
+SHOWN_CHANGES: Final = 10
 ROW_ORDER: Final = 2
 """version of the order of rows without packing; a run that changed it would repeat rows of an epoch, and miss others"""
 
@@ -43,10 +44,12 @@ class RunRecord:
             RunError: data or base are no longer what the run began with.
         """
         for key in ("data", "base"):
-            if differing := _changed(self.values.get(key) or {}, facts[key]):
+            if lines := _changed(self.values.get(key) or {}, facts[key], f"  {key}."):
+                more = f"\n  ... and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
                 raise RunError(
-                    f"{self._path}: {key} has changed since this run began ({', '.join(differing)});"
-                    " put it back, or start over with --fresh"
+                    f"{self._path}: {key} has changed since this run began:\n"
+                    + "\n".join(lines[:SHOWN_CHANGES])
+                    + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
                 )
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
         start["parallel"] = self.values["recipe"]["parallel"]
@@ -60,15 +63,15 @@ class RunRecord:
         write_json(self._path, self.values)
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the names of recorded facts that are others now. A fact that an earlier version did not record is none."""
-
-    def same(one: Any, other: Any) -> bool:
-        if isinstance(one, dict) and isinstance(other, dict):
-            return all(key in other and same(value, other[key]) for key, value in one.items())
-        return bool(one == other)
-
-    return sorted(name for name, fact in before.items() if name not in now or not same(fact, now[name]))
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> list[str]:
+    """Return a line for each recorded fact that is another now; a fact that an earlier version left out is none."""
+    lines = []
+    for name, fact in sorted(before.items()):
+        if isinstance(fact, dict) and isinstance(now.get(name), dict):
+            lines += _changed(fact, now[name], f"{within}{name}.")
+        elif name not in now or now[name] != fact:
+            lines.append(f"{within}{name}: {repr(fact)[:60]} before, {repr(now.get(name))[:60]} now")
+    return lines
 
 
 def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:

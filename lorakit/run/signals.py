@@ -28,9 +28,15 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         repeated, self.signal_name = self.is_requested() and number == signal.SIGINT, signal.Signals(number).name
-        if repeated or not self.deferred:
+        if not self.deferred:
             raise TemporaryFailure(
-                f"stopped at once by {self.signal_name}; the same command goes on from the last checkpoint"
+                f"stopped at once by {self.signal_name}, before training began; the same command goes on with the rows"
+                " tokenised so far, and after the last checkpoint if there is one"
+            )
+        if repeated:
+            raise TemporaryFailure(
+                f"stopped at once by {self.signal_name}; the same command goes on after the last checkpoint, or begins"
+                " with the first step if there is none"
             )
 
 

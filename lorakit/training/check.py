@@ -17,7 +17,7 @@ from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
 from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
-from lorakit.errors import DataError, LorakitError
+from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.lora import attach, find_targets
 from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
@@ -47,6 +47,8 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     def attempt(part: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return part(*arguments)
+        except TemporaryFailure:  # a full disk or a killed process, which is no mistake of the recipe
+            raise
         except LorakitError as problem:
             problems.append(str(problem))
             return None
@@ -115,22 +117,18 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
         try:
             with row_progress() as progress:
                 datasets.append(load_split(data, source, split, tokenizer, progress))
+        except TemporaryFailure:
+            raise
         except LorakitError as problem:
             problems.append(str(problem))
             continue
-        c = datasets[-1].counts
-        say(
-            f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
-            f" {c.label_tokens:>12,}"
-        )
-        for key, number in c.unread.items():
-            say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
-        if c.zero_weight:
-            say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
+        _say_counts(name, datasets[-1], say)
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
     if (note := same_rows_note(*datasets)) is not None:
         say(f"note     {note}")
+    elif data.eval is not None and (number := _count_shared(*datasets)):
+        say(f"note     {number:,} of {len(datasets[1]):,} held-out rows are training rows too (the same tokens)")
     if data.eval is None:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]
@@ -141,10 +139,36 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
     return datasets
 
 
+def _say_counts(name: str, rows: TokenDataset, say: Callable[[str], None]) -> None:
+    """Print the line of a data set in the table of rows, and below it what is special about its rows."""
+    c = rows.counts
+    say(
+        f"{name:<8} {c.rows:>8,} {c.bad:>6,} {c.truncated:>6,} {c.dropped_long:>9,} {c.tokens:>12,}"
+        f" {c.label_tokens:>12,}"
+    )
+    for key, number in c.unread.items():
+        say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
+    if c.zero_weight:
+        say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
+    if (weights := rows.weights) is not None:
+        number, least, most = int((weights != 1).sum()), float(weights.min()), float(weights.max())
+        say(f"{'':<8} weight: other than 1 in {number:,} of {c.rows:,} rows, from {least:g} to {most:g}")
+    if 0 < c.plain < c.rows:
+        say(f"{'':<8} formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)")
+
+
+def _count_shared(rows: TokenDataset, eval_rows: TokenDataset) -> int:
+    """Return the number of held-out rows whose tokens are those of a training row."""
+    texts = [eval_rows.ids(row).tobytes() for row in range(len(eval_rows))]
+    shared = set(texts).intersection(rows.ids(row).tobytes() for row in range(len(rows)))
+    return sum(text in shared for text in texts)
+
+
 def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:
     """Return a row as text, with its label tokens between [[ and ]]."""
     parts: list[tuple[bool, list[int]]] = []
-    for token, has_label in zip(rows.ids(row).tolist(), rows.label_mask(row).tolist(), strict=True):
+    label_mask = [False, *rows.label_mask(row).tolist()[1:]]  # because no token predicts the first one
+    for token, has_label in zip(rows.ids(row).tolist(), label_mask, strict=True):
         if parts and parts[-1][0] == has_label:
             parts[-1][1].append(token)
         else:

@@ -18,9 +18,10 @@ from lorakit.base.dropout import dropout_notes
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import load_tokenizer, vocabulary_size
+from lorakit.base.load import load_skeleton, load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
+from lorakit.base.skeleton import quantize_skeleton
 from lorakit.data import BatchSampler, TokenDataset, find_sources
 from lorakit.data.token_cache import load_split
 from lorakit.errors import BaseModelError, DataError, TargetError
@@ -35,6 +36,7 @@ from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import fingerprint
+from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
@@ -137,7 +139,6 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
         total_steps=count_steps(recipe, len(rows)),
         architecture=type(model).__name__,
     )
-    group.run_on_all(lambda: check_positions(model, recipe.data.max_tokens))
     _prepare_engine(job)
     # after the engine has filled the base, and before a step: what the checks choose is read in every forward
     check_causal(job.loss_model, job.batches, engine.device)
@@ -152,6 +153,7 @@ def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
     check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
+    check_without_rows(recipe, folder)
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
     data = recipe.data
     with row_progress() as progress:
@@ -169,6 +171,21 @@ def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None = None) ->
     return (
         "the held-out rows are the training rows, so their loss says nothing about new ones; name others in data.eval"
     )
+
+
+def check_without_rows(recipe: Recipe, folder: Path) -> None:
+    """Return if the base has the recipe's targets, its positions allow data.max_tokens, and the optimizer runs here.
+
+    For use before rows are tokenised, which may take hours. Opens no weights.
+
+    Raises:
+        TargetError: a target matches no layer. RunError: as `check_positions` and `check_optimizer`.
+    """
+    check_optimizer(recipe.train.optimizer, on_gpu=torch.cuda.is_available())
+    model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
+    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
+    find_extra_targets(model, spec, find_targets(model, spec))
+    check_positions(model, recipe.data.max_tokens)
 
 
 def check_sources(recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest, catching_signals
+from lorakit.run.trackers import check_trackers
 from lorakit.training.checkpoint import Progress
 from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
 from lorakit.training.job import Job, build_job
@@ -69,6 +70,7 @@ def run_on_engine(
             group.run_on_rank_0(lambda: verify_finished_run(recipe, output, say))
             return output
 
+        group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
         job = build_job(recipe, engine, record.values)
         if fresh:  # not before: a recipe that cannot run must discard nothing

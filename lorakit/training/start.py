@@ -5,6 +5,7 @@ Imports no torch at its top, because a process that only launches others lives a
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,10 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any]) -> Iterator[str | Path]
             path.write_text(json.dumps(recipe, indent=1, default=_as_text), encoding="utf-8")  # JSON is YAML
         except (TypeError, ValueError) as problem:
             raise RecipeError(f"recipe: only text, numbers, true/false, lists and mappings: {problem}") from None
-        yield path
+        try:
+            yield path
+        except (RecipeError, RunError) as problem:  # lines of a temporary file help nobody
+            raise type(problem)(re.sub(rf"{re.escape(str(path))}(:\d+)?", "recipe", str(problem))) from None
 
 
 def _as_text(value: Any) -> str:

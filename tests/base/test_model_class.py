@@ -22,6 +22,7 @@ from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.inspection.show import show
 from lorakit.recipe import load_recipe
 from lorakit.training.check import check
+from tests.helpers.fork_server import ROOT
 from tests.helpers.patches import CPU, IDS, make_patch
 
 
@@ -66,6 +67,16 @@ def test_a_classifiers_patch_is_shown_and_merged_on_the_class_that_the_base_name
 
     assert "the base it was trained on" in lines[-1]
     torch.testing.assert_close(merged.eval()(IDS).logits, patched(classifier)(IDS).logits)
+
+
+def test_the_classifier_of_the_documentation_trains_its_head_in_full(classifier: Path) -> None:
+    lines = (ROOT / "docs" / "adapters.md").read_text().splitlines()
+    (call,) = (line for line in lines if line.startswith("model = lorakit.inject(classifier,"))
+    names = {"lorakit": lorakit, "classifier": BertForSequenceClassification.from_pretrained(classifier)}
+    exec(call, names)
+    trained = lorakit.adapter_tensors(names["model"])
+    assert {name for name in trained if "classifier" in name} == {"classifier.weight", "classifier.bias"}
+    assert len(trained) > 20
 
 
 def test_a_base_that_lacks_a_patchs_classifier_is_refused_by_its_class(

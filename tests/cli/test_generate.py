@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorakit.cli import main
+from lorakit.cli.generate import _read_prompts
+from lorakit.cli.main import build_parser
 from tests.helpers.patches import make_patch
 
 FLAGS = ("--max-new-tokens", "4", "--dtype", "float32")
@@ -31,6 +33,15 @@ def test_prompts_of_a_file_are_its_lines_and_standard_input_is_one_prompt(
     assert answers(capsys, base, "--prompts", "-") == (0, each, "")
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert answers(capsys, base) == answers(capsys, base, "--prompt", text.strip())
+
+
+def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = build_parser().parse_args(["generate", str(base)])
+    for text, prompt in {"say it\n": "say it", "  say it \n\n": "  say it \n", "say it ": "say it "}.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert _read_prompts(options) == [prompt]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,26 @@ def test_mistakes_are_told_before_the_base_is_loaded(
     assert rows.read_bytes() == before
 
 
+def test_rows_of_weight_0_are_left_out_and_counted_and_others_count_once(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weighted = [chat("say", "it") | {"weight": weight} for weight in (0, 1, 2.5)]
+    rows = write_rows(tmp_path / "rows.jsonl", [*weighted, {"prompt": "say ", "completion": "it", "weight": 0}])
+
+    code, lines, _ = said(capsys, "score", base, "--data", rows, "--predictions", tmp_path / "all.jsonl")
+
+    assert code == 0
+    assert table(lines) == [[str(rows), "base", "0", "2", "0.0%"]]
+    assert f"2 rows of weight 0 left out of {rows}" in lines
+    assert f"1 row has another weight than 1 in {rows}; each counts once here" in lines
+    written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert written[2:] == [{"row": f"{rows}:{line}", "left_out": "weight 0"} for line in (1, 4)]
+
+    write_rows(rows, [chat("say", "it") | {"weight": 0}])
+    code, _, err = said(capsys, "score", base, "--data", rows)
+    assert (code, err) == (2, f"lorakit score: {rows}: no rows to score, 1 of weight 0\n")
+
+
 def test_rows_that_cannot_be_asked_stop_it_or_are_left_out_by_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

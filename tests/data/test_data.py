@@ -232,6 +232,9 @@ def test_all_tokens_are_labels_on_request(tokenizer: Any) -> None:
         ({"messages": [TURNS[1], {"role": "assistant", "content": ""}]}, "message 2: the assistant says nothing"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is int"),
         ({"messages": [TURNS[1]]}, "no assistant message"),
+        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, "weight of every assistant message is 0 or false"),
+        ({"messages": [{**TURNS[2], "loss": False}, TURNS[1], {**TURNS[2], "train": False}]}, "train or loss of every"),
+        ({"prompt": TURNS[:3], "completion": [TURNS[1]]}, "no assistant message"),
         ({"messages": [TURNS[1], {"role": "assistant", "content": "a <|end|> b"}]}, "holds the end token '<|end|>'"),
         ({"messages": [TURNS[1], {"role": "tool", "content": "x"}, TURNS[2]]}, "the chat template refuses it"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
@@ -258,7 +261,9 @@ def test_no_line_escapes_as_anything_but_a_row_or_a_bad_row(raw: bytes) -> None:
             parse_row_format(row)
 
 
-def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_path: Path, tokenizer: Any) -> None:
+def test_bad_rows_stop_with_their_reasons_file_and_line_of_the_first_and_the_total(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = tmp_path / "bad.jsonl"
     good = json.dumps(chat("hi", "yes")).encode()
     lines = [
@@ -283,11 +288,40 @@ def test_bad_rows_stop_with_file_and_line_of_the_first_ten_and_the_total(tmp_pat
     assert f"{path}:4: the line is empty" in message
     assert f"{path}:5: key 'messages' appears twice" in message
     assert f"{path}:6: not JSON: NaN" in message
-    assert message.count(f"{path}:") == 10
-    assert "and 3 more" in message
+    first = ", ".join(f"{path}:{line}" for line in (7, 8, 9))
+    assert f"\n  8 rows ({first}, ...): a row is a mapping, got list" in message
 
     skipped = tokenize_rows(str(path), "train", tokenizer, RowSettings(64, "truncate", "skip", "answer"))
     assert (skipped.counts.rows, skipped.counts.bad) == (2, len(lines) - 2)
+
+
+def test_bad_rows_beyond_the_tenth_reason_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "bad.jsonl", [{f"key {number}": 1} for number in [*range(12), 3, 11]])
+    with pytest.raises(DataError, match="14 of 14 rows cannot be used") as caught:
+        tokenize_rows(str(path), "train", tokenizer, SETTINGS)
+    lines = str(caught.value).splitlines()
+    assert lines[4].startswith(f"  2 rows ({path}:4, {path}:13): keys ['key 3'] are none of")
+    assert lines[11:] == ["  ... and 3 more, for other reasons", lines[-1]]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_said_to_be_one_with_the_command_that_makes_rows_of_it(
+    tmp_path: Path, tokenizer: Any, indent: int | None
+) -> None:
+    array, rows = tmp_path / "array.jsonl", tmp_path / "rows.jsonl"
+    array.write_text(json.dumps([chat("hi", "yes")] * 3, indent=indent))
+    with pytest.raises(DataError) as caught:
+        tokenize_rows(str(array), "train", tokenizer, SETTINGS)
+    code = re.findall(r'python -c "(.*)" > rows.jsonl', str(caught.value))[0].replace("FILE", str(array))
+    rows.write_text(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert len(tokenize_rows(str(rows), "train", tokenizer, SETTINGS)) == 3
+
+
+def test_a_file_in_utf_16_is_said_to_be_one(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(chat("hi", "yes")), encoding="utf-16")
+    with pytest.raises(DataError, match="rows.jsonl: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8"):
+        tokenize_rows(str(path), "train", tokenizer, RowSettings(64, "truncate", "skip", "answer"))
 
 
 def test_long_rows_are_cut_or_dropped_by_choice_and_counted(tmp_path: Path, tokenizer: Any) -> None:

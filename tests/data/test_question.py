@@ -89,7 +89,7 @@ def test_an_earlier_answer_may_lose_its_reasoning_as_it_does_in_use(tokenizer: A
         ({"text": "hi yes"}, "plain text without a prompt has nothing to ask"),
         ({"prompt": "", "completion": "yes"}, "plain text without a prompt has nothing to ask"),
         ({"messages": [ASKED]}, "no assistant message that carries the loss"),
-        ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "no assistant message that carries the loss"),
+        ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "weight of every assistant message is 0 or false"),
         ({"messages": [ANSWERED, ASKED]}, "begins with its answer"),
         (CHAT | {"label": False}, "label: whether the answer is good"),
         ({"messages": [ASKED, ANSWERED | {"reasoning_content": "hm"}]}, "leaves out reasoning_content"),

@@ -53,7 +53,7 @@ def labels(tokenizer: Any, row: Any, *ignore: str) -> str:
         (CHAT | {"images": ["a.png"]}, "images: lorakit trains on text alone"),
         (CHAT | {"functions": [{"name": "clock"}]}, "functions: OpenAI's earlier form"),
         (CHAT | {"weight": -1}, "weight: a number of 0 or more expected, got -1"),
-        (PLAIN | {"weight": "2"}, "weight: a number of 0 or more expected, got 2"),
+        (PLAIN | {"weight": "2"}, "weight: a number of 0 or more expected, got '2'"),
         (PLAIN | {"weight": True}, "weight: a number of 0 or more expected, got True"),
         (CHAT | {"train": False}, "train: of a full row is not read; write weight: 0"),
         (CHAT | {"text": "hi yes"}, "text: not a key that is read here"),
@@ -63,7 +63,7 @@ def labels(tokenizer: Any, row: Any, *ignore: str) -> str:
         ({"messages": [ASKED, ANSWERED | {"thinking": "hm"}]}, "message 2: the chat template leaves out thinking"),
         ({"messages": [ASKED, ANSWERED | {"function_call": {"name": "clock"}}]}, "leaves out function_call: OpenAI's"),
         ({"messages": [ASKED | {"images": ["a.png"]}, ANSWERED]}, "message 1: the chat template leaves out images"),
-        ({"messages": [ASKED, ANSWERED | {"train": "no"}]}, "message 2: train: 0 or 1 expected, got no"),
+        ({"messages": [ASKED, ANSWERED | {"train": "no"}]}, "message 2: train: 0 or 1 expected, got 'no'"),
         ({"messages": [ASKED, ANSWERED | {"weight": 1, "loss": False}]}, "message 2: weight, loss disagree"),
         ({"conversations": [TURNS[0], TURNS[1] | {"score": 0.1}]}, "conversations: turn 2: score"),
         ({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "b"}, "system: another one"),
@@ -104,8 +104,19 @@ def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tm
     tokens = tokenize_rows(
         str(write_rows(tmp_path / "rows.jsonl", rows)), "train", tokenizer, RowSettings(64, "stop", "stop", "answer")
     )
-    assert tokens.counts.unread == {"id": 2, "source": 1}
+    assert tokens.counts.unread == {"id": 2, "source": 1, "name": 1}
     assert not HARMLESS & REMEDIES.keys()
+
+
+def test_a_harmless_key_of_a_message_is_unread_where_the_template_leaves_it_out(tokenizer: Any) -> None:
+    row = {"messages": [ASKED | {"name": "Ann"}, ANSWERED | {"id": 7}, ASKED, ANSWERED | {"name": "", "id": 8}]}
+    shows = copy.deepcopy(tokenizer)
+    assert Encoder(shows, "answer")(row).unread == {"name", "id"}
+    shows.chat_template = SHOWS_REASONING.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>{{ m.name }}")
+    assert Encoder(shows, "answer")(row).unread == {"id"}
+    row["messages"][1]["name"] = "Bob"
+    shows.chat_template = SHOWS_REASONING.replace("{{ m.content }}", "{{ m.name if m.role == 'user' }}{{ m.content }}")
+    assert Encoder(shows, "answer")(row).unread == {"name", "id"}  # one of the names is lost
 
 
 def test_keys_to_ignore_are_not_read_in_rows_turns_and_messages(tokenizer: Any) -> None:
@@ -150,7 +161,7 @@ def test_check_names_the_key_and_counts_those_not_read(tmp_path: Path, capsys: p
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"base: {{model: builtin:tiny}}\ndata: {{train: {rows}}}\noutput: {tmp_path / 'out'}\n")
     assert main(["check", str(recipe)]) == 2
-    assert "rows.jsonl:1: label: whether the answer is good" in capsys.readouterr().err
+    assert f"3 rows ({rows}:1, {rows}:2, {rows}:3): label: whether the answer is good" in capsys.readouterr().err
     assert main(["check", str(recipe), "data.ignore_keys=[label]"]) == 0
     shown = capsys.readouterr().out
     assert "id: not read, in 3 rows" in shown

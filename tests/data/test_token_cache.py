@@ -1,5 +1,7 @@
 """Rows are tokenised on all cores, in the order of their files; an interrupted call goes on; the cache has no copies."""
 
+import errno
+import gzip
 import os
 import signal
 import time
@@ -81,7 +83,7 @@ def test_an_interrupted_call_goes_on_after_its_last_record(many: Path, tokenizer
     (name,) = journals()
     journal = cache_folder("tokens") / name
     with open(journal, "ab") as file:  # as a process that is killed while it writes leaves it
-        file.write(journal.read_bytes()[:1000])
+        file.write((1_000_000).to_bytes(8, "little") + bytes(1000))
     shown: list[int] = []
 
     went_on = tokenized(many, tokenizer, progress=lambda done, total: shown.append(done))
@@ -122,6 +124,41 @@ def test_a_process_that_is_killed_loses_nothing(many: Path) -> None:
     with pytest.raises(TemporaryFailure, match="a process that tokenises was killed"):
         encode_all()
     assert 4 <= len(records) <= 8
+
+
+def test_a_full_disk_of_the_cache_is_named_and_the_rest_is_done_by_the_same_call(many: Path, tokenizer: Any) -> None:
+    def fill(done: int, total: int | None) -> None:
+        if done >= 1_280:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TemporaryFailure, match=rf"{cache_folder('tokens')}.*\.journal: the disk is full"):
+        tokenized(many, tokenizer, progress=fill)
+    assert len(journals()) == 1
+    assert len(tokenized(many, tokenizer)) > 0
+
+
+def test_an_unfinished_data_set_is_listed_with_its_files(
+    many: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tokenized(many, tokenizer, progress=lambda done, total: 1 // 0)
+    (path,) = cache_folder("tokens").glob("*.journal")
+
+    assert main(["cache"]) == 0
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert (line[2:4], line[-1]) == (["kB", "unfinished"], str(many))
+
+    path.write_bytes(path.read_bytes()[:10])  # as a process that is killed while it writes leaves it
+    assert cache_entries()[0].sources == ()
+    assert len(tokenized(many, tokenizer)) > 0
+
+
+def test_a_file_that_is_cut_leaves_no_journal(many: Path, tokenizer: Any, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(many.read_bytes())[:-9])
+    with pytest.raises(DataError, match="cut or damaged"):
+        tokenized(cut, tokenizer)
+    assert journals() == []
 
 
 def test_rows_that_cannot_be_used_leave_no_journal(many: Path, tokenizer: Any) -> None:

@@ -223,7 +223,7 @@ def test_consequences_alone_are_reported_after_a_while(run: Run) -> None:
     code, _, err = run("sys.exit(75) if rank else time.sleep(60)", processes=2, cause_seconds=0.2)
 
     assert code == 75
-    assert err.splitlines() == ["lorakit train: rank 1 stopped; the last checkpoint is kept, the same command goes on"]
+    assert err.splitlines() == ["lorakit train: rank 1 stopped; what was saved is kept, the same command goes on"]
 
 
 def test_a_killed_worker_is_named_with_the_remedy(run: Run) -> None:
@@ -232,7 +232,7 @@ def test_a_killed_worker_is_named_with_the_remedy(run: Run) -> None:
     assert code == 75
     assert err == (
         "lorakit train: rank 1 was killed by SIGKILL (out of memory?);"
-        " the last checkpoint is kept, the same command goes on\n"
+        " what was saved is kept, the same command goes on\n"
     )
 
 
@@ -286,7 +286,7 @@ def test_a_signal_reaches_each_worker_once_as_sigterm_and_they_may_save(run: Run
     assert out == "[15] True\n"  # a session of its own: Ctrl-C in the terminal does not reach it as well
     *lines, last = err.splitlines()
     assert "".join(lines).count("[15] True") == len(lines)  # one line of both ranks, or one of each
-    assert last == "lorakit train: stopped by SIGINT; the last checkpoint is kept, the same command goes on"
+    assert last == "lorakit train: stopped by SIGINT; what was saved is kept, the same command goes on"
 
 
 def test_a_second_ctrl_c_kills_at_once(run: Run) -> None:

@@ -16,7 +16,7 @@ from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.patch import check_base, read_patch, write_patch
-from lorakit.patch.fingerprint import BaseIdentity, compared_parts, fingerprint
+from lorakit.patch.fingerprint import BaseIdentity, base_differences, compared_parts, fingerprint
 from tests.helpers.patches import make_patch
 
 Change = Callable[[Path], None]
@@ -79,6 +79,28 @@ def test_a_base_that_differs_where_nothing_is_adapted_is_another_base(
     with pytest.raises(PatchError, match=f"{kind} differ"):
         lorakit.load(other, {"a": patch})
     lorakit.load(other, {"a": patch}, allow_base_mismatch=True)
+
+
+def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, base: Path, other: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    rope = config["rope_parameters"] | {"rope_theta": 500.0}
+    change_json("config.json", rms_norm_eps=0.5, rope_parameters=rope, use_cache=not config["use_cache"])(other)
+    with pytest.raises(PatchError) as caught:
+        lorakit.load(other, {"a": patch})
+    assert (
+        f": config (rms_norm_eps: {config['rms_norm_eps']} in training, 0.5 here; rope_parameters.rope_theta:"
+        f" {config['rope_parameters']['rope_theta']} in training, 500.0 here) differ."
+    ) in str(caught.value)
+
+    earlier, changed = read_patch(patch), read_patch(patch)
+    changed.metadata["base"] = fingerprint(open_base_files(other), changed.layers)  # type: ignore[index]
+    assert base_differences(earlier, changed)[0].startswith(
+        f"config (rms_norm_eps: {config['rms_norm_eps']} in the first, 0.5 in the second; "
+    )
+    del earlier.metadata["base"]["config_values"]  # type: ignore[attr-defined]
+    assert base_differences(earlier, changed) == ["config"]
+    with pytest.raises(PatchError, match=": config differ"):
+        check_base(earlier, other)
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,9 @@ def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
     with pytest.raises(RunError, match="train.seed: 0 before, 7 now"):
         train(path, "train.seed=7")
     rows.write_text(rows.read_text() + json.dumps(chat("more", "so")) + "\n")
-    with pytest.raises(RunError, match="data has changed since this run began"):
+    with pytest.raises(RunError, match="data has changed since this run began") as caught:
         train(path)
+    assert "  data.train.rows: 40 before, 41 now" in str(caught.value).splitlines()
     out, said = train(path, "train.seed=7", fresh=True)
     assert "resuming" not in said
 
@@ -249,7 +250,7 @@ def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.M
     del values["row_order"]
     for newer in ("unread", "plain", "system", "zero_weight"):
         del values["data"]["train"][newer]
-    for newer in ("unadapted", "chat_template", "tokenizer_settings"):
+    for newer in ("unadapted", "chat_template", "tokenizer_settings", "config_values"):
         del values["base"][newer]
     record.write_text(json.dumps(values))
 
@@ -356,12 +357,40 @@ def test_bytes_that_are_no_text_in_the_metrics_do_not_stop_a_resume(
 
 
 def test_warm_up_fits_short_runs_and_is_refused_when_it_cannot_end(recipe: Recipe) -> None:
-    with pytest.raises(RunError, match="train.warmup_steps: 12 of 12 steps"):
+    with pytest.raises(RecipeError, match="train: warmup_steps: 12 of 12 steps"):
         train(recipe(train={"warmup_steps": 12}))
+    with pytest.raises(RunError, match="train.warmup_steps: 7 of 7 steps"):  # of 40 rows
+        train(recipe(train={"warmup_steps": 7, "steps": None, "epochs": 1}))
     out, _ = train(recipe(train={"warmup_steps": None, "steps": 30, "batch_size": 4, "micro_batch_size": None}))
 
     rates = [line["learning_rate"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
     assert max(rates) == rates[2] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"adapter": {"targets": ["qproj"]}}, "'qproj' matches none"),
+        ({"train": {"log_to": ["trackio"]}}, "trackio not installed"),
+        ({"train": {"optimizer": "paged_adamw"}}, "train.optimizer: paged_adamw"),
+    ],
+    ids=["targets", "trackers", "optimizer"],
+)
+def test_mistakes_that_need_no_rows_are_found_before_rows_are_tokenised(
+    recipe: Recipe, wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(LorakitError, match=message):
+        train(recipe(**wrong))
+    assert not (tmp_path / "cache" / "lorakit").exists()
+
+
+def test_a_recipe_that_is_a_dict_is_cited_as_one_and_not_as_a_file(recipe: Recipe) -> None:
+    values = json.loads(recipe().read_text())
+    values["adapter"]["rnak"] = 4
+    with pytest.raises(RecipeError) as caught:
+        lorakit.train(values)
+    assert str(caught.value) == "recipe: adapter.rnak: unknown key. Nearest: 'rank'."
 
 
 def test_a_patch_of_another_origin_is_not_overwritten(recipe: Recipe, tmp_path: Path) -> None:

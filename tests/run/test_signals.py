@@ -1,0 +1,23 @@
+"""A signal ends a run with what the next call goes on with."""
+
+import signal
+
+import pytest
+
+from lorakit.errors import TemporaryFailure
+from lorakit.run.signals import StopRequest
+
+
+def test_a_signal_before_the_first_step_says_that_tokenised_rows_are_saved() -> None:
+    with pytest.raises(
+        TemporaryFailure, match="SIGTERM, before training began; .* with the rows tokenised so far, and"
+    ):
+        StopRequest().receive(signal.SIGTERM, None)
+
+
+def test_a_second_interrupt_while_the_loop_runs_promises_no_checkpoint_that_may_not_exist() -> None:
+    stop = StopRequest()
+    stop.defer()
+    stop.receive(signal.SIGINT, None)
+    with pytest.raises(TemporaryFailure, match="after the last checkpoint, or begins with the first step if there is"):
+        stop.receive(signal.SIGINT, None)
