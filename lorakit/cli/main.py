@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lorakit.cli import convert, export, generate, inspect, launch, merge, plan, serve, train
+from lorakit.cli import chat, convert, export, generate, inspect, launch, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure
 from lorakit.version import VERSION
@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_plan_command(add_command)
     launch.add_launch_command(add_command)
     generate.add_generate_commands(add_command)
+    chat.add_chat_command(add_command)
     serve.add_serve_command(add_command)
     merge.add_merge_commands(add_command)
     convert.add_convert_command(add_command)

@@ -89,6 +89,10 @@ class AdaptedModel:
         """Return what is known of the patch of every loaded adapter, by name."""
         return dict(self._sources)
 
+    def prompt_form(self, adapter: Adapter | None) -> PromptForm:
+        """Return how the rows of an adapter, or of the base, were written in training."""
+        return self._base_form if adapter is None else adapter.facts
+
     def run(self, route: Route, **inputs: Any) -> Any:
         """Run the model's own forward with the adapters of a route."""
         with self._routed(route):
@@ -292,7 +296,7 @@ class AdaptedModel:
 
     def _forms_of(self, route: Route, num_prompts: int, raw: bool | None) -> list[PromptForm]:
         """Return the form of each prompt: that of its adapter's rows; `raw` decides alone if the template is used."""
-        forms = [self._base_form if adapter is None else adapter.facts for adapter in route.adapters]
+        forms = [self.prompt_form(adapter) for adapter in route.adapters]
         forms = forms * num_prompts if len(forms) == 1 else forms
         return forms if raw is None else [PromptForm(raw, form.system) for form in forms]
 

@@ -1,0 +1,157 @@
+"""chat: talk to a base and its adapters in a terminal."""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from lorakit.cli.arguments import AddCommand, parse_named
+from lorakit.cli.generate import add_model_arguments, load_model
+from lorakit.errors import LorakitError, did_you_mean
+
+if TYPE_CHECKING:
+    from lorakit.serving.conversation import Conversation
+
+HELP: Final = """\
+/use NAME            the adapter that answers from now on (none: the base)
+/adapters            the adapters, and who answers
+/load NAME=DIR       load a patch, or replace the adapter of that name
+/unload NAME         forget an adapter
+/system TEXT         a system prompt (without a text: none)
+/set KEY VALUE       temperature, top_p, top_k, min_p, max_tokens, seed, repetition_penalty
+/clear               begin a new conversation
+/quit                or the end of the input"""
+NUMBERS: Final = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
+    "repetition_penalty": float,
+}  # fmt: skip
+
+
+def add_chat_command(add_command: AddCommand) -> None:
+    """Add `chat`."""
+    chat = add_command("chat", _chat, "talk to a base and its adapters, and switch between them")
+    add_model_arguments(chat)
+    chat.add_argument("--use", metavar="NAME", help="adapter that answers first (default: the first; `none`: the base)")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+
+
+def _chat(options: argparse.Namespace) -> int:
+    adapters = parse_named(options.adapter, "--adapter")
+    first = options.use or next(iter(adapters), "none")
+    if first not in (*adapters, "none"):
+        raise LorakitError(f"--use {first!r}: no --adapter has that name.{did_you_mean(first, [*adapters, 'none'])}")
+    model = load_model(options, adapters)
+    from lorakit.serving.conversation import Conversation
+    from lorakit.serving.engine import ServingEngine
+    from lorakit.serving.sampling import SamplingSettings
+
+    settings = SamplingSettings(temperature=options.temperature)
+    settings.check(model.prompts.num_tokens)
+    with contextlib.closing(ServingEngine(model, max_rows=1)) as engine:
+        talk = Conversation(model, engine, system=options.system, settings=settings)
+        _use(talk, first)
+        while (line := _read_line(talk)) is not None:
+            if line.strip() in ("/quit", "/exit"):
+                break
+            try:
+                _obey(talk, line.strip()) if line.startswith("/") else _answer(talk, line)
+            except LorakitError as problem:
+                print(problem, file=sys.stderr)
+    return 0
+
+
+def _read_line(talk: "Conversation") -> str | None:
+    """Return the next line that is not empty; None at the end of the input. Ctrl-C begins the line anew."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, because input() then has a history
+    while True:
+        try:
+            line = input(f"{talk.adapter or 'base'}> ") if is_terminal else next(sys.stdin).rstrip("\n")
+        except (EOFError, StopIteration):
+            return None
+        except KeyboardInterrupt:
+            print("\n/quit ends")
+            continue
+        if line.strip():
+            return line
+
+
+def _answer(talk: "Conversation", text: str) -> None:
+    """Print the answer while it comes; Ctrl-C ends it, and the conversation goes on."""
+    with contextlib.closing(talk.answer(text)) as pieces:
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" (interrupted)", end="")
+    print(flush=True)
+
+
+def _obey(talk: "Conversation", line: str) -> None:
+    """Obey a slash command.
+
+    Raises:
+        LorakitError: no such command, or it cannot be done; nothing has changed.
+    """
+    command, _, rest = line[1:].partition(" ")
+    commands: dict[str, Callable[[Conversation, str], None]] = {
+        "use": _use, "adapters": _show_adapters, "load": _load, "unload": _unload, "system": _system, "set": _set,
+        "clear": lambda talk, rest: talk.messages.clear(), "help": lambda talk, rest: print(HELP),
+    }  # fmt: skip
+    if command not in commands:
+        raise LorakitError(f"/{command}: no such command.{did_you_mean(command, [*commands, 'quit'])} /help lists them")
+    commands[command](talk, rest.strip())
+
+
+def _use(talk: "Conversation", name: str) -> None:
+    adapter = None if name in ("none", "base") else name
+    talk.model.adapter(adapter)  # for its error
+    talk.adapter = adapter
+    form = talk.form
+    note = ""
+    if form.raw:
+        note = ": its rows were plain text, so each line is a prompt of its own"
+    elif form.system is not None:
+        note = f": after its system prompt {form.system!r}"
+    print(f"{adapter or 'the base'} answers{note}", flush=True)
+
+
+def _show_adapters(talk: "Conversation", rest: str) -> None:
+    for name in (None, *talk.model.adapters):
+        print(f"{'*' if name == talk.adapter else ' '} {name or 'none (the base)'}", flush=True)
+
+
+def _load(talk: "Conversation", rest: str) -> None:
+    ((name, path),) = parse_named([rest], "/load").items()
+    talk.model.load_adapter(name, path, replace=True)
+    print(f"{name} is loaded; /use {name}", flush=True)
+
+
+def _unload(talk: "Conversation", name: str) -> None:
+    talk.model.unload_adapter(name)
+    if name == talk.adapter:
+        _use(talk, "none")
+
+
+def _system(talk: "Conversation", text: str) -> None:
+    talk.system = text or None
+
+
+def _set(talk: "Conversation", rest: str) -> None:
+    key, _, text = rest.partition(" ")
+    if key not in NUMBERS:
+        raise LorakitError(f"/set {key}: no such setting.{did_you_mean(key, NUMBERS)} There are {', '.join(NUMBERS)}")
+    try:
+        value = NUMBERS[key](text)
+    except ValueError:
+        raise LorakitError(f"/set {key}: a number expected, got {text!r}") from None
+    changed = dataclasses.replace(talk.settings, **{key: value})
+    changed.check(talk.model.prompts.num_tokens)
+    talk.settings = changed
+    if key == "max_tokens":
+        talk.max_tokens = int(value)

@@ -1,0 +1,81 @@
+"""A conversation with a base and its adapters, whose turns may be answered by different ones."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+from lorakit.errors import LorakitError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch.prompting import PromptForm
+from lorakit.serving.detokenizer import Detokenizer
+from lorakit.serving.engine import ServingEngine
+from lorakit.serving.sampling import SamplingSettings
+
+LONGEST_ANSWER: Final = 1024
+"""tokens, where the settings do not say"""
+
+
+@final
+@dataclass
+class Conversation:
+    """Messages so far, and who answers next.
+
+    adapter: None for the base. system: goes after the system prompt of the adapter's rows, if they had one.
+    max_tokens: of an answer; None is as many as fit, up to LONGEST_ANSWER.
+    """
+
+    model: AdaptedModel
+    engine: ServingEngine
+    adapter: str | None = None
+    system: str | None = None
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    max_tokens: int | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def form(self) -> PromptForm:
+        """How the one who answers next was trained to be prompted; ``raw`` sees no earlier turn."""
+        return self.model.prompt_form(self.model.adapter(self.adapter))
+
+    def answer(self, text: str) -> Generator[str, None, None]:
+        """Yield the answer to a user's text in pieces. The turn is part of the conversation when it ends.
+
+        When the iteration is closed before its end, the answer is cancelled, and what was yielded of it stays.
+
+        Raises:
+            LorakitError: the conversation does not fit the base any more, or the engine failed; the turn is left out.
+        """
+        form = self.form
+        turn = {"role": "user", "content": text}
+        system = [form.system] if form.system is not None else []
+        system += [self.system] if self.system is not None else []
+        start = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+        prompt = text if form.raw else [*start, *self.messages, turn]
+        ids = self.model.prompts.token_ids(prompt, PromptForm(form.raw))
+        free = self.model.prompts.limit - len(ids)
+        if free < 1:
+            raise LorakitError(
+                f"the conversation has {len(ids)} tokens, and this base takes {self.model.prompts.limit}: begin anew"
+            )
+        most = self.max_tokens if self.max_tokens is not None else int(min(free, LONGEST_ANSWER))
+        generation = self.engine.submit(ids, self.adapter, replace(self.settings, max_tokens=most))
+        detokenizer, pieces = Detokenizer(self.model.tokenizer, self.settings.stop), []
+        is_finished = False
+        try:
+            for token in generation:
+                piece, stopped = detokenizer.add(token.id)
+                pieces.append(piece)
+                yield piece
+                if stopped:
+                    break
+            else:
+                pieces.append(detokenizer.finish())
+                yield pieces[-1]
+            is_finished = True
+        except GeneratorExit:
+            is_finished = True
+            raise
+        finally:
+            generation.cancel()
+            if is_finished:
+                self.messages += [turn, {"role": "assistant", "content": "".join(pieces)}]

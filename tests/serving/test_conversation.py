@@ -1,0 +1,94 @@
+"""A conversation is answered as Python answers its messages, whoever answers each turn."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lorakit
+from lorakit.cli import main
+from lorakit.errors import LorakitError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.conversation import Conversation
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.patches import make_patch
+
+
+@pytest.fixture(scope="module")
+def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("patches")
+    return {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate(("a", "b"))}
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, patches: dict[str, Path]) -> AdaptedModel:
+    return lorakit.load(base, patches, dtype="float32")
+
+
+@pytest.fixture
+def talk(model: AdaptedModel) -> Iterator[Conversation]:
+    with contextlib.closing(ServingEngine(model, max_rows=1)) as engine:
+        yield Conversation(model, engine, max_tokens=12)
+
+
+def test_every_turn_is_answered_after_those_before_by_the_adapter_of_the_moment(
+    talk: Conversation, model: AdaptedModel
+) -> None:
+    talk.system = "Be brief."
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    for adapter, text in (("a", "hello"), ("b", "and you?"), (None, "well then")):
+        talk.adapter = adapter
+        messages.append({"role": "user", "content": text})
+        expected = model.generate([messages], adapter, max_new_tokens=12)[0]
+        messages.append({"role": "assistant", "content": expected})
+
+        assert "".join(talk.answer(text)) == expected
+
+    assert talk.messages == messages[1:]
+
+
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(talk: Conversation) -> None:
+    talk.max_tokens = 60
+    pieces = talk.answer("hello")
+    text = "".join(next(pieces) for _ in range(3))
+    pieces.close()
+
+    assert talk.messages[-1] == {"role": "assistant", "content": text}
+    assert "".join(talk.answer("hello"))  # the engine is free
+
+
+def test_a_conversation_that_is_too_long_is_refused_and_does_not_change(talk: Conversation) -> None:
+    talk.messages = [{"role": "user", "content": "so many words " * 200}]
+    with pytest.raises(LorakitError, match="begin anew"):
+        list(talk.answer("more"))
+    assert len(talk.messages) == 1
+
+
+def test_the_command_talks_and_switches_adapters(
+    base: Path, patches: dict[str, Path], model: AdaptedModel, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    lines = ["/set max_tokens 9", "hello", "/use b", "/clear", "", "hello", "/use nobody", "/tempo", "/set temperature hot",
+             f"/load c={patches['a']}", "/adapters", "/unload b", "/quit", "never read"]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    adapters = ["--adapter", f"a={patches['a']}", "--adapter", f"b={patches['b']}"]
+
+    assert main(["chat", str(base), *adapters, "--dtype", "fp32"]) == 0
+
+    captured = capsys.readouterr()
+    one, two = (model.generate([[{"role": "user", "content": "hello"}]], name, max_new_tokens=9)[0] for name in "ab")
+    assert captured.out == (
+        f"a answers\n{one}\nb answers\n{two}\nc is loaded; /use c\n  none (the base)\n  a\n* b\n  c\nthe base answers\n"
+    )
+    assert [line.split(":")[0] for line in captured.err.splitlines() if not line.startswith("note")] == [
+        "adapter 'nobody' is not loaded (loaded", "/tempo", "/set temperature",
+    ]  # fmt: skip
+
+
+def test_the_first_to_answer_must_be_there(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(base), "--use", "nobody"]) == 2
+    assert "--use 'nobody': no --adapter has that name" in capsys.readouterr().err
