@@ -17,7 +17,7 @@ from torch import nn
 from lorakit.base.load import generation_settings
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
-from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
+from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec, check_prompts
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
@@ -274,12 +274,7 @@ class AdaptedModel:
         Raises:
             LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
-        if isinstance(prompts, str | torch.Tensor) or not isinstance(prompts, Sequence):
-            what = {
-                "str": "one text; write generate([text])",
-                "Tensor": "a tensor; give lists of token ids, or call the model with it",
-            }.get(type(prompts).__name__, f"{prompts!r}")
-            raise LorakitError(f"prompts: a list of prompts, got {what}")
+        check_prompts(prompts)
         route = self._chosen(adapters)
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")

@@ -23,7 +23,7 @@ from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
-from lorakit.patch.prompting import trained_form
+from lorakit.patch.prompting import PromptForm, trained_form
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class PatchSource:
     """the largest of its layers; 0 if it has no low-rank update"""
     num_bytes: int
     """of its tensors, in the dtype they are stored in"""
+    form: PromptForm
+    """of its rows in training"""
 
     @classmethod
     def of(cls, patch: Patch, note: str | None) -> "PatchSource":
@@ -45,7 +47,8 @@ class PatchSource:
         tensors = [*patch.full_tensors.values(), *(rows.tensor for rows in patch.token_rows.values())]
         tensors += [tensor for layer in patch.layers.values() for tensor in layer.tensors.values()]
         rank = max((layer.rank for layer in patch.layers.values()), default=0)
-        return cls(patch.folder, patch.identity, note, rank, sum(tensor.nbytes for tensor in tensors))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        return cls(patch.folder, patch.identity, note, rank, num_bytes, trained_form(patch.metadata))
 
 
 def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:

@@ -18,6 +18,20 @@ Prompt = str | list[dict[str, Any]] | list[int]
 """a text, messages, or token ids"""
 
 
+def check_prompts(prompts: object) -> None:
+    """Return for a list of prompts.
+
+    Raises:
+        LorakitError: it is something else, such as one text, whose characters would be taken for prompts.
+    """
+    if isinstance(prompts, str | Tensor) or not isinstance(prompts, Sequence):
+        what = {
+            "str": "one text; write generate([text])",
+            "Tensor": "a tensor; give lists of token ids, or call the model with it",
+        }.get(type(prompts).__name__, f"{prompts!r}")
+        raise LorakitError(f"prompts: a list of prompts, got {what}")
+
+
 class PromptCodec:
     """Chat template, padding, position limit and end tokens of a base."""
 

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving import page
 from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH, AdapterAdmin
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.engine import ServingEngine
@@ -71,6 +72,7 @@ class OpenAIServer:
                 Route(LOAD_PATH, admin.load, methods=["POST"]), Route(UNLOAD_PATH, admin.unload, methods=["POST"])
             ]  # fmt: skip
         self._paths = [route.path for route in routes]
+        routes += page.ROUTES
         self.app = Starlette(
             routes=routes,
             middleware=[

@@ -7,12 +7,13 @@ from typing import Final, final
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorakit.serving import page
 from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH
 from lorakit.serving.error_replies import error_body
 from lorakit.serving.openai_requests import RequestError
 
-OPEN_PATHS: Final = ("/health", "/version")
-"""paths that need no key"""
+OPEN_PATHS: Final = ("/health", "/version", *page.FILES)
+"""paths that need no key; the page asks its reader for one"""
 
 
 @final

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, final
 
 from starlette.requests import Request
@@ -81,4 +82,5 @@ class ServedModels:
         return {
             "name": name, "state": "loaded", "digest": source.identity, "rank": source.rank,
             "bytes": source.num_bytes, "requests": self._num_requests(name), "error": self._failed().get(name),
+            "prompting": asdict(source.form),
         }  # fmt: skip

@@ -1,0 +1,137 @@
+"""The page at `/`, in a real browser: answers beside each other, adapters loaded and unloaded, nobody's HTML run."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.chromium import COMMAND, Page, open_page
+from tests.helpers.http_server import serving
+from tests.helpers.patches import make_patch
+
+pytestmark = pytest.mark.skipif(COMMAND is None, reason="no Chromium on this machine")
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+READY = "document.querySelectorAll('#choices input').length == {}"
+ANSWERED = (
+    "document.querySelectorAll('.answer').length && document.getElementById('stop').disabled"
+    " && [...document.querySelectorAll('.result')].every((facts) => /tokens, first after/.test(facts.textContent))"
+)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with open_page() as opened:
+        yield opened
+
+
+@pytest.fixture
+def address(model: AdaptedModel, engine: ServingEngine, base: Path, tmp_path: Path) -> Iterator[str]:
+    make_patch(base, tmp_path / "roots" / "one", seed=7)
+    server = OpenAIServer(model, engine, "tiny", ["key"], "admin", tmp_path / "roots")
+    with serving(server.app) as opened:
+        yield opened
+    for name in {*model.adapters} - {"a", "b"}:
+        model.unload_adapter(name)
+
+
+def opened(page: Page, address: str, *, width: int = 1280) -> None:
+    page.open("about:blank")
+    page.open(address, width)
+    page.wait("document.getElementById('status')?.textContent.includes('key is required')")
+    enter(page, "key", "key")
+    page.wait(READY.format(3))
+
+
+def enter(page: Page, field: str, text: str) -> None:
+    page.evaluate(f"document.getElementById('{field}').focus(); document.getElementById('{field}').select()")
+    page.type(text)
+    page.evaluate("document.activeElement.blur()")
+
+
+def test_one_prompt_is_answered_side_by_side_as_python_answers_it(
+    page: Page, address: str, model: AdaptedModel
+) -> None:
+    opened(page, address)
+    enter(page, "max_tokens", "12")
+    enter(page, "prompt", "so many birds")
+    page.evaluate("document.getElementById('prompt').focus()")
+    page.press("Enter", modifiers=2)
+    page.wait(ANSWERED)
+
+    asked = [[{"role": "user", "content": "so many birds"}]]
+    expected = {name or "tiny": model.generate(asked, name, max_new_tokens=12)[0] for name in (None, "a", "b")}
+    answers = page.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.answer')].map("
+        "(card) => [card.dataset.model, card.querySelector('pre').textContent]))"
+    )
+    assert answers == expected
+    assert page.evaluate("document.querySelector('#rows tr td:nth-child(5)').textContent") == "1"
+
+
+def test_a_question_can_be_sent_as_an_address(page: Page, address: str) -> None:
+    opened(page, f"{address}/#prompt=hello+there&models=a&max_tokens=5&temperature=0.5&seed=3")
+    assert page.evaluate("[...document.querySelectorAll('#choices input:checked')].map((box) => box.value)") == ["a"]
+    assert page.evaluate("document.getElementById('prompt').value") == "hello there"
+
+    page.evaluate("document.getElementById('ask').requestSubmit()")
+    page.wait(ANSWERED)
+
+    assert page.evaluate("location.hash").split("&")[0] == "#prompt=hello+there"
+    assert "key" not in page.evaluate("location.hash")
+
+
+def test_adapters_are_loaded_and_unloaded_with_the_admin_key_alone(
+    page: Page, address: str, model: AdaptedModel
+) -> None:
+    opened(page, address)
+    enter(page, "lora_name", HOSTILE)
+    enter(page, "lora_path", "one")
+    load = "document.getElementById('load').requestSubmit()"
+    page.evaluate(load)
+    page.wait("document.getElementById('admin-status').textContent.includes('key is required')")
+    assert HOSTILE not in model.adapters
+    enter(page, "admin", "admin")
+    page.evaluate(load)
+    page.wait(READY.format(4))
+
+    assert HOSTILE in model.adapters
+    assert page.evaluate("document.querySelector('#rows').textContent").count(HOSTILE) == 1
+    assert page.evaluate("window.hacked") is None
+
+    page.evaluate("[...document.querySelectorAll('#rows button')].at(-1).click()")
+    page.wait(READY.format(3))
+    assert HOSTILE not in model.adapters
+
+
+def test_an_answer_can_be_stopped(page: Page, address: str, engine: ServingEngine) -> None:
+    opened(page, address)
+    enter(page, "max_tokens", "200")
+    enter(page, "prompt", "go on")
+    page.evaluate("document.getElementById('ask').requestSubmit()")
+    page.press("Escape")
+    page.wait("[...document.querySelectorAll('.result')].every((facts) => facts.textContent == 'stopped')")
+    until = time.monotonic() + 30
+    while engine.counts()["decoding"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert engine.counts()["decoding"] == 0
+    assert page.evaluate("document.getElementById('stop').disabled")
+
+
+def test_the_page_fits_a_phone_and_every_field_has_a_label(page: Page, address: str) -> None:
+    opened(page, address, width=390)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert (
+        page.evaluate("[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length)") == []
+    )
+
+
+def test_the_page_needs_no_other_host_and_can_run_no_other_script(address: str) -> None:
+    texts = [httpx.get(f"{address}{path}") for path in ("/", "/page.css", "/page.js")]
+    assert [reply.status_code for reply in texts] == [200] * 3
+    assert not any(scheme in reply.text for reply in texts for scheme in ("http:", "https:", "src=x"))
+    assert "default-src 'none'; script-src 'self'" in texts[0].headers["content-security-policy"]
