@@ -30,11 +30,11 @@ async function call(path, { key = $("key").value, body, signal } = {}) {
 
 async function refresh() {
   try {
-    const models = (await (await call("v1/models")).json()).data;
+    const replies = await Promise.all([call("v1/models"), call("v1/adapters")]);
+    const [models, adapters] = (await Promise.all(replies.map((reply) => reply.json()))).map((list) => list.data);
     base = models[0].id;
     $("base").textContent = base;
     showChoices(models.map((model) => model.id));
-    const adapters = (await (await call("v1/adapters")).json()).data;
     forms = new Map(adapters.map((adapter) => [adapter.name, adapter.prompting ?? {}]));
     showAdapters(adapters);
     say($("status"), `${models.length - 1} adapter${models.length === 2 ? "" : "s"}`);
