@@ -1,9 +1,12 @@
 """The number of positions that a base has: the longest row that it can read as it was made to."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 STRETCHED: Final = ("linear", "yarn", "dynamic", "longrope", "ntk")
 """kinds of rotary positions that reach ``factor`` times as far as those the base was first trained with"""
+VARYING: Final = ("dynamic", "longrope")
+"""those whose frequencies depend on the longest row of a forward"""
 
 
 def num_positions(config: Any) -> int | None:
@@ -12,12 +15,31 @@ def num_positions(config: Any) -> int | None:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    # some models have one dict of settings for each kind of layer
-    settings = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     stretched = [
         int(one["factor"] * (one.get("original_max_position_embeddings") or limit))
-        for one in settings
-        if one.get("rope_type", one.get("type")) in STRETCHED and isinstance(one.get("factor"), int | float)
+        for one in _rope_settings(text)
+        if _rope_type(one) in STRETCHED and isinstance(one.get("factor"), int | float)
     ]
     return max(limit, *stretched) if stretched else limit
+
+
+def num_steady_positions(config: Any) -> int | None:
+    """Return the positions up to which a row's rotary frequencies do not depend on the length of any row.
+
+    None: they never do.
+    """
+    text = config.get_text_config()
+    varying = [one for one in _rope_settings(text) if _rope_type(one) in VARYING]
+    limits = [one.get("original_max_position_embeddings") or text.max_position_embeddings for one in varying]
+    return min(limits, default=None)
+
+
+def _rope_settings(text: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of rotary positions; some models have one dict of them for each kind of layer."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    yield rope
+    yield from (part for part in rope.values() if isinstance(part, dict))
+
+
+def _rope_type(settings: Mapping[str, Any]) -> Any:
+    return settings.get("rope_type", settings.get("type"))

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import math
 from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, parse_named, positive_int
@@ -31,7 +32,11 @@ def add_serve_command(add_command: AddCommand) -> None:
     serve.add_argument("--log-prompts", action="store_true", help="write prompts into the log of requests too")
     serve.add_argument("--max-batch", type=positive_int, default=16, help="requests that are computed together")
     serve.add_argument(
-        "--kv-positions", type=positive_int, default=1 << 16, help="tokens whose keys and values fit, of all requests"
+        "--kv-memory", type=float, metavar="GB",
+        help="memory for keys and values, of running requests and common prefixes (default: half of what is free)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--kv-positions", type=positive_int, metavar="N", help="the same in tokens; the lower limit holds"
     )
 
 
@@ -50,13 +55,18 @@ def _serve(options: argparse.Namespace) -> int:
     for option, root in (("--adapter-root", options.adapter_root), ("--adapters-dir", options.adapters_dir)):
         if root is not None and not root.is_dir():
             raise LorakitError(f"{option}: no folder {root.absolute()}")
+    if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
+        raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
     model = load_model(options, adapters)
+    from lorakit.planning.machine import GB, free_memory
     from lorakit.serving.server import serve
 
+    device = next(model.model.parameters()).device
+    kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
     serve(
         model, name, host=options.host, port=options.port, api_keys=api_keys, admin_key=options.admin_key,
         adapter_root=options.adapter_root, adapters_dir=options.adapters_dir, log_prompts=options.log_prompts,
-        max_rows=options.max_batch, max_positions=options.kv_positions,
+        max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions,
     )  # fmt: skip
     return 0
 

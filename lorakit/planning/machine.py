@@ -126,6 +126,11 @@ def named_gpu(name: str) -> Gpu | None:
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes this process can still allocate on a device: a GPU's own memory, else the host's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
+
+
 def free_host_memory() -> int:
     """Return the bytes this process can still allocate: the system's available memory, within its control groups."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -32,8 +32,9 @@ class Piece:
 class StreamedAnswer:
     """One choice of a request.
 
-    adapter: as it was when the request came. echo: the prompt, which comes before the answer; None: it is not wanted.
-    token_times: when each token was computed, by ``time.monotonic``. reason: why it ended; None: it did not.
+    index: of the choice among those of one prompt. client: whose turn it is. adapter: as it was when the request came.
+    echo: the prompt, which comes before the answer; None: it is not wanted. token_times: when each token was computed,
+    by ``time.monotonic``. reason: why it ended; None: it did not.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class StreamedAnswer:
         ids: list[int],
         adapter: str | None,
         request: CompletionRequest,
+        *,
+        index: int = 0,
+        client: str | None = None,
     ) -> None:
         loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
         self._detokenizer = Detokenizer(model.tokenizer, request.settings.stop)
@@ -50,7 +54,7 @@ class StreamedAnswer:
         self.echo: Piece | None = None
         self.reason: str | None = None
         self.token_times: list[float] = []
-        settings = request.settings_of(len(ids), model.prompts.limit)
+        settings = request.settings_of(len(ids), min(model.prompts.limit, engine.max_positions), index)
 
         def put(item: Item) -> None:  # in the engine's thread
             if item is not None and not isinstance(item, Exception):
@@ -64,8 +68,13 @@ class StreamedAnswer:
             model.prompts.check_ids([ids], 0)
             self.adapter = model.adapter(adapter)
         else:
-            self.generation = engine.submit(ids, adapter, settings, put)
+            self.generation = engine.submit(ids, adapter, settings, put, client)
             self.adapter = self.generation.adapter
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose keys and values were there already."""
+        return 0 if self.generation is None else self.generation.cached_tokens
 
     def cancel(self) -> None:
         """Free the engine's row."""

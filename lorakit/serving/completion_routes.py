@@ -52,10 +52,14 @@ class CompletionRoutes:
         form = PromptForm(raw=True)
         rows = [self._model.prompts.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
         record.num_prompt_tokens = sum(map(len, rows))
+        client = request.headers.get("authorization")
         try:
             for ids in rows:
-                for _ in range(completion.choices):
-                    record.answers.append(StreamedAnswer(self._engine, self._model, ids, adapter, completion))
+                for index in range(completion.choices):
+                    answer = StreamedAnswer(
+                        self._engine, self._model, ids, adapter, completion, index=index, client=client
+                    )
+                    record.answers.append(answer)
             if completion.echo:
                 await self._add_echoes(completion, record.answers)
         except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody

@@ -1,16 +1,20 @@
 """Turn errors into OpenAI's error bodies, so that a client's library raises the exception that it documents."""
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakit.serving.openai_requests import RequestError
+from lorakit.serving.request_queue import QueueFullError
+
+RETRY_SECONDS: Final = 1
+"""after which a client may send a request again that found the queue full"""
 
 
 def error_body(problem: Exception) -> dict[str, Any]:
     """Return the body of an error's reply."""
-    status = getattr(problem, "status", 400)
+    status = status_of(problem)
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
@@ -20,9 +24,15 @@ def error_body(problem: Exception) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def status_of(problem: Exception) -> int:
+    """Return the HTTP status of an error."""
+    return 429 if isinstance(problem, QueueFullError) else int(getattr(problem, "status", 400))
+
+
 async def explain(request: Request, problem: Exception) -> Response:
     """Reply to an error that names its remedy."""
-    return JSONResponse(error_body(problem), getattr(problem, "status", 400))
+    headers = {"Retry-After": str(RETRY_SECONDS)} if isinstance(problem, QueueFullError) else None
+    return JSONResponse(error_body(problem), status_of(problem), headers)
 
 
 async def explain_no_route(request: Request, problem: Exception) -> Response:

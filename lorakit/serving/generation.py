@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, final
 
 from lorakit.errors import LorakitError
@@ -16,6 +16,8 @@ LENGTH: Final = "length"
 """reason to finish: max_tokens"""
 CANCELLED: Final = "cancelled"
 """reason to finish: its caller, or the end of the engine"""
+ERROR: Final = "error"
+"""reason to finish: the engine failed on it"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Generation:
     """The tokens of one request, while they come. Iterate over it once, in one thread.
 
     reason: why it finished; None while it runs. adapter: as it was when the request came, whatever is loaded since.
-    deliver: called in the engine's thread with every item, instead of the iteration.
+    deliver: called in the engine's thread with every item, instead of the iteration. cached_tokens: of the prompt, read
+    from the prefix cache; known with the first token.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Generation:
     ) -> None:
         self.adapter, self.prompt, self.settings = adapter, prompt, settings
         self.reason: str | None = None
+        self.cached_tokens = 0
         self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._deliver = deliver or self._tokens.put
         self._cancelled = threading.Event()
@@ -76,29 +80,48 @@ class Generation:
 
     def put(self, token: Token) -> None:
         """Give a token to the caller; for the engine."""
-        self._deliver(token)
+        self._give(token)
 
     def finish(self, reason: str) -> None:
         """End the answer; for the engine."""
         self.reason = reason
-        self._deliver(None)
+        self._give(None)
 
     def fail(self, problem: Exception) -> None:
         """End it with an error; for the engine."""
-        self._deliver(problem)
+        self.reason = ERROR
+        self._give(problem)
+
+    def _give(self, item: Item) -> None:
+        try:
+            self._deliver(item)
+        except Exception:  # such as a closed event loop: nobody can take an answer there
+            self.cancel()
 
 
 @dataclass(eq=False)
 class Row:
     """A generation in the engine's batch.
 
-    num_stored: tokens whose keys and values are in its slot. pending: the tokens that are computed next: of the prompt,
-    or the one that was drawn last.
+    number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
+    values in the row's slot. client: whose turn it takes in the queue. is_started: False until its first prefill.
     """
 
     generation: Generation
     sampler: Sampler
-    pending: list[int]
+    tokens: list[int]
+    ends: frozenset[int] = frozenset()
+    number: int = 0
+    client: str | None = None
     num_stored: int = 0
-    num_generated: int = 0
-    ends: frozenset[int] = field(default_factory=frozenset)
+    is_started: bool = False
+
+    @property
+    def pending(self) -> list[int]:
+        """The tokens that are computed next."""
+        return self.tokens[self.num_stored :]
+
+    @property
+    def num_tokens_at_most(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.generation.prompt) + self.generation.settings.max_tokens

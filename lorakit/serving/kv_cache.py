@@ -1,25 +1,33 @@
 """Keys and values of all running rows, in slots side by side.
 
 One layer's keys are one tensor (slots, heads, positions, width). The decoding rows have the first slots, so that their
-keys are a view; a row that is being prefilled has the slot behind them. Both sizes grow by doubling.
+keys are a view; a row that is being prefilled has the slot behind them. Every position of a layer is stored, also in
+layers with a sliding window, whose mask leaves out the older ones.
 """
 
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+MIN_POSITIONS: Final = 64
+"""of a slot, so that short rows are not copied at every token"""
+Span = list[tuple[Tensor, Tensor]]
+"""keys and values (heads, positions, width) of some positions of a slot, for each layer"""
+
 
 class _Window:
-    """The part of all layers that the forward under way reads and writes.
+    """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
 
     first, stop: its slots. starts: position of each row's first new token, (rows,). width: positions to read.
+    slots (rows, 1) and positions (rows, new tokens): indices of the new tokens.
     """
 
     def __init__(self) -> None:
         self.first, self.stop, self.width = 0, 0, 0
-        self.starts = torch.zeros(0, dtype=torch.int64)
+        self.starts = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.num_slots, self.num_positions = 0, 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -30,26 +38,22 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        _, heads, _, width = key_states.shape
-        self.keys = key_states.new_zeros(1, heads, 1, width)
-        self.values = value_states.new_zeros(1, value_states.shape[1], 1, value_states.shape[3])
+        sizes = self._window.num_slots, self._window.num_positions
+        self.keys, self.values = (_resized(states[:0], *sizes) for states in (key_states, value_states))
         self.is_initialized = True
 
-    def reserve(self, num_slots: int, num_positions: int) -> None:
-        """Have so many slots and positions; what is stored stays."""
-        self.keys, self.values = (_grown(tensor, num_slots, num_positions) for tensor in (self.keys, self.values))
+    def resize(self, num_slots: int, num_positions: int) -> None:
+        """Have so many slots and positions; what is stored in both sizes stays."""
+        self.keys = _resized(self.keys, num_slots, num_positions)  # one after the other: both exist twice meanwhile
+        self.values = _resized(self.values, num_slots, num_positions)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens' keys and values (rows, heads, tokens, width); return those of all positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window, count = self._window, key_states.shape[2]
-        if window.stop > self.keys.shape[0] or window.width > self.keys.shape[2]:
-            self.reserve(window.stop, window.width)
-        slots = torch.arange(window.first, window.stop, device=key_states.device)[:, None]
-        positions = window.starts[:, None] + torch.arange(count, device=key_states.device)
-        self.keys[slots, :, positions] = key_states.transpose(1, 2)
-        self.values[slots, :, positions] = value_states.transpose(1, 2)
+        window = self._window
+        self.keys[window.slots, :, window.positions] = key_states.transpose(1, 2)
+        self.values[window.slots, :, window.positions] = value_states.transpose(1, 2)
         rows = slice(window.first, window.stop)
         return self.keys[rows, :, : window.width], self.values[rows, :, : window.width]
 
@@ -71,30 +75,76 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._window = _Window()
         super().__init__(layers=[_SlotLayer(self._window) for _ in range(num_layers)])
 
-    def set_window(self, first: int, starts: Tensor, num_new: int) -> None:
-        """Choose the rows of the next forward: from slot ``first`` on, each with ``starts`` tokens stored."""
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Slots, and positions of each."""
+        return self._window.num_slots, self._window.num_positions
+
+    def resize(self, num_slots: int, num_positions: int) -> None:
+        """Have so many slots and positions; what is stored in both sizes stays. One layer at a time is copied."""
+        for layer in self._own_layers():
+            layer.resize(num_slots, num_positions)
+        self._window.num_slots, self._window.num_positions = num_slots, num_positions
+
+    def set_window(self, first: int, starts: Tensor, num_new: int, device: torch.device) -> Tensor:
+        """Choose the rows of the next forward; return the positions of their new tokens, (rows, num_new).
+
+        first: slot of the first row. starts: tokens that each row has stored, on the CPU.
+        """
         window = self._window
         window.first, window.stop = first, first + len(starts)
         window.starts, window.width = starts, int(starts.max()) + num_new
+        window.slots = torch.arange(window.first, window.stop, device=device)[:, None]
+        window.positions = (starts[:, None] + torch.arange(num_new)).to(device)
+        return window.positions
 
     def move(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first positions of one slot to another."""
-        for layer in self.layers:
+        for layer in self._own_layers():
             layer.keys[target, :, :num_positions] = layer.keys[source, :, :num_positions]
             layer.values[target, :, :num_positions] = layer.values[source, :, :num_positions]
 
+    def read(self, slot: int, start: int, stop: int) -> Span:
+        """Return a copy of a slot's positions from ``start`` to ``stop``."""
+        return [
+            (layer.keys[slot, :, start:stop].clone(), layer.values[slot, :, start:stop].clone())
+            for layer in self._own_layers()
+        ]
+
+    def write(self, slot: int, spans: list[Span]) -> None:
+        """Store spans one after another in a slot, from its first position on."""
+        for layer, parts in zip(self._own_layers(), zip(*spans, strict=True), strict=True):
+            keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+            layer.keys[slot, :, : keys.shape[1]] = keys
+            layer.values[slot, :, : values.shape[1]] = values
+
+    def erase(self, slot: int) -> None:
+        """Fill a slot with zeros: a NaN in it would reach the next row, because 0 times NaN is NaN in attention."""
+        for layer in self._own_layers():
+            layer.keys[slot : slot + 1] = 0  # a range, because a row that failed to get a slot has none
+            layer.values[slot : slot + 1] = 0
+
     def num_bytes(self) -> int:
         """Return the bytes of all slots."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._own_layers())
+
+    def _own_layers(self) -> list[Any]:
+        """Return the layers with keys and values of their own; others read those of an earlier layer."""
+        return [layer for layer in self.layers if layer.is_initialized]
 
 
-def size_class(number: int) -> int:
-    """Return the power of two that is at least a number of slots or positions."""
-    return 1 << max(0, number - 1).bit_length()
+def size_class(num_positions: int) -> int:
+    """Return a number of positions that is at least this one, and at most a quarter more, or MIN_POSITIONS.
+
+    There are four such numbers from one power of two to the next, so a growing slot is copied seldom.
+    """
+    step = max(MIN_POSITIONS, 1 << max(0, num_positions.bit_length() - 3))
+    return -(-num_positions // step) * step
 
 
-def _grown(tensor: Tensor, num_slots: int, num_positions: int) -> Tensor:
+def _resized(tensor: Tensor, num_slots: int, num_positions: int) -> Tensor:
     slots, heads, positions, width = tensor.shape
-    grown = tensor.new_zeros(max(slots, size_class(num_slots)), heads, max(positions, size_class(num_positions)), width)
-    grown[:slots, :, :positions] = tensor
-    return grown
+    resized = tensor.new_zeros(num_slots, heads, num_positions, width)
+    both = slice(min(slots, num_slots)), slice(None), slice(min(positions, num_positions))
+    resized[both] = tensor[both]
+    return resized

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lorakit.errors import LorakitError
-from lorakit.serving.sampling import SamplingSettings
+from lorakit.serving.sampling import MAX_SEED, SamplingSettings
 
 DEFAULT_TOKENS: Final = {"chat": 1024, "text": 16}
 """tokens of an answer, if the request does not say: OpenAI's 16 for texts; a chat's is bounded, so that its slot is"""
@@ -55,11 +55,14 @@ class CompletionRequest:
     echo: bool
     """True if the prompt is part of the answer; with ``max_tokens`` 0 it is all of it"""
 
-    def settings_of(self, num_prompt: int, limit: float) -> SamplingSettings:
-        """Return the settings for a prompt of so many tokens, if the base has ``limit`` positions."""
+    def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
+        """Return the settings of choice ``index`` of a prompt of so many tokens, if there are ``limit`` positions."""
+        seed = self.settings.seed
+        # a seed of its own for each choice, because they would all be the same
+        settings = self.settings if seed is None else replace(self.settings, seed=(seed + index) % MAX_SEED)
         if self.sets_max_tokens or limit - num_prompt < 1:
-            return self.settings
-        return replace(self.settings, max_tokens=int(min(self.settings.max_tokens, limit - num_prompt)))
+            return settings
+        return replace(settings, max_tokens=int(min(settings.max_tokens, limit - num_prompt)))
 
 
 def parse_request(kind: str, body: Any) -> CompletionRequest:

@@ -93,11 +93,12 @@ class Reply:
         )
         return {"index": index, **said, "logprobs": self._logprobs(index, [piece]), "finish_reason": piece.reason}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         completion = sum(answer.num_tokens for answer in self._answers)
+        cached = sum(answer.cached_tokens for answer in self._answers[:: self._request.choices])  # each prompt once
         return {
             "prompt_tokens": self._prompt_tokens, "completion_tokens": completion,
-            "total_tokens": self._prompt_tokens + completion,
+            "total_tokens": self._prompt_tokens + completion, "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:

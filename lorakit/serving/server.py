@@ -1,5 +1,6 @@
 """Run the HTTP application with uvicorn until a signal ends it. Requests under way are answered first."""
 
+import contextlib
 import signal
 import socket
 import sys
@@ -31,7 +32,8 @@ def serve(
     adapters_dir: Path | None = None,
     log_prompts: bool = False,
     max_rows: int = 16,
-    max_positions: int = 1 << 16,
+    kv_memory_bytes: int = 1 << 30,
+    max_positions: int | None = None,
 ) -> None:
     """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
 
@@ -42,12 +44,14 @@ def serve(
     """
     if model.tokenizer is None:
         raise LorakitError(f"serve: {NO_TOKENIZER}")
-    listening = _listen(host, port)
-    engine = ServingEngine(model, max_rows=max_rows, max_positions=max_positions)
-    folder = None
-    try:
+    with contextlib.ExitStack() as open_parts:
+        listening = open_parts.enter_context(_listen(host, port))
+        engine = ServingEngine(model, max_rows=max_rows, kv_memory_bytes=kv_memory_bytes, max_positions=max_positions)
+        open_parts.callback(engine.close)
+        folder = None
         if adapters_dir is not None:
             folder = AdapterFolder(model, adapters_dir, {name, *model.adapters}, _log)
+            open_parts.callback(folder.close)
             folder.start()
         app = OpenAIServer(
             model, engine, name, api_keys, admin_key, adapter_root, failed_adapters=folder.failed if folder else dict,
@@ -57,11 +61,6 @@ def serve(
         names = ", ".join([name, *model.adapters])
         print(f"http://{address}:{listening.getsockname()[1]}/v1  {names}", file=sys.stderr, flush=True)
         _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
-    finally:
-        if folder is not None:
-            folder.close()
-        engine.close()
-        listening.close()
 
 
 class _DrainingServer(uvicorn.Server):

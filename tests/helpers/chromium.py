@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -100,7 +101,7 @@ def open_page() -> Iterator[Page]:
     """Start a browser, and end it after the block."""
     assert COMMAND is not None
     (browser_reads, test_writes), (test_reads, browser_writes) = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # its other processes end a little later
         flags = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
@@ -111,13 +112,14 @@ def open_page() -> Iterator[Page]:
         process = subprocess.Popen(
             ["bash", "-c", shell, "bash", COMMAND, *flags],
             pass_fds=(browser_reads, browser_writes), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
         os.close(browser_reads)
         os.close(browser_writes)
         try:
             yield Page(test_writes, test_reads)
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             os.close(test_writes)
             os.close(test_reads)

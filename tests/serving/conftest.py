@@ -19,6 +19,18 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
 
 
 @pytest.fixture(scope="module")
+def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("patches")
+    return {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate("abc")}
+
+
+@pytest.fixture
+def three_adapters(base: Path, patches: dict[str, Path]) -> AdaptedModel:
+    """A model of the test's own, whose adapters it may replace."""
+    return lorakit.load(base, patches, dtype="float32")
+
+
+@pytest.fixture(scope="module")
 def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
     opened = ServingEngine(model, max_rows=4)
     yield opened

@@ -79,6 +79,9 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
         (["--api-key", ""], "an empty key"),
         (["--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
         (["--host", "nohost.invalid"], "--host nohost.invalid --port 8000:"),
+        (["--kv-memory", "0"], "--kv-memory: gigabytes above 0, got 0.0"),
+        (["--kv-memory", "inf"], "--kv-memory: gigabytes above 0, got inf"),
+        (["--kv-memory", "1e-7"], "kv memory: 100 bytes hold the keys and values of 0 tokens of this base"),
     ],
 )
 def test_what_cannot_be_served_is_said(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -15,30 +16,25 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen3Config,
 )
 
-import lorakit
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import engine as engine_module
 from lorakit.serving.engine import ServingEngine
+from lorakit.serving.generation import Item
 from lorakit.serving.sampling import SamplingSettings
-from tests.helpers.patches import make_patch
+from tests.helpers.serving import alone, paused, prompts
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("patches")
-    return {name: make_patch(base, folder / name, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
-
-
 @pytest.fixture
-def model(base: Path, patches: dict[str, Path]) -> AdaptedModel:
-    return lorakit.load(base, patches, dtype="float32")
+def model(three_adapters: AdaptedModel) -> AdaptedModel:
+    return three_adapters
 
 
 @pytest.fixture
@@ -46,15 +42,6 @@ def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
     opened = ServingEngine(model, max_rows=3)
     yield opened
     opened.close()
-
-
-def prompts(number: int, longest: int = 30) -> list[list[int]]:
-    chooser = random.Random(0)
-    return [[chooser.randrange(5, 3000) for _ in range(chooser.randint(1, longest))] for _ in range(number)]
-
-
-def alone(model: AdaptedModel, prompt: list[int], adapter: str | None, max_tokens: int) -> list[int]:
-    return model.generate_ids([prompt], adapter, max_new_tokens=max_tokens)[0]
 
 
 def test_requests_that_come_and_go_get_the_tokens_that_python_gives_alone(
@@ -71,7 +58,9 @@ def test_requests_that_come_and_go_get_the_tokens_that_python_gives_alone(
 
     assert answers == [alone(model, *request) for request in requests]
     assert {generation.reason for generation in generations} <= {"stop", "length"}
-    assert engine.counts() | {"kv_bytes": 0} == {"decoding": 0, "prefilling": 0, "waiting": 0, "kv_bytes": 0}
+    counts = engine.counts()
+    assert {counts[name] for name in ("decoding", "prefilling", "waiting", "kv_bytes")} == {0}
+    assert engine.totals["failed_steps"] == 0
 
 
 def test_a_long_prompt_is_computed_in_parts_beside_rows_that_decode(
@@ -144,14 +133,98 @@ def test_a_request_that_fails_ends_alone(
         return forward(route, **inputs)
 
     monkeypatch.setattr(model, "run", failing)
+    failed = engine.submit([1, 2, 3, 4, 5], "b")
     with pytest.raises(LorakitError, match="the request failed: RuntimeError: out of memory"):
-        engine.submit([1, 2, 3, 4, 5], "b").ids()
+        failed.ids()
     assert len(others.ids()) == 59
+    assert (failed.reason, engine.finished["error"]) == ("error", 1)
+
+
+def test_a_row_that_fails_in_a_batch_fails_alone(model: AdaptedModel, engine: ServingEngine) -> None:
+    bad = model.adapter("b")
+    layer = model.model.get_submodule("model.layers.0.mlp.down_proj")
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        route = model._route.get()
+        if output.shape[1] == 1 and route is not None and bad in route.adapters:  # its decode steps
+            raise RuntimeError("a broken adapter")
+
+    expected = alone(model, [5, 6, 7], "a", 40)
+    hook = layer.register_forward_hook(fail)
+    with paused(engine):
+        others = [engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=40)) for _ in range(2)]
+        broken = engine.submit([5, 6, 7], "b", SamplingSettings(max_tokens=40, min_tokens=2))
+    with pytest.raises(LorakitError, match="a broken adapter"):
+        broken.ids()
+    hook.remove()
+
+    assert [one.ids() for one in others] == [expected] * 2
+    assert engine.submit([5, 6, 7], "b", SamplingSettings(max_tokens=8)).ids() == alone(model, [5, 6, 7], "b", 8)
+
+
+def test_an_error_that_happens_once_in_a_batch_changes_no_answer(model: AdaptedModel, engine: ServingEngine) -> None:
+    errors = [RuntimeError("out of memory")]
+
+    def fail_once(module: nn.Module, args: Any, output: Tensor) -> None:
+        if len(output) == 3 and errors:
+            raise errors.pop()
+
+    expected = [alone(model, [5, 6, n], "abc"[n % 3], 40) for n in (7, 8, 9)]
+    hook = model.model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(fail_once)
+    with paused(engine):
+        requests = [engine.submit([5, 6, n], "abc"[n % 3], SamplingSettings(max_tokens=40)) for n in (7, 8, 9)]
+
+    assert [request.ids() for request in requests] == expected
+    assert (errors, engine.totals["failed_steps"]) == ([], 1)
+    hook.remove()
+
+
+def test_logits_that_are_not_numbers_fail_their_row_and_leave_nothing_in_its_slot(
+    model: AdaptedModel, engine: ServingEngine
+) -> None:
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * float("nan") if output.shape[1] == 50 else None
+
+    expected = alone(model, [5, 6, 7], "a", 9)
+    hook = model.model.get_submodule("model.layers.0.self_attn.v_proj").register_forward_hook(spoil)
+    with paused(engine):
+        engine.submit([6] * 60, "b", SamplingSettings(max_tokens=60, min_tokens=60))  # so that slots stay and are read
+        spoiled = engine.submit([5] * 50)
+        next_in_its_slot = engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=9))
+    with pytest.raises(LorakitError, match="the logits are not numbers"):
+        spoiled.ids()
+    assert next_in_its_slot.ids() == expected
+    hook.remove()
+
+
+def test_a_caller_that_cannot_take_tokens_harms_no_other(model: AdaptedModel, engine: ServingEngine) -> None:
+    def closed(item: Item) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=50, min_tokens=50), closed)
+
+    assert engine.submit([5, 6], "b", SamplingSettings(max_tokens=9)).ids() == alone(model, [5, 6], "b", 9)
+    while engine.counts()["decoding"]:
+        time.sleep(0.01)
+    assert engine.finished["cancelled"] == 1
+
+
+def test_an_error_of_the_engine_itself_fails_its_requests_and_not_the_later_ones(
+    model: AdaptedModel, engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_make_room", lambda: 1 / 0)
+        with pytest.raises(LorakitError, match="ZeroDivisionError"):
+            engine.submit([5, 6, 7], "a").ids()
+
+    assert engine.submit([5, 6], "b", SamplingSettings(max_tokens=9)).ids() == alone(model, [5, 6], "b", 9)
 
 
 def test_what_does_not_fit_is_refused_and_what_fits_later_waits(model: AdaptedModel) -> None:
     engine = ServingEngine(model, max_rows=8, max_positions=128)
-    with pytest.raises(LorakitError, match="need 256 positions; the engine has 128"):
+    with pytest.raises(
+        LorakitError, match=r"need keys and values of 160 tokens, 40,960 bytes; the server has memory for 128"
+    ):
         engine.submit([5] * 100, None, SamplingSettings(max_tokens=60))
     with pytest.raises(LorakitError, match="at most 256 fit this base"):
         engine.submit([5] * 300, None)
@@ -194,3 +267,18 @@ def test_a_base_whose_state_is_no_keys_and_values_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300)).eval()
     with pytest.raises(LorakitError, match="MambaForCausalLM"):
         ServingEngine(AdaptedModel(model, None, None))
+
+
+def test_no_row_is_so_long_that_it_would_change_the_positions_of_others() -> None:
+    rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+    config = Phi3Config(**SIZE, vocab_size=300, rope_parameters=rope, max_position_embeddings=256, original_max_position_embeddings=64)  # fmt: skip
+    torch.manual_seed(0)
+    model = AdaptedModel(AutoModelForCausalLM.from_config(config).eval(), None, None)
+    engine = ServingEngine(model)
+    with pytest.raises(LorakitError, match="40 tokens and max_tokens 25 are more than 64; beyond, this"):
+        engine.submit([5] * 40, None, SamplingSettings(max_tokens=25))
+
+    generations = [engine.submit([5, n] * 20, None, SamplingSettings(max_tokens=24)) for n in (6, 7)]
+
+    assert [one.ids() for one in generations] == [alone(model, [5, n] * 20, None, 24) for n in (6, 7)]
+    engine.close()

@@ -190,7 +190,10 @@ def test_adapters_that_come_and_go_leave_no_labels(base: Path, tmp_path: Path) -
         with httpx.stream("POST", f"{address}/v1/completions", json=body) as reply:
             model.unload_adapter("y")  # under way; its answer is counted without a name
             assert reply.read().endswith(b"data: [DONE]\n\n")
-        last = samples(httpx.get(f"{address}/metrics").text)
+        until = time.monotonic() + 20
+        last: dict[Any, float] = {}
+        while ("lorakit_requests_total", ("", "200")) not in last and time.monotonic() < until:
+            last = samples(httpx.get(f"{address}/metrics").text)  # counted a moment after its last byte
     engine.close()
     assert not [labels for name, labels in after if name.startswith("lorakit_") and labels]
     assert {labels[0] for name, labels in last if name.startswith("lorakit_") and labels} == {""}
@@ -255,3 +258,28 @@ def test_the_document_describes_every_route_and_field(model: AdaptedModel, engin
             assert "not supported" not in client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).text, name
     assert "/v1/load_lora_adapter" in document["paths"]
     assert chat["required"] == ["model", "messages"]
+
+
+def test_a_full_queue_is_429_with_the_time_to_wait(model: AdaptedModel) -> None:
+    engine = ServingEngine(model, max_rows=1, max_queue=1)
+    body = TEXT | {"model": "a", "n": 8, "max_tokens": 50}
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        reply = httpx.post(f"{address}/v1/completions", json=body)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert "queue" in reply.json()["error"]["message"]
+        assert httpx.post(f"{address}/v1/completions", json=body | {"n": 1}).status_code == 200
+    engine.close()
+
+
+def test_usage_counts_cached_tokens_and_each_choice_has_a_seed_of_its_own(model: AdaptedModel) -> None:
+    engine = ServingEngine(model, max_rows=4)
+    body = {"model": "a", "prompt": list(range(5, 45)), "n": 3, "max_tokens": 6, "temperature": 1.0, "seed": 2**63 - 2}
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        first, again = (httpx.post(f"{address}/v1/completions", json=body).json() for _ in range(2))
+        alone = httpx.post(f"{address}/v1/completions", json=body | {"n": 1}).json()
+    engine.close()
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len(set(texts)) == 3
+    assert [choice["text"] for choice in again["choices"]] == texts
+    assert alone["choices"][0]["text"] == texts[0]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 32  # two blocks of 16; the last is computed

@@ -4,6 +4,7 @@ const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens"];
 let base = "";
 let forms = new Map(); // adapter -> how its rows were written in training: { raw, system }
+let refreshes = 0;
 let running = null; // the AbortController of the question under way
 
 function element(tag, text = "", className = "") {
@@ -29,9 +30,11 @@ async function call(path, { key = $("key").value, body, signal } = {}) {
 // --- models and adapters ---------------------------------------------------------------------------------------------
 
 async function refresh() {
+  const number = ++refreshes;
   try {
     const replies = await Promise.all([call("v1/models"), call("v1/adapters")]);
     const [models, adapters] = (await Promise.all(replies.map((reply) => reply.json()))).map((list) => list.data);
+    if (number !== refreshes) return; // a later one shows what is newer
     base = models[0].id;
     $("base").textContent = base;
     showChoices(models.map((model) => model.id));

@@ -1,0 +1,87 @@
+"""Run a model on the slots of a KV cache: rows of different adapters, each with tokens of its own stored."""
+
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lorakit.errors import BaseModelError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.lora.routing import Route
+from lorakit.serving.generation import Generation, Row
+from lorakit.serving.kv_cache import SlotCache
+from lorakit.serving.masks import attention_masks, check_layer_kinds
+from lorakit.serving.sampling import Sampler, SamplingSettings
+
+TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""relative, of logits computed in another order"""
+
+
+@final
+class SlotModel:
+    """A base with its adapters, and the slots of its rows.
+
+    Raises:
+        BaseModelError: the base's attention does not work on slots.
+    """
+
+    def __init__(self, model: AdaptedModel) -> None:
+        self._model = model
+        self._device = next(model.model.parameters()).device
+        self.cache = SlotCache(model.model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
+        self._check()
+
+    def forward(self, first: int, rows: Sequence[Row], num_new: int) -> Tensor:
+        """Compute the next ``num_new`` tokens of rows, the first of which has slot ``first``.
+
+        Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
+        """
+        starts = torch.tensor([row.num_stored for row in rows])
+        ids = torch.tensor([row.pending[:num_new] for row in rows])
+        positions = self.cache.set_window(first, starts, num_new, self._device)
+        output = self._model.run(
+            Route(tuple(row.generation.adapter for row in rows)),
+            input_ids=ids.to(self._device),
+            position_ids=positions,
+            attention_mask=attention_masks(self._model.model, starts, num_new, self._device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1].float().cpu()
+        return logits
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache.
+
+        Raises:
+            BaseModelError: they differ, so this base's attention does not work on slots.
+        """
+        check_layer_kinds(self._model.model)
+        num_tokens = self._model.prompts.num_tokens
+        prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
+        settings = SamplingSettings()
+        rows = [Row(Generation(None, ids, settings), Sampler(settings, ids, frozenset()), ids) for ids in prompts]
+        self.cache.resize(len(rows), max(map(len, prompts)))
+        try:
+            for slot, row in enumerate(rows):
+                while (count := min(3, len(row.pending) - 1)) > 0:
+                    self.forward(slot, [row], count)
+                    row.num_stored += count
+            actual = self.forward(0, rows, 1)
+            expected = torch.stack([self._logits_without_cache(ids) for ids in prompts])
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as problem:
+            raise BaseModelError(f"base: {type(self._model.model).__name__} cannot be served: {problem}") from None
+        difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+        if not difference <= TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2):  # so that NaN is refused
+            raise BaseModelError(
+                f"base: {type(self._model.model).__name__} cannot be served: its logits beside another row differ by"
+                f" {difference:.1%} from those alone. `lorakit generate` answers with this base"
+            )
+
+    def _logits_without_cache(self, ids: list[int]) -> Tensor:
+        output = self._model.run(Route((None,)), input_ids=torch.tensor([ids], device=self._device), use_cache=False)
+        logits: Tensor = output.logits[0, -1].float().cpu()
+        return logits
