@@ -26,7 +26,7 @@ install: .venv/installed
 
 # What tests, checks and benchmarks need besides, in the same environment.
 .venv/installed-test: .venv/installed
-	$(PIP) -e '.[test,dev,deepspeed,quant,serve]'
+	$(PIP) -e '.[test,dev,deepspeed,quant,serve,structured]'
 	@touch $@
 
 quickstart: install

@@ -21,7 +21,7 @@ from lorakit.run.record import versions
 
 EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",
-    "trackio": "[log]", "starlette": "[serve]", "uvicorn": "[serve]",
+    "trackio": "[log]", "starlette": "[serve]", "uvicorn": "[serve]", "llguidance": "[structured]",
 }  # fmt: skip
 
 

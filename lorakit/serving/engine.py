@@ -20,6 +20,7 @@ from lorakit.base.positions import num_steady_positions
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Item, Row, Token
+from lorakit.serving.grammar import GrammarCompiler
 from lorakit.serving.kv_memory import KvMemory
 from lorakit.serving.request_queue import RequestQueue
 from lorakit.serving.sampling import Sampler, SamplingSettings
@@ -63,6 +64,7 @@ class ServingEngine:
         """since the start: rows that were preempted, forwards that failed, tokens of prompts that were looked up in the
         prefix cache, and those that were read from it"""
         self._closed = False
+        self._grammars = GrammarCompiler(model.tokenizer, model.prompts.num_tokens, model.prompts.end_ids)
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
         self._thread.start()
@@ -88,13 +90,15 @@ class ServingEngine:
         settings.check(prompts.num_tokens)
         prompts.check_ids([prompt], settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
+        grammar = self._grammars.compile(settings.response_format, min_tokens=settings.min_tokens)
         generation = Generation(self._model.adapter(adapter), prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids))
+        sampler = Sampler(settings, prompt, ends, grammar)
         with self._changed:
             if self._closed:
                 raise LorakitError("the engine is closed")
             number = next(self._numbers)
-            self._waiting.add(Row(generation, Sampler(settings, prompt, ends), list(prompt), ends, number, client))
+            self._waiting.add(Row(generation, sampler, list(prompt), ends, number, client))
             self._changed.notify()
         return generation
 

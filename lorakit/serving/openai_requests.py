@@ -21,7 +21,8 @@ SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
     "seed": int,
 }  # fmt: skip
 """field -> its type; as SamplingSettings names them"""
-COMMON: Final = ("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "logit_bias", "max_tokens")
+COMMON: Final = ("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "logit_bias", "max_tokens",
+          "response_format")  # fmt: skip
 FIELDS: Final = {
     "chat": (*COMMON, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs"),
     "text": (*COMMON, "prompt", "logprobs", "echo"),
@@ -107,6 +108,7 @@ def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
     return SamplingSettings(
         **{"temperature": 1.0} | values, max_tokens=tokens, stop=tuple(stop), stop_token_ids=tuple(ids),
         logit_bias=_logit_bias(body), logprobs=_logprobs(kind, body),
+        response_format=typed_field(body, "response_format", dict, default=None),
     )  # fmt: skip
 
 

@@ -7,12 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lorakit.errors import LorakitError
+from lorakit.serving.grammar import Grammar
 
 MAX_SEED = 2**63
 
@@ -40,6 +41,8 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
+    response_format: Mapping[str, Any] | None = None
+    """restricts the answer to JSON, a schema or a regular expression, as grammar.py says; None is any text"""
 
     def check(self, num_tokens: int) -> None:
         """Return if every value is in its range, for a vocabulary of ``num_tokens``.
@@ -79,10 +82,15 @@ class TokenLogprobs:
 
 @final
 class Sampler:
-    """Draws the tokens of one request. ``prompt``: its token ids, which the repetition penalty counts too."""
+    """Draws the tokens of one request.
 
-    def __init__(self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int]) -> None:
-        self._settings, self._end_ids = settings, end_ids
+    prompt: its token ids, which the repetition penalty counts too. grammar: of its ``response_format``.
+    """
+
+    def __init__(
+        self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int], grammar: Grammar | None = None
+    ) -> None:
+        self._settings, self._end_ids, self._grammar = settings, end_ids, grammar
         self._prompt = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
         self._counts: Counter[int] = Counter()
         self._generator = torch.Generator()
@@ -95,8 +103,12 @@ class Sampler:
         """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are wanted."""
         settings = self._settings
         logits = self._penalized(logits.float())
+        if self._grammar is not None:
+            logits = self._grammar.restrict(logits)
         token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits / settings.temperature)
         self._counts[token] += 1
+        if self._grammar is not None and token not in self._end_ids:
+            self._grammar.accept(token)
         return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
 
     def _penalized(self, logits: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
     ("change", "status", "param", "said"),
     [
         ({"model": "nobody"}, 404, "model", "there are tiny, a, b"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported here"),
+        ({"response_format": "json"}, 400, "response_format", "dict expected"),
         ({"best_of": 3}, 400, "best_of", "not supported here"),
         ({"temperature": "hot"}, 400, "temperature", "int or float expected"),
         ({"temperature": -1}, 400, None, "temperature: from 0 to 100"),

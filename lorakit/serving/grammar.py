@@ -1,0 +1,85 @@
+"""Restrict answers to JSON, a JSON schema or a regular expression, with llguidance: the extra `[structured]`."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorakit.errors import LorakitError
+
+
+@final
+class Grammar:
+    """The restriction of one answer, and how far the answer has come in it. One for each answer."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """Return logits (vocabulary,) of which only tokens are finite that may come next."""
+        # not llguidance.torch, which imports torch's compiler for this
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return logits.masked_fill(torch.from_numpy(bits[: len(logits)] == 0), -torch.inf)
+
+    def accept(self, token: int) -> None:
+        """Go on after a token that ``restrict`` left."""
+        if not self._matcher.consume_token(token):
+            raise LorakitError(f"response_format: the token {token} does not fit: {self._matcher.get_error()}")
+
+
+@final
+class GrammarCompiler:
+    """Makes grammars for the vocabulary of a base. The tables of its tokenizer are made when they are first needed."""
+
+    def __init__(self, tokenizer: Any, num_tokens: int, end_ids: list[int]) -> None:
+        self._tokenizer, self._num_tokens, self._end_ids = tokenizer, num_tokens, end_ids
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        import llguidance.hf
+
+        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._num_tokens, eos_token=self._end_ids)
+
+    def compile(self, response_format: Mapping[str, Any] | None, *, min_tokens: int = 0) -> Grammar | None:
+        """Return the grammar of a request's ``response_format``; None for any text.
+
+        Raises:
+            LorakitError: the extra is not installed, an unknown type, or a schema that would not be obeyed in full.
+        """
+        kind = "text" if response_format is None else response_format.get("type")
+        if response_format is None or kind == "text":
+            return None
+        if kind not in ("json_object", "json_schema", "regex"):
+            raise LorakitError(f"response_format: type is text, json_object, json_schema or regex, got {kind!r}")
+        if importlib.util.find_spec("llguidance") is None:
+            raise LorakitError(f"response_format: {kind} needs llguidance: pip install 'lorakit[structured]'")
+        if self._tokenizer is None or min_tokens:
+            what = "min_tokens, because a full answer may be shorter" if min_tokens else "a base without a tokenizer"
+            raise LorakitError(f"response_format: does not go with {what}")
+        from llguidance import LLMatcher
+
+        text = _grammar_text(kind, response_format)
+        is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, self._vocabulary)
+        if is_bad or messages:  # a warning is a part that it would not obey
+            raise LorakitError(f"response_format: {'; '.join(messages)}")
+        return Grammar(LLMatcher(self._vocabulary, text))
+
+
+def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    if kind == "regex":
+        pattern = response_format.get("pattern")
+        if not isinstance(pattern, str):
+            raise LorakitError(f"response_format: type regex has a text as pattern, got {pattern!r}")
+        return str(LLMatcher.grammar_from_regex(pattern))
+    named = response_format.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))

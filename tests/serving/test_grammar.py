@@ -1,0 +1,113 @@
+"""A response format holds for every token, whatever the model would say, and refuses what it would not obey."""
+
+import json
+import re
+import sys
+from typing import Any
+
+import openai
+import pytest
+
+from lorakit.errors import LorakitError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from lorakit.serving.generation import STOP
+from lorakit.serving.sampling import SamplingSettings
+from tests.helpers.http_server import serving
+
+ORDER = {
+    "type": "object",
+    "properties": {"item": {"enum": ["lamp", "chair"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["item", "count"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER}}
+REGEX = {"type": "regex", "pattern": "(yes|no), [0-9]{2}"}
+PROMPT = list(range(5, 25))
+
+
+def text_of(
+    model: AdaptedModel, engine: ServingEngine, response_format: Any, **settings: Any
+) -> tuple[str, str | None]:
+    chosen = SamplingSettings(**{"max_tokens": 100, "response_format": response_format} | settings)
+    generation = engine.submit(PROMPT, settings.pop("adapter", None), chosen)
+    return model.tokenizer.decode(generation.ids(), skip_special_tokens=True), generation.reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_of_a_random_model_obey_schema_and_expression(
+    model: AdaptedModel, engine: ServingEngine, seed: int
+) -> None:
+    text, reason = text_of(model, engine, SCHEMA, temperature=1.0, seed=seed)
+    assert reason == STOP
+    order = json.loads(text)
+    assert order.keys() == {"item", "count"}
+    assert order["item"] in ("lamp", "chair")
+    assert order["count"] in range(1, 10)
+
+    text, reason = text_of(model, engine, REGEX, temperature=1.0, seed=seed)
+    assert (reason, bool(re.fullmatch(REGEX["pattern"], text))) == (STOP, True)
+
+
+def test_a_cut_answer_is_the_beginning_of_one_that_obeys(model: AdaptedModel, engine: ServingEngine) -> None:
+    text, reason = text_of(model, engine, {"type": "json_object"}, max_tokens=3)
+    assert reason == "length"
+    assert text.startswith("{")
+
+
+def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingEngine) -> None:
+    alone = engine.submit(PROMPT, "a", SamplingSettings(max_tokens=20)).ids()
+    together = [
+        engine.submit(PROMPT, "a", SamplingSettings(max_tokens=20, response_format=form))
+        for form in (REGEX, None, SCHEMA)
+    ]
+    answers = [generation.ids() for generation in together]
+    assert answers[1] == alone
+    assert answers[0] != alone != answers[2]
+
+
+@pytest.mark.parametrize(
+    ("response_format", "words"),
+    [
+        ({"type": "xml"}, "type is text, json_object, json_schema or regex, got 'xml'"),
+        ({"type": "regex", "pattern": "(a"}, "invalid regex"),
+        ({"type": "regex"}, "has a text as pattern, got None"),
+        ({"type": "json_schema"}, "type json_schema has"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "string", "format": "nonsense"}}}, "nonsense"),
+    ],
+)
+def test_what_would_not_be_obeyed_is_refused(
+    engine: ServingEngine, response_format: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(LorakitError, match=re.escape(words)):
+        engine.submit(PROMPT, None, SamplingSettings(response_format=response_format))
+
+
+def test_a_shortest_length_does_not_go_with_a_format(engine: ServingEngine) -> None:
+    with pytest.raises(LorakitError, match="does not go with min_tokens"):
+        engine.submit(PROMPT, None, SamplingSettings(min_tokens=3, response_format=REGEX))
+
+
+def test_openais_client_gets_what_it_asks_for(model: AdaptedModel, engine: ServingEngine) -> None:
+    with (
+        serving(OpenAIServer(model, engine, "tiny").app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        reply = client.chat.completions.create(
+            model="a", messages=[{"role": "user", "content": "an order"}], response_format=SCHEMA, max_tokens=60,  # type: ignore[call-overload]
+            n=3, seed=1,
+        )  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match="response_format: type is text"):
+            client.chat.completions.create(
+                model="a", messages=[{"role": "user", "content": "x"}], response_format={"type": "xml"}  # type: ignore[call-overload]
+            )  # fmt: skip
+    assert len({choice.message.content for choice in reply.choices}) > 1
+    assert all(json.loads(choice.message.content)["count"] for choice in reply.choices)
+
+
+def test_without_the_extra_it_is_named(engine: ServingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # an import fails, as without the package
+    with pytest.raises(LorakitError, match=r"needs llguidance: pip install 'lorakit\[structured\]'"):
+        engine.submit(PROMPT, None, SamplingSettings(response_format=REGEX))
