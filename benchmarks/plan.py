@@ -2,8 +2,9 @@
 
     python -m benchmarks.plan [--only fsdp2] [--keep]
 
-Every run is a whole `lorakit train` of three steps in processes of its own, on a random Llama; measured is the most
-that was resident in any of them (VmHWM), predicted is the plan made before it from config, headers and rows alone.
+Every run is a whole `lorakit train` of 200 steps in processes of its own, on the built-in base or a random Llama, with
+rows of varied lengths, because in 16 bits memory grows with the number of shapes. Measured is the most that any of them
+held (VmHWM), predicted is the plan made before it from config, headers and rows alone.
 """
 
 import argparse
@@ -26,17 +27,13 @@ from benchmarks.machine import keep, python, scratch, table
 LLAMAS: dict[str, dict[str, int]] = {
     "40M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
             "num_key_value_heads": 4, "vocab_size": 16000},
-    "90M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12,
-            "num_key_value_heads": 4, "vocab_size": 16000},
-    "160M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "vocab_size": 32000},
 }  # fmt: skip
-STEPS = 3
+STEPS = 200
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: rows of ``tokens`` tokens, ``rows`` of them in a micro-batch."""
+    """One run: rows of up to ``tokens`` tokens, ``rows`` of them in a micro-batch."""
 
     backend: str
     processes: int
@@ -49,61 +46,41 @@ class Case:
     quantize: str = "none"
     method: str = "lora"
     optimizer: str = "adamw"
+    packing: bool = True
 
     def name(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
 
 
 CASES: list[tuple[Any, ...]] = [
-    ("single", 1, "40M", 512, 1, "none"),
-    ("single", 1, "40M", 1024, 2, "layers"),
-    ("single", 1, "90M", 256, 1, "none"),
-    ("single", 1, "90M", 512, 2, "none"),
-    ("single", 1, "90M", 1024, 1, "layers"),
-    ("single", 1, "160M", 256, 2, "layers"),
-    ("single", 1, "90M", 256, 1, "layers", "bfloat16"),
-    ("single", 1, "40M", 128, 1, "none", "bfloat16", "bfloat16"),
-    ("ddp", 2, "40M", 512, 1, "none"),
-    ("ddp", 2, "90M", 256, 2, "none"),
-    ("ddp", 2, "160M", 256, 1, "layers"),
-    ("ddp", 4, "40M", 256, 1, "layers"),
-    ("zero1", 2, "90M", 256, 1, "none"),
-    ("zero1", 2, "40M", 512, 2, "layers"),
-    ("zero2", 2, "90M", 512, 1, "layers"),
-    ("zero2", 2, "40M", 512, 1, "none"),
-    ("zero2", 4, "40M", 256, 1, "none"),
-    ("zero3", 1, "90M", 256, 1, "none"),
-    ("zero3", 2, "40M", 512, 1, "none"),
-    ("zero3", 2, "90M", 256, 2, "none"),
-    ("zero3", 2, "90M", 256, 1, "layers"),
-    ("zero3", 2, "160M", 256, 1, "layers"),
-    ("zero3", 4, "40M", 256, 1, "layers"),
-    ("fsdp2", 1, "90M", 256, 1, "none"),
-    ("fsdp2", 2, "40M", 512, 1, "none"),
-    ("fsdp2", 2, "90M", 256, 2, "none"),
-    ("fsdp2", 2, "90M", 1024, 1, "layers"),
-    ("fsdp2", 2, "160M", 256, 1, "layers"),
-    ("fsdp2", 4, "40M", 256, 1, "layers"),
-    ("fsdp2", 2, "40M", 128, 1, "none", "bfloat16", "bfloat16"),
-    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "nf4"),
-    ("single", 1, "90M", 256, 1, "layers", "float32", "float32", "int8"),
-    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "nf4", "dora", "adamw8bit"),
-    ("single", 1, "90M", 256, 1, "none", "float32", "float32", "none", "dora"),
-    ("ddp", 2, "90M", 256, 1, "none", "float32", "float32", "nf4", "lora", "adamw8bit"),
-    ("zero3", 2, "90M", 256, 1, "none", "float32", "float32", "nf4"),
-    ("fsdp2", 2, "90M", 256, 1, "none", "float32", "float32", "nf4"),
-    ("fsdp2", 2, "90M", 256, 1, "none", "float32", "float32", "none", "dora"),
+    ("single", 1, "tiny", 128, 8, "none", "bfloat16", "bfloat16"),
+    ("single", 1, "tiny", 128, 8, "none", "bfloat16", "bfloat16", "none", "lora", "adamw", False),
+    ("single", 1, "40M", 128, 4, "none", "bfloat16", "bfloat16"),
+    ("single", 1, "tiny", 128, 8, "none"),
+    ("single", 1, "40M", 128, 2, "none"),
+    ("fsdp2", 2, "tiny", 128, 4, "none", "bfloat16", "bfloat16"),
+    ("zero3", 2, "tiny", 128, 4, "none", "bfloat16", "bfloat16"),
+    ("ddp", 2, "tiny", 128, 4, "none", "bfloat16", "bfloat16"),
+    ("ddp", 2, "40M", 128, 2, "none"),
+    ("zero2", 2, "40M", 128, 2, "none"),
+    ("zero3", 2, "40M", 128, 2, "none"),
+    ("fsdp2", 2, "40M", 128, 2, "none"),
+    ("single", 1, "40M", 256, 4, "layers"),
+    ("single", 1, "40M", 128, 2, "none", "float32", "float32", "nf4"),
+    ("single", 1, "40M", 128, 2, "none", "float32", "float32", "none", "dora"),
 ]
 """Fields of Case."""
 
 
 def make_base(shape: str, stored: str) -> Path:
-    """A random Llama with the built-in tokenizer; kept for the next run."""
+    """A random Llama with the built-in tokenizer, kept for the next run; or the built-in base."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lorakit.base.find import find_base
     from lorakit.base.load import load_tokenizer
 
+    if shape == "tiny":
+        return find_base("builtin:tiny")
     target = scratch() / f"plan-{shape}-{stored}"
     if not (target / "tokenizer.json").exists():
         torch.manual_seed(0)
@@ -114,18 +91,18 @@ def make_base(shape: str, stored: str) -> Path:
 
 
 def make_recipe(case: Case, folder: Path) -> Path:
-    """The recipe of a run, and its rows: random words, cut to the same length."""
+    """The recipe of a run, and its rows: random words, from an eighth of the longest row to some that are cut."""
     words = ["so", "many", "of", "the", "green", "birds", "sing", "in", "old", "towns", "and", "we", "hear", "them"]
     g = random.Random(0)
     rows = folder / "rows.jsonl"
     count = case.processes * case.rows * STEPS
-    rows.write_text(
-        "".join(json.dumps({"text": " ".join(g.choices(words, k=case.tokens))}) + "\n" for _ in range(count))
-    )
+    texts = (" ".join(g.choices(words, k=g.randint(case.tokens // 12, case.tokens * 2 // 3))) for _ in range(count))
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = {
         "base": {"model": str(make_base(case.base, case.stored)), "dtype": case.dtype, "quantize": case.quantize},
         "adapter": {"method": case.method},
-        "data": {"train": str(rows), "max_tokens": case.tokens, "on_long_rows": "truncate", "loss_on": "all"},
+        "data": {"train": str(rows), "max_tokens": case.tokens, "on_long_rows": "truncate", "loss_on": "all",
+                 "packing": case.packing},
         "train": {"steps": STEPS, "batch_size": case.processes * case.rows, "micro_batch_size": case.rows,
                   "activation_checkpointing": case.recompute, "optimizer": case.optimizer},
         "parallel": {"backend": case.backend, "processes": case.processes},
@@ -176,9 +153,10 @@ def show(found: list[dict[str, Any]]) -> None:
         dtype = one["dtype"] if one["stored"] == one["dtype"] else f"{one['stored']} as {one['dtype']}"
         dtype = dtype if one["quantize"] == "none" else f"{dtype} packed as {one['quantize']}"
         adapter = one["method"] if one["optimizer"] == "adamw" else f"{one['method']}, {one['optimizer']}"
+        shape = f"{one['rows']} x {one['tokens']}{'' if one['packing'] else ', padded'}"
         rows.append((
             f"{one['backend']} x {one['processes']}", f"{one['base']} {dtype}", adapter,
-            f"{one['rows']} x {one['tokens']}",
+            shape,
             one["recompute"], f"{one['predicted_bytes'] / 1e6:,.0f}", f"{max(one['peaks']) / 1e6:,.0f}",
             f"{one['error']:+.1%}",
         ))  # fmt: skip

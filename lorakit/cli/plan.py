@@ -13,6 +13,12 @@ def add_plan_command(add_command: AddCommand) -> None:
     plan = add_command("plan", _plan, "show the memory a recipe needs with every backend, what fits, what to change")
     add_recipe_arguments(plan)
     plan.add_argument("--gpu", metavar="NAME", help="plan for machines with this GPU, such as H200 (default: this one)")
+    plan.add_argument(
+        "--gpu-memory-gb",
+        type=positive_int,
+        metavar="N",
+        help="plan for GPUs of this memory; speed is assumed (with --gpu: speed is that GPU's)",
+    )
     plan.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs in each machine (with --gpu; default 1)")
     plan.add_argument("--nodes", type=positive_int, metavar="N", help="machines (with --gpu; default 1)")
     plan.add_argument(
@@ -29,16 +35,19 @@ def _plan(options: argparse.Namespace) -> int:
 
     machine_flags = {"--gpus": options.gpus, "--nodes": options.nodes, "--host-memory-gb": options.host_memory_gb}
     given = [flag for flag, value in machine_flags.items() if value is not None]
-    if options.gpu is None and given:
-        raise LorakitError(f"{', '.join(given)}: describes a machine; name its GPU with --gpu")
+    described = options.gpu is not None or options.gpu_memory_gb is not None
+    if given and not described:
+        raise LorakitError(f"{', '.join(given)}: describes a machine; name its GPU with --gpu, or give --gpu-memory-gb")
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
     from lorakit.files.atomic import write_file
     from lorakit.planning import machine_with_gpu, make_plan
 
     machine = None
-    if options.gpu is not None:
-        memory = None if options.host_memory_gb is None else options.host_memory_gb * 1_000_000_000
-        machine = machine_with_gpu(options.gpu, options.gpus or 1, options.nodes or 1, memory)
+    if described:
+        host, memory = (
+            None if size is None else size * 1_000_000_000 for size in (options.host_memory_gb, options.gpu_memory_gb)
+        )
+        machine = machine_with_gpu(options.gpu, options.gpus or 1, options.nodes or 1, host, memory)
     plan = make_plan(recipe, machine)
     print(plan.text)
     if options.json is not None:

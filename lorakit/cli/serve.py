@@ -58,7 +58,8 @@ def _serve(options: argparse.Namespace) -> int:
     if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
     model = load_model(options, adapters)
-    from lorakit.planning.machine import GB, free_memory
+    from lorakit.planning.gpus import GB
+    from lorakit.planning.machine import free_memory
     from lorakit.serving.server import serve
 
     device = next(model.model.parameters()).device

@@ -4,6 +4,7 @@ A broken part is reported; it never ends the report.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
 from lorakit.parallel import BACKENDS
+from lorakit.parallel.deepspeed_config import STAGES
+from lorakit.parallel.deepspeed_requirements import deepspeed_is_installed
 from lorakit.run.record import versions
 
 EXTRAS = {
@@ -35,7 +38,11 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())
         say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}")
-    say(f"backends   {', '.join(BACKENDS)}")
+    missing = [] if deepspeed_is_installed() else [name for name in BACKENDS if name in STAGES]
+    say(
+        f"backends   {', '.join(name for name in BACKENDS if name not in missing)}"
+        + (f"; not installed: {', '.join(missing)} (pip install 'lorakit[deepspeed]')" if missing else "")
+    )
     say(
         "compilers  "
         + ", ".join(f"{tool} {'found' if shutil.which(tool) else 'not found'}" for tool in ("g++", "ninja", "nvcc"))
@@ -57,6 +64,8 @@ def doctor(say: Callable[[str], None] = print) -> bool:
 
 
 def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:  # metadata alone may be the rest of a removed package
+        return None
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -29,13 +29,18 @@ def check_prerequisites(parallel: ParallelSection) -> None:
         check_deepspeed(parallel)
 
 
+def deepspeed_is_installed() -> bool:
+    """True if DeepSpeed can be imported; nothing is imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
 def check_deepspeed(parallel: ParallelSection) -> None:
     """Return if DeepSpeed can run this recipe here.
 
     Raises:
         RunError: not installed; an interrupted compile left its lock; or nvme offload lacks its folder or libaio.
     """
-    if importlib.util.find_spec("deepspeed") is None:
+    if not deepspeed_is_installed():
         raise RunError(
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"

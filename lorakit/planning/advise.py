@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
 from lorakit.planning.estimate import Candidate, Changes, Estimator
-from lorakit.planning.machine import GB
+from lorakit.planning.gpus import GB
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 
 EQUALLY_FAST: Final = 1.03
@@ -22,7 +22,7 @@ class BackendEstimate:
 
     candidate: Candidate
     cheapest_change: Candidate | None
-    """None if the candidate fits, or if no change helps."""
+    """None if the candidate fits, if its package is missing, or if no change helps."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def advise(estimator: Estimator) -> Advice:
     estimates = []
     for backend in estimator.backends:
         candidate = as_written(estimator, backend, num_processes)
-        change = None if candidate.fits else cheapest_change(estimator, candidate)
+        change = None if candidate.fits or candidate.missing_package else cheapest_change(estimator, candidate)
         estimates.append(BackendEstimate(candidate, change))
     candidates = [estimate.candidate for estimate in estimates]
-    best = fastest([c for c in candidates if c.fits and _has_requested_processes(c, num_processes)])
+    best = fastest([c for c in candidates if c.can_run and _has_requested_processes(c, num_processes)])
     if best is not None:
         return Advice(tuple(estimates), best, reason(estimator, best, candidates), None)
     changes = [estimate.cheapest_change for estimate in estimates if estimate.cheapest_change is not None]
@@ -85,7 +85,7 @@ def cheapest_change(estimator: Estimator, candidate: Candidate) -> Candidate | N
         changed = [
             estimator.estimate(backend, num_processes, changes) for changes in _changes(estimator, candidate, dtype)
         ]
-        if fitting := [candidate for candidate in changed if candidate.fits]:
+        if fitting := [candidate for candidate in changed if candidate.can_run]:
             return fastest(fitting)
     return None
 
@@ -103,7 +103,7 @@ def more_processes(estimator: Estimator, num_processes: int) -> Candidate | None
             for name in estimator.backends
             if LAYOUTS[name].splits_base
         ]
-        if fitting := [candidate for candidate in candidates if candidate.fits]:
+        if fitting := [candidate for candidate in candidates if candidate.can_run]:
             return fastest(fitting)
         count *= 2
     return None
@@ -113,7 +113,7 @@ def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -
     """Explain in one sentence why ``best`` is recommended."""
     shapes, layout = estimator.shapes(), LAYOUTS[best.backend]
     base, adapter = f"{base_bytes(shapes) / GB:,.2f} GB", f"{adapter_bytes(shapes) / 1e6:,.1f} MB"
-    others = [c for c in candidates if c.fits and LAYOUTS[c.backend].splits_base and c is not best]
+    others = [c for c in candidates if c.can_run and LAYOUTS[c.backend].splits_base and c is not best]
     if layout.single_process:
         return "one process is enough for the request, and sends nothing"
     if not layout.splits_base:

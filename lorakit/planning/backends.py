@@ -6,7 +6,7 @@ are those of rank 0, which has the largest shards.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from lorakit.planning.communication import (
     Gathered,
@@ -34,6 +34,12 @@ from lorakit.recipe import ParallelSection, Recipe
 from lorakit.recipe.parallel import OffloadSection
 
 
+class GatheredBytes(Protocol):
+    """Returns the bytes of sharded tensors while they are gathered."""
+
+    def __call__(self, shapes: ModelShapes, num_ranks: int, parallel: ParallelSection, *, on_gpu: bool) -> Gathered: ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """One backend: its shard rules, and the functions that compute its buffers and traffic."""
@@ -48,7 +54,7 @@ class Layout:
     """One step counter for all tensors, instead of one for each."""
     messages: Callable[[ModelShapes, int, ParallelSection], int] | None = None
     """Bytes of flat copies: of gradients for messages, of parameters for the optimizer."""
-    gathered: Callable[[ModelShapes, int, ParallelSection], Gathered] | None = None
+    gathered: GatheredBytes | None = None
     loading: Callable[[ModelShapes], int] | None = None
     """Bytes above the resident ones while the base is loaded."""
     traffic: Callable[[ModelShapes, int, int], Traffic] | None = None

@@ -10,7 +10,8 @@ from typing import Any, final
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.planning.activations import ActivationTracer, LiveBytes, MicroBatch
 from lorakit.planning.backends import supported_backends
-from lorakit.planning.machine import GB, Machine
+from lorakit.planning.gpus import GB
+from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.model_shapes import ModelShapes, read_shapes
 from lorakit.planning.process_overhead import CUDA_CONTEXT, measure_process_bytes
@@ -34,11 +35,25 @@ class Candidate:
     memory: Memory
     shortfall: str
     """Why it does not fit; empty if it fits."""
+    missing_package: str | None
+    """The package that the backend imports, if this machine lacks it. A described machine is taken to have all."""
     step: StepTime
 
     @property
     def fits(self) -> bool:
+        """True if memory and disk suffice, whether or not the backend's package is installed."""
         return not self.shortfall
+
+    @property
+    def can_run(self) -> bool:
+        return self.fits and self.missing_package is None
+
+    @property
+    def lacks(self) -> str:
+        """Name everything that is lacking; empty if it can run."""
+        package = self.missing_package
+        missing = [f"the package {package}, which is not installed: {install(package)}"] if package else []
+        return "; and ".join([*([self.shortfall] if self.shortfall else []), *missing])
 
     def overrides(self) -> str:
         """Return the changes as overrides of the command line."""
@@ -76,8 +91,8 @@ class Estimator:
         evaluation = None if work.evaluation is None else self._live(dtype, False, work.evaluation, training=False)
         memory = memory_of(shapes, setting, training, evaluation, self._process_bytes(setting, dtype))
         step = step_time(shapes, setting, work, self.machine, dtype, checkpointing=checkpointing)
-        shortfall = self._shortfall(setting, memory)
-        return Candidate(backend, num_processes, changes, checkpointing, work, memory, shortfall, step)
+        shortfall, missing = self._shortfall(setting, memory), self._missing_package(setting)
+        return Candidate(backend, num_processes, changes, checkpointing, work, memory, shortfall, missing, step)
 
     def _setting(
         self, recipe: Recipe, backend: str, num_processes: int, dtype: str, work: Workload, checkpointing: bool
@@ -115,10 +130,13 @@ class Estimator:
             return f"{_gb(memory.host * local)} of host memory, there are {_gb(machine.host_memory_bytes)}"
         if machine.disk_bytes is not None and memory.disk > machine.disk_bytes:
             return f"{_gb(memory.disk)} of disk, {_gb(machine.disk_bytes)} are free"
-        package = setting.layout.package
-        if package is not None and not machine.described and importlib.util.find_spec(package) is None:
-            return f"the package {package}, which is not installed: pip install 'lorakit[{package}]'"
         return ""
+
+    def _missing_package(self, setting: Setting) -> str | None:
+        package = setting.layout.package
+        if package is None or self.machine.described or importlib.util.find_spec(package) is not None:
+            return None
+        return package
 
     def _process_bytes(self, setting: Setting, dtype: str) -> int:
         if setting.on_gpu:
@@ -154,6 +172,11 @@ def apply_changes(recipe: Recipe, changes: Changes) -> Recipe:
         part = getattr(recipe, section).model_copy(update={name: value})
         recipe = recipe.model_copy(update={section: part})
     return recipe
+
+
+def install(package: str) -> str:
+    """Return the command that installs an optional package."""
+    return f"pip install 'lorakit[{package}]'"
 
 
 def _gb(size: float) -> str:

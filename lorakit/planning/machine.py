@@ -1,60 +1,23 @@
-"""The resources of a machine: GPUs, host memory, cores, disk. Either detected, or described by a GPU's name.
-
-Figures of GPUs are from the vendors' data sheets, in decimal gigabytes and without sparsity.
-"""
+"""The resources of a machine: GPUs, host memory, cores, disk. Detected, or described by its GPU's name or memory."""
 
 import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from lorakit.base.dtype import measure_all
-from lorakit.errors import LorakitError, did_you_mean
+from lorakit.errors import LorakitError
+from lorakit.planning.gpus import GB, ORDINARY, Gpu, named_gpu, nearest_names
 
-GB: Final = 1_000_000_000
 CGROUPS: Final = Path("/sys/fs/cgroup")
 UNLIMITED: Final = 1 << 60  # a control group without a limit shows a larger number than this
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, with its rates for dense arithmetic."""
-
-    name: str
-    memory_bytes: int
-    flops: float
-    """Operations per second in 16 bits."""
-    memory_rate: float
-    """Bytes per second of its own memory."""
-    link_rate: float
-    """Bytes per second to its neighbours in one machine, in one direction."""
-    other_names: tuple[str, ...] = ()
-    """Other names that drivers and people use."""
-
-
-def _gpu(name: str, gigabytes: float, teraflops: float, memory: float, link: float, *other_names: str) -> Gpu:
-    return Gpu(name, round(gigabytes * GB), teraflops * 1e12, memory * GB, link * GB, other_names)
-
-
-GPUS: Final = (
-    #    name         GB    TFLOP/s  GB/s   GB/s to neighbours
-    _gpu("B200",      180,  2250,    8000,  900),
-    _gpu("H200",      141,  989,     4800,  450),
-    _gpu("H100",      80,   989,     3350,  450),
-    _gpu("A100-80",   80,   312,     2039,  300, "A100", "A100-SXM4-80GB", "A100 80GB PCIe"),
-    _gpu("A100-40",   40,   312,     1555,  300, "A100-SXM4-40GB", "A100-PCIE-40GB"),
-    _gpu("L40S",      48,   362,     864,   32),
-    _gpu("L4",        24,   121,     300,   32),
-    _gpu("RTX 4090",  24,   165,     1008,  32, "4090"),
-    _gpu("RTX 3090",  24,   71,      936,   32, "3090"),
-    _gpu("MI300X",    192,  1307,    5300,  448),
-)  # fmt: skip
-ORDINARY: Final = next(gpu for gpu in GPUS if gpu.name == "RTX 4090")  # rates for a card that is not in the table
 NETWORK_RATE: Final = 25e9  # bytes per second and GPU between machines: 200 Gbit/s, usual for such GPUs
 HOST_LINK_RATE: Final = 50e9  # bytes per second to and from host memory: PCIe 5 x16 (63 in the standard, 55 measured)
 DISK_RATE: Final = 3e9  # bytes per second of one NVMe disk
@@ -105,25 +68,30 @@ def detect_machine(folder: Path, nodes: int = 1) -> Machine:
     )
 
 
-def machine_with_gpu(gpu: str, gpus_per_node: int, nodes: int, host_memory_bytes: int | None) -> Machine:
+def machine_with_gpu(
+    gpu: str | None,
+    gpus_per_node: int,
+    nodes: int,
+    host_memory_bytes: int | None,
+    gpu_memory_bytes: int | None = None,
+) -> Machine:
     """Describe a machine by its GPU. ``host_memory_bytes`` None: the usual memory per GPU.
+
+    gpu: a name; None: a GPU of ``gpu_memory_bytes``, whose rates are assumed. ``gpu_memory_bytes`` None: the memory of
+    the named GPU.
 
     Raises:
         LorakitError: the GPU's name is unknown.
     """
-    spec = named_gpu(gpu)
+    spec = _assumed("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
     if spec is None:
-        names = [gpu.name for gpu in GPUS]
-        raise LorakitError(f"--gpu: {gpu!r} is not known.{did_you_mean(gpu, names)} There are {', '.join(names)}")
+        nearest = nearest_names(str(gpu))
+        listed = f" Nearest: {', '.join(nearest)}." if nearest else ""
+        raise LorakitError(f"--gpu: {gpu!r} is not known.{listed} For another GPU, give its memory: --gpu-memory-gb N")
+    if gpu_memory_bytes is not None:
+        spec = replace(spec, memory_bytes=gpu_memory_bytes)
     memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes
     return Machine(spec, gpus_per_node, nodes, memory, disk_bytes=None, described=True, cpu_flops={}, cores=0)
-
-
-def named_gpu(name: str) -> Gpu | None:
-    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None if no known name is part of it."""
-    known = [(_alphanumeric(other), gpu) for gpu in GPUS for other in (gpu.name, *gpu.other_names)]
-    matches = [(len(text), gpu) for text, gpu in known if text in _alphanumeric(name)]
-    return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def free_memory(device: torch.device) -> int:
@@ -188,15 +156,18 @@ def _stat(path: Path, key: str) -> int:
 
 
 def _detect_gpu() -> Gpu:
-    """Return the first GPU of this machine: its actual memory, and the data sheet's rates of the nearest kind."""
+    """Return the first GPU of this machine: its actual memory, and the data sheet's rates if its name is known."""
     properties = torch.cuda.get_device_properties(0)
-    sheet = named_gpu(properties.name) or ORDINARY
-    return Gpu(properties.name, properties.total_memory, sheet.flops, sheet.memory_rate, sheet.link_rate)
+    known = named_gpu(properties.name)
+    if known is None:
+        return _assumed(properties.name, properties.total_memory)
+    return replace(known, name=properties.name, memory_bytes=properties.total_memory)
+
+
+def _assumed(name: str, memory_bytes: int) -> Gpu:
+    """Return a GPU of unknown rates: those of ORDINARY, so that backends can be compared."""
+    return replace(ORDINARY, name=name, memory_bytes=memory_bytes, rates_of=ORDINARY.name)
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _alphanumeric(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -267,4 +267,4 @@ def _phases(
 def _gathered(shapes: ModelShapes, setting: Setting) -> Gathered:
     if setting.layout.gathered is None:
         return Gathered()
-    return setting.layout.gathered(shapes, setting.num_processes, setting.parallel)
+    return setting.layout.gathered(shapes, setting.num_processes, setting.parallel, on_gpu=setting.on_gpu)

@@ -12,7 +12,7 @@ from lorakit.base.find import find_base
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import Machine, detect_machine
-from lorakit.planning.report import describe_cheapest, plan_text
+from lorakit.planning.report import describe_cheapest, describe_uninstalled, plan_text
 from lorakit.recipe import Recipe
 
 
@@ -31,7 +31,7 @@ class Plan:
         """The cheapest change if nothing fits as the recipe is written; else None."""
         if self.advice.best is not None:
             return None
-        return f"nothing fits as the recipe stands; {describe_cheapest(self.advice)}"
+        return f"nothing fits as the recipe stands; {describe_cheapest(self.advice)}{describe_uninstalled(self.advice)}"
 
     def facts(self) -> dict[str, Any]:
         """Return every figure as plain values, for JSON."""
@@ -74,9 +74,9 @@ def _make_estimator(recipe: Recipe, machine: Machine) -> Estimator:
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:
-    """Return the run's dtype. `auto` is measured on this machine, and is bfloat16 on a described GPU."""
+    """Return the run's dtype. `auto` is measured on this machine, and is bfloat16 on a described GPU that has it."""
     if recipe.base.dtype == "auto" and machine.described:
-        return "bfloat16"
+        return "bfloat16" if machine.gpu is None or machine.gpu.has_bfloat16 else "float32"
     return choose_dtype(recipe.base.dtype, torch.device("cpu" if machine.gpu is None else "cuda")).name
 
 
@@ -86,8 +86,9 @@ def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
         "backend": candidate.backend,
         "processes": candidate.num_processes,
         "changes": dict(candidate.changes),
-        "fits": candidate.fits,
-        "lacks": candidate.shortfall,
+        "fits": candidate.can_run,
+        "lacks": candidate.lacks,
+        "missing_package": candidate.missing_package,
         "peak_bytes": memory.peak,
         "memory": asdict(memory),
         "seconds_per_step": candidate.step.total,

@@ -22,6 +22,7 @@ from typing import Final
 from lorakit.errors import TemporaryFailure
 from lorakit.files.atomic import file_signature, write_json
 from lorakit.files.cache import cache_folder
+from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.run.process_memory import rss_bytes
 from lorakit.version import VERSION
 
@@ -33,7 +34,19 @@ OPTIONAL_PACKAGES: Final = ("deepspeed",)
 """Packages that only some backends import."""
 PACKAGES: Final = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "bitsandbytes", "numpy", "pyarrow")
 """packages whose version changes the measurement"""
-VARIABLES: Final = ("OMP_", "MKL_", "KMP_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_", "TORCH", "PYTORCH", "PYTHON")
+VARIABLES: Final = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "DNNL_",
+    "ONEDNN_",
+    "LRU_CACHE_",
+    "MALLOC_",
+    "LD_",
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+)
 """beginnings of the names of environment variables that change it"""
 QUANTIZATION: Final = "quantization"  # key of bitsandbytes' share in the measurement
 
@@ -70,7 +83,9 @@ def _key(folder: Path, dtype: str) -> str:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    environment = dict(os.environ)
+    limit_kernel_caches(environment)  # as the measured process does
+    variables = {name: value for name, value in environment.items() if name.startswith(VARIABLES)}
     computer = [sys.version, sys.executable, platform.platform(), socket.gethostname()]
     base = [str(folder.resolve()), file_signature(folder / "tokenizer.json"), dtype]
     parts = [VERSION, computer, versions, variables, base]
@@ -116,8 +131,21 @@ def _take_a_step(folder: Path, dtype: str) -> None:
     _ = torch.ones(TOKENS, 1024, dtype=MODEL_DTYPES[dtype]) @ torch.ones(1024, 1024, dtype=MODEL_DTYPES[dtype])
 
 
+def _fill_kernel_caches(dtype: str, capacity: int) -> None:
+    """Compute products of more shapes than the matrix library stores kernels of, as a run of many steps does."""
+    import torch
+
+    from lorakit.files.dtypes import MODEL_DTYPES
+
+    weight = torch.ones(64, 64, dtype=MODEL_DTYPES[dtype])
+    for num_rows in range(1, 2 * capacity):
+        _ = torch.ones(num_rows, 64, dtype=weight.dtype) @ weight
+
+
 def _measure(folder: Path, dtype: str) -> dict[str, int]:
+    num_kernels = limit_kernel_caches()
     _take_a_step(folder, dtype)
+    _fill_kernel_caches(dtype, num_kernels)
     from lorakit.errors import RunError
     from lorakit.quant.bnb import bitsandbytes
 

@@ -2,8 +2,9 @@
 
 from lorakit.planning.advise import Advice
 from lorakit.planning.backends import LAYOUTS
-from lorakit.planning.estimate import Candidate, Estimator
-from lorakit.planning.machine import GB
+from lorakit.planning.estimate import Candidate, Estimator, install
+from lorakit.planning.gpus import GB
+from lorakit.planning.machine import Machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
 from lorakit.planning.sharding import base_bytes
 
@@ -27,6 +28,16 @@ def describe_cheapest(advice: Advice) -> str:
     return f"the cheapest change: parallel.backend={candidate.backend}{changes}, {_peak(candidate)}"
 
 
+def describe_uninstalled(advice: Advice) -> str:
+    """Name the backends that would fit if their package were installed; empty if there are none."""
+    candidates = [estimate.candidate for estimate in advice.backends]
+    fitting = [candidate for candidate in candidates if candidate.fits and candidate.missing_package is not None]
+    if not fitting:
+        return ""
+    names, package = ", ".join(candidate.backend for candidate in fitting), fitting[0].missing_package
+    return f"; not installed, but would fit: {names} ({install(str(package))})"
+
+
 def _facts(estimator: Estimator, advice: Advice) -> list[str]:
     shapes, work = estimator.shapes(), advice.backends[-1].candidate.work
     total, trainable = sum(t.num_values for t in shapes.base), sum(t.numel for t in shapes.adapter)
@@ -35,12 +46,21 @@ def _facts(estimator: Estimator, advice: Advice) -> list[str]:
     lines = f"{batch.lines} x {batch.width}" if batch.lines > 1 else f"{batch.width}"
     return [
         f"machine     {estimator.machine.describe()}",
+        *_assumed_speed(estimator.machine),
         f"base        {estimator.recipe.base.model}, {shapes.architecture}, {_count(total)} parameters in"
         f" {estimator.dtype}{quantized}, {base_bytes(shapes) / GB:,.2f} GB",
         f"adapter     {_count(trainable)} parameters in float32",
         f"micro-batch {lines} tokens, {batch.num_labels} labels; {work.micro_batches} of each process in a step",
         f"rows        {work.source}",
     ]
+
+
+def _assumed_speed(machine: Machine) -> list[str]:
+    if machine.gpu is None or not machine.gpu.rates_of:
+        return []
+    dtype = ", bfloat16 included," if machine.described else ""
+    text = f"that of an {machine.gpu.rates_of}{dtype} is assumed: seconds compare backends, and say nothing of this GPU"
+    return [f"speed       {text}"]
 
 
 def _table(estimator: Estimator, advice: Advice) -> list[str]:
@@ -73,9 +93,9 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
     lines = []
     for estimate in advice.backends:
         candidate, change = estimate.candidate, estimate.cheapest_change
-        if not candidate.fits:
+        if not candidate.can_run:
             helps = f"; fits with {change.overrides()}, {_peak(change)}" if change else ""
-            lines.append(f"{candidate.backend:<11} needs {candidate.shortfall}{helps}")
+            lines.append(f"{candidate.backend:<11} needs {candidate.lacks}{helps}")
     if refused := [name for name in LAYOUTS if name not in estimator.backends]:
         lines.append(f"left out    {', '.join(refused)}: refused with optimizer {estimator.recipe.train.optimizer}")
     if best is None:
@@ -85,7 +105,7 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
     lines.append(f"why         {advice.why}")
     if requested not in ("auto", best.backend):
         own = next(estimate.candidate for estimate in advice.backends if estimate.candidate.backend == requested)
-        lines.append(f"the recipe  asks for {requested}, which {'fits too' if own.fits else 'does not fit'}")
+        lines.append(f"the recipe  asks for {requested}, which {_requested_verdict(own)}")
     lines.append(f"fits means  with {MARGIN:.0%} to spare; seconds are rough, and for comparing")
     return lines
 
@@ -101,7 +121,17 @@ def _peak(candidate: Candidate) -> str:
 def _verdict(candidate: Candidate, advice: Advice) -> str:
     if candidate is advice.best:
         return "fits, advised"
-    return "fits" if candidate.fits else "too large"
+    size = "fits" if candidate.fits else "too large"
+    if candidate.missing_package is None:
+        return size
+    return "not installed" if candidate.fits else f"{size}, not installed"
+
+
+def _requested_verdict(candidate: Candidate) -> str:
+    size = "fits too" if candidate.fits else "does not fit"
+    if candidate.missing_package is None:
+        return size
+    return f"is not installed{'' if candidate.fits else ' and does not fit'}: {install(candidate.missing_package)}"
 
 
 def _seconds(candidate: Candidate) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, detect_world
+from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
 
@@ -79,6 +80,7 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
     Raises:
         LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
+    limit_kernel_caches()
     world = current_process(recipe, os.environ)
     if world is not None:
         return _train_here(recipe, world, fresh=fresh, why=why)

@@ -151,6 +151,15 @@ def test_doctor_finds_nothing_broken_here(run: Any) -> None:
     assert "dtype auto is" in out
 
 
+def test_doctor_lists_no_backend_whose_package_is_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # an import fails, as without the package
+    _, out, _ = run("doctor")
+
+    backends = next(line for line in out.splitlines() if line.startswith("backends"))
+    assert backends == "backends   ddp, fsdp2; not installed: zero1, zero2, zero3 (pip install 'lorakit[deepspeed]')"
+    assert "deepspeed not installed" in out
+
+
 @pytest.mark.spread
 def test_sigterm_ends_training_with_exit_code_75_and_the_same_command_goes_on(recipe: Any, tmp_path: Path) -> None:
     path = recipe(train={"steps": 100_000, "save_every_steps": 1000, "eval_every_steps": 100_000})
