@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import LorakitError, PatchError
+from lorakit.errors import LorakitError
 from lorakit.export.ollama import modelfile
 from lorakit.files.atomic import atomic_folder, write_file
 from lorakit.merging.merge import merge
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.compatibility import compatible_programs
+from lorakit.patch.compatibility import check_compatible
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import trained_form
 
@@ -78,15 +78,7 @@ def _check(patches: Mapping[str, Patch]) -> None:
     for name in patches:
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith((".", "-")):
             raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
-    problems = {
-        name: "; ".join(program.problems)
-        for name, patch in patches.items()
-        for program in compatible_programs(patch)
-        if program.name == "llama.cpp" and program.problems
-    }
-    if problems:
-        listed = "\n".join(f"{name}: {why}" for name, why in problems.items())
-        raise PatchError(f"llama.cpp would compute other answers with these adapters:\n{listed}\nadd --merged")
+    check_compatible(patches, "llama.cpp", "add --merged")
 
 
 def _convert_model(source: str, target: str) -> str:

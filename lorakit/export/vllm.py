@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from lorakit.errors import PatchError
 from lorakit.patch import Patch
-from lorakit.patch.compatibility import compatible_programs, vllm_rank
+from lorakit.patch.compatibility import check_compatible, vllm_rank
 from lorakit.patch.prompting import trained_form
 
 MAX_RESIDENT: Final = 16
@@ -33,18 +32,8 @@ def vllm_command(
     Raises:
         PatchError: vLLM would compute another adapter than lorakit; names every such adapter with the reasons.
     """
-    problems = {
-        adapter: "; ".join(program.problems)
-        for adapter, patch in adapters.items()
-        for program in compatible_programs(patch)
-        if program.name == "vLLM" and program.problems
-    }
-    if problems:
-        listed = "\n".join(f"{adapter}: {why}" for adapter, why in problems.items())
-        raise PatchError(
-            f"vLLM would compute other answers with these adapters:\n{listed}\n"
-            "merge them into the base (lorakit merge), or serve them with lorakit serve"
-        )
+    remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
+    check_compatible(adapters, "vLLM", remedy)
     at = ["--revision", revision] if revision else []
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
     if not adapters:

@@ -5,10 +5,11 @@ for the full adapter. llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) reads
 from the config, and always divides by the rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import layer_index
 from lorakit.patch.patch import Patch
@@ -37,6 +38,23 @@ def compatible_programs(patch: Patch) -> list[Program]:
         Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {vllm_rank(largest)}"),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
+
+
+def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:
+    """Return if a program would compute the same with all of these patches.
+
+    Raises:
+        PatchError: names every patch with which it would not, the reasons, and the remedy.
+    """
+    problems = [
+        f"{name}: {'; '.join(one.problems)}"
+        for name, patch in patches.items()
+        for one in compatible_programs(patch)
+        if one.name == program and one.problems
+    ]
+    if problems:
+        listed = "\n".join(problems)
+        raise PatchError(f"{program} would compute other answers with these adapters:\n{listed}\n{remedy}")
 
 
 def vllm_rank(largest: int) -> int | None:
