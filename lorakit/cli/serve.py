@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, parse_named, positive_int
@@ -32,6 +33,10 @@ def add_serve_command(add_command: AddCommand) -> None:
     serve.add_argument("--log-prompts", action="store_true", help="write prompts into the log of requests too")
     serve.add_argument("--max-batch", type=positive_int, default=16, help="requests that are computed together")
     serve.add_argument(
+        "--max-adapters", type=positive_int, metavar="N",
+        help="adapters in memory; others are read from disk when a request names them (default: all)",
+    )  # fmt: skip
+    serve.add_argument(
         "--kv-memory", type=float, metavar="GB",
         help="memory for keys and values, of running requests and common prefixes (default: half of what is free)",
     )  # fmt: skip
@@ -57,15 +62,24 @@ def _serve(options: argparse.Namespace) -> int:
             raise LorakitError(f"{option}: no folder {root.absolute()}")
     if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
-    model = load_model(options, adapters)
+    model = load_model(options, {})
     from lorakit.planning.gpus import GB
     from lorakit.planning.machine import free_memory
+    from lorakit.serving.adapter_pool import AdapterPool
     from lorakit.serving.server import serve
 
+    pool = AdapterPool(model, options.max_adapters)
+    for adapter, path in adapters.items():
+        pool.load(
+            adapter, path, allow_base_mismatch=options.allow_base_mismatch,
+            allow_edited_config=options.allow_edited_config, allow_template_change=options.allow_template_change,
+        )  # fmt: skip
+        if note := pool.sources()[adapter].note:
+            print(note, file=sys.stderr)
     device = next(model.model.parameters()).device
     kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
     serve(
-        model, name, host=options.host, port=options.port, api_keys=api_keys, admin_key=options.admin_key,
+        model, pool, name, host=options.host, port=options.port, api_keys=api_keys, admin_key=options.admin_key,
         adapter_root=options.adapter_root, adapters_dir=options.adapters_dir, log_prompts=options.log_prompts,
         max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.body import read_body, read_fields
 from lorakit.serving.openai_requests import RequestError, typed_field
 
@@ -22,8 +22,8 @@ UNLOAD_PATH = "/v1/unload_lora_adapter"
 class AdapterAdmin:
     """The routes that change the adapters of a server. root: the folder whose patches may be loaded; None: none."""
 
-    def __init__(self, model: AdaptedModel, base_name: str, root: Path | None) -> None:
-        self._model, self._base_name, self._root = model, base_name, root
+    def __init__(self, pool: AdapterPool, base_name: str, root: Path | None) -> None:
+        self._pool, self._base_name, self._root = pool, base_name, root
 
     async def load(self, request: Request) -> Response:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
@@ -33,16 +33,16 @@ class AdapterAdmin:
         if name == self._base_name:
             raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
         folder = self._below_root(path)
-        await run_in_threadpool(self._model.load_adapter, name, folder, replace=replace)
+        await run_in_threadpool(self._pool.load, name, folder, replace=replace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         body = read_fields(await read_body(request), ("lora_name",))
         name = typed_field(body, "lora_name", str)
-        if name not in self._model.adapters:
+        if name not in self._pool.names:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
-        await run_in_threadpool(self._model.unload_adapter, name)
+        await run_in_threadpool(self._pool.remove, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _below_root(self, path: str) -> Path:

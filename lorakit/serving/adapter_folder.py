@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final, final
 
 from lorakit.errors import LorakitError
-from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import Log
 
 POLL_SECONDS: Final = 1.0
@@ -28,8 +28,8 @@ Files = tuple[tuple[str, int, int, int], ...]
 class AdapterFolder:
     """The adapters of a folder. reserved: names that it may not give, such as the base's."""
 
-    def __init__(self, model: AdaptedModel, root: Path, reserved: Collection[str], log: Log) -> None:
-        self._model, self._root, self._reserved, self._log = model, root, frozenset(reserved), log
+    def __init__(self, pool: AdapterPool, root: Path, reserved: Collection[str], log: Log) -> None:
+        self._pool, self._root, self._reserved, self._log = pool, root, frozenset(reserved), log
         self._seen: dict[str, Files] = {}
         """files of each sub-folder at the last look"""
         self._tried: dict[str, Files] = {}
@@ -98,7 +98,7 @@ class AdapterFolder:
             patch = read_patch(folder)
             if _files(folder) != files:  # it is being written; the next look reads it
                 return
-            self._model.add_patch(name, patch, replace=name in self._loaded)
+            self._pool.add(name, patch, replace=name in self._loaded)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
             self._failed[name] = error
@@ -112,8 +112,8 @@ class AdapterFolder:
 
     def _unload(self, name: str) -> None:
         self._loaded.discard(name)
-        if name in self._model.adapters:  # else it was unloaded over HTTP
-            self._model.unload_adapter(name)
+        if name in self._pool.names:  # else it was unloaded over HTTP
+            self._pool.remove(name)
             self._log({"event": "adapter unloaded", "adapter": name})
 
 

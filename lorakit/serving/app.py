@@ -14,6 +14,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import page
 from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH, AdapterAdmin
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.error_replies import explain, explain_bug, explain_no_route
@@ -35,8 +36,9 @@ class OpenAIServer:
     """The routes of one base and its adapters.
 
     name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
-    adapter_root: the folder whose patches may be loaded. failed_adapters: those of a watched folder that are refused.
-    log: writes a line for each request; None: nothing does. log_prompts: the lines have the prompts too.
+    adapter_root: the folder whose patches may be loaded. pool: None is one in which all are resident. failed_adapters:
+    those of a watched folder that are refused. log: writes a line for each request; None: nothing does. log_prompts:
+    the lines have the prompts too.
     """
 
     def __init__(
@@ -48,14 +50,16 @@ class OpenAIServer:
         admin_key: str | None = None,
         adapter_root: Path | None = None,
         *,
+        pool: AdapterPool | None = None,
         failed_adapters: Callable[[], Mapping[str, str]] = dict,
         log: Log | None = None,
         log_prompts: bool = False,
     ) -> None:
         self._engine = engine
-        self._metrics = RequestMetrics(name, lambda: model.adapters, engine.counts)
-        models = ServedModels(model, name, self._metrics.num_requests, failed_adapters)
-        completions, tokens = CompletionRoutes(model, engine, models), TokenRoutes(model, models)
+        pool = pool or AdapterPool(model)
+        self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts)
+        models = ServedModels(model, pool, name, self._metrics.num_requests, failed_adapters)
+        completions, tokens = CompletionRoutes(model, pool, engine, models), TokenRoutes(model, models)
         routes = [
             Route("/health", self._health), Route("/version", self._version), Route("/metrics", self._report_metrics),
             Route("/openapi.json", self._describe),
@@ -67,7 +71,7 @@ class OpenAIServer:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
         ]  # fmt: skip
         if admin_key is not None:
-            admin = AdapterAdmin(model, name, adapter_root)
+            admin = AdapterAdmin(pool, name, adapter_root)
             routes += [
                 Route(LOAD_PATH, admin.load, methods=["POST"]), Route(UNLOAD_PATH, admin.unload, methods=["POST"])
             ]  # fmt: skip

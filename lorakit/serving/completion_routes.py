@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import Piece, StreamedAnswer
 from lorakit.serving.body import read_body
 from lorakit.serving.engine import ServingEngine
@@ -28,8 +29,8 @@ DISCONNECT_SECONDS: Final = 0.5
 class CompletionRoutes:
     """The two routes that generate."""
 
-    def __init__(self, model: AdaptedModel, engine: ServingEngine, models: ServedModels) -> None:
-        self._model, self._engine, self._models = model, engine, models
+    def __init__(self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels) -> None:
+        self._model, self._pool, self._engine, self._models = model, pool, engine, models
         self._one_at_a_time = asyncio.Lock()
         """for the forwards of echoes, which are beside the engine's"""
 
@@ -53,6 +54,8 @@ class CompletionRoutes:
         rows = [self._model.prompts.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
         record.num_prompt_tokens = sum(map(len, rows))
         client = request.headers.get("authorization")
+        lease = self._pool.lease(adapter)
+        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
             for ids in rows:
                 for index in range(completion.choices):
@@ -66,6 +69,8 @@ class CompletionRoutes:
             for answer in record.answers:
                 answer.cancel()
             raise
+        finally:
+            await run_in_threadpool(lease.__exit__, None, None, None)  # which may wait while another one is read
         reply = Reply(kind, completion, record.answers, record.num_prompt_tokens, self._model.tokenizer)
         if completion.stream:
             return EventStream(reply, record)

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.openai_requests import RequestError
 
 
@@ -24,11 +25,12 @@ class ServedModels:
     def __init__(
         self,
         model: AdaptedModel,
+        pool: AdapterPool,
         name: str,
         num_requests: Callable[[str], int],
         failed: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._model, self.name = model, name
+        self._model, self._pool, self.name = model, pool, name
         self._num_requests, self._failed, self._started = num_requests, failed, int(time.time())
 
     def adapter_name(self, model: str) -> str | None:
@@ -39,8 +41,8 @@ class ServedModels:
         """
         if model == self.name:
             return None
-        if model not in self._model.adapters:
-            known = ", ".join([self.name, *self._model.adapters])
+        if model not in self._pool.names:
+            known = ", ".join([self.name, *self._pool.names])
             raise RequestError(
                 f"model {model!r} is not here; there are {known}", status=404, param="model", code="model_not_found"
             )
@@ -54,17 +56,17 @@ class ServedModels:
 
     async def list(self, request: Request) -> Response:
         """Reply with the base and its adapters."""
-        adapters = [self._card(name, source) for name, source in self._model.sources().items()]
+        adapters = [self._card(name, source) for name, source in self._pool.sources().items()]
         return JSONResponse({"object": "list", "data": [self._card(None, None), *adapters]})
 
     async def one(self, request: Request) -> Response:
         """Reply with one of them."""
         name = self.adapter_name(request.path_params["name"])
-        return JSONResponse(self._card(name, None if name is None else self._model.sources().get(name)))
+        return JSONResponse(self._card(name, None if name is None else self._pool.sources().get(name)))
 
     async def adapters(self, request: Request) -> Response:
         """Reply with the state of every adapter: those that are loaded, and those whose last load failed."""
-        loaded, failed = self._model.sources(), self._failed()
+        loaded, failed = self._pool.sources(), self._failed()
         facts = [self._facts(name, source) for name, source in loaded.items()]
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})
@@ -79,8 +81,9 @@ class ServedModels:
         return {**card, "root": source.identity if source else None, "parent": self.name}
 
     def _facts(self, name: str, source: PatchSource) -> dict[str, Any]:
+        state = "loaded" if self._pool.is_resident(name) else "on disk"
         return {
-            "name": name, "state": "loaded", "digest": source.identity, "rank": source.rank,
+            "name": name, "state": state, "digest": source.identity, "rank": source.rank,
             "bytes": source.num_bytes, "requests": self._num_requests(name), "error": self._failed().get(name),
             "prompting": asdict(source.form),
         }  # fmt: skip

@@ -15,6 +15,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import NO_TOKENIZER
 from lorakit.serving.adapter_folder import AdapterFolder
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.request_log import json_line
@@ -22,6 +23,7 @@ from lorakit.serving.request_log import json_line
 
 def serve(
     model: AdaptedModel,
+    pool: AdapterPool,
     name: str,
     *,
     host: str,
@@ -50,15 +52,16 @@ def serve(
         open_parts.callback(engine.close)
         folder = None
         if adapters_dir is not None:
-            folder = AdapterFolder(model, adapters_dir, {name, *model.adapters}, _log)
+            folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, _log)
             open_parts.callback(folder.close)
             folder.start()
         app = OpenAIServer(
-            model, engine, name, api_keys, admin_key, adapter_root, failed_adapters=folder.failed if folder else dict,
+            model, engine, name, api_keys, admin_key, adapter_root, pool=pool,
+            failed_adapters=folder.failed if folder else dict,
             log=_log, log_prompts=log_prompts,
         ).app  # fmt: skip
         address = f"[{host}]" if ":" in host else host
-        names = ", ".join([name, *model.adapters])
+        names = ", ".join([name, *pool.names])
         print(f"http://{address}:{listening.getsockname()[1]}/v1  {names}", file=sys.stderr, flush=True)
         _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
 

@@ -15,6 +15,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
 from lorakit.serving import adapter_folder as adapter_folder_module
 from lorakit.serving.adapter_folder import AdapterFolder
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.http_server import serving
@@ -53,7 +54,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(model: AdaptedModel, root: Path, lines: Lines) -> AdapterFolder:
-    return AdapterFolder(model, root, {"tiny"}, lambda line: lines.append(dict(line)))
+    return AdapterFolder(AdapterPool(model), root, {"tiny"}, lambda line: lines.append(dict(line)))
 
 
 def answer(model: AdaptedModel, name: str | None) -> str:

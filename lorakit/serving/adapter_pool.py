@@ -1,0 +1,127 @@
+"""Serve more adapters than fit in memory: the least recently used ones stay on disk until a request names them.
+
+Invariant: a name means the bytes that were loaded under it. An adapter whose files changed while it was on disk is
+refused until it is loaded again.
+"""
+
+import contextlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+from lorakit.errors import LorakitError, PatchError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.bind import PatchSource
+from lorakit.patch import Patch, read_patch
+
+
+@final
+class AdapterPool:
+    """The adapters of a server. max_resident: in memory at a time; None is all. One adapter is read at a time.
+
+    An adapter that a request is about to use stays. A request under way needs none of this: it has its adapter.
+    """
+
+    def __init__(self, model: AdaptedModel, max_resident: int | None = None) -> None:
+        self._model, self._max_resident = model, max_resident
+        self._on_disk: dict[str, PatchSource] = {}
+        """adapters that were loaded, and left the memory"""
+        self._used: OrderedDict[str, None] = OrderedDict()
+        """resident adapters, the least recently used first"""
+        self._leases: Counter[str] = Counter()
+        """name -> requests that are about to use it"""
+        self._options: dict[str, dict[str, Any]] = {}
+        """name -> what was allowed when it was loaded"""
+        self._changing = threading.RLock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all adapters, resident or on disk."""
+        return (*self._model.adapters, *self._on_disk)
+
+    def sources(self) -> dict[str, PatchSource]:
+        """Return what is known of the patch of every adapter."""
+        return {**self._on_disk, **self._model.sources()}
+
+    def is_resident(self, name: str) -> bool:
+        """True if an adapter is in memory."""
+        return name in self._model.adapters
+
+    def load(self, name: str, folder: str | Path, *, replace: bool = False, **allowed: bool) -> None:
+        """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
+        edited = allowed.pop("allow_edited_config", False)
+        self.add(name, read_patch(folder, allow_edited_config=edited), replace=replace, **allowed)
+        self._options[name]["allow_edited_config"] = edited
+
+    def add(self, name: str, patch: Patch, *, replace: bool = False, **allowed: bool) -> None:
+        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
+        with self._changing:
+            if name in self._on_disk and not replace:
+                raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
+            self._model.add_patch(name, patch, replace=replace, **allowed)
+            self._on_disk.pop(name, None)
+            self._options[name] = {**allowed, "allow_edited_config": False}
+            self._touch(name)
+            self._evict()
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            LorakitError: there is none of that name.
+        """
+        with self._changing:
+            self._options.pop(name, None)
+            self._used.pop(name, None)
+            if self._on_disk.pop(name, None) is None:
+                self._model.unload_adapter(name)
+
+    @contextlib.contextmanager
+    def lease(self, name: str | None) -> Iterator[None]:
+        """Have an adapter in memory inside the block; None, the base, always is. May read a file: not in an event loop.
+
+        Raises:
+            LorakitError: the adapter is gone, or its files are, or they changed.
+        """
+        if name is None:
+            yield
+            return
+        with self._changing:
+            if name in self._on_disk:
+                self._read(name)
+            self._touch(name)
+            self._leases[name] += 1
+            self._evict()
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._leases[name] -= 1
+                self._evict()
+
+    def _read(self, name: str) -> None:
+        source, allowed = self._on_disk[name], dict(self._options[name])
+        patch = read_patch(source.folder, allow_edited_config=allowed.pop("allow_edited_config"))
+        if patch.identity != source.identity:
+            raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
+        self._model.add_patch(name, patch, **allowed)
+        del self._on_disk[name]
+
+    def _touch(self, name: str) -> None:
+        self._used[name] = None
+        self._used.move_to_end(name)
+
+    def _evict(self) -> None:
+        """Leave the least recently used adapters on disk, until so many are resident as may be."""
+        if self._max_resident is None:
+            return
+        for name in [name for name in self._used if not self._leases[name]]:
+            if len(self._model.adapters) <= self._max_resident:
+                return
+            if name in self._model.adapters:
+                source = self._model.sources()[name]
+                self._model.unload_adapter(name)
+                self._on_disk[name] = source
+            del self._used[name]

@@ -1,0 +1,131 @@
+"""More adapters than memory has room for: those used least recently wait on disk, and answer as before."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import lorakit
+from lorakit.errors import LorakitError, PatchError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.http_server import serving
+from tests.helpers.patches import make_patch
+
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture
+def copies(patches: dict[str, Path], base: Path, tmp_path: Path) -> dict[str, Path]:
+    """Patches that a test may change."""
+    sources = {**patches, "d": make_patch(base, tmp_path / "d0", seed=9)}
+    return {name: Path(shutil.copytree(sources[name], tmp_path / name)) for name in NAMES}
+
+
+@pytest.fixture
+def empty(base: Path) -> AdaptedModel:
+    return lorakit.load(base, dtype="float32")
+
+
+@pytest.fixture
+def pool(empty: AdaptedModel, copies: dict[str, Path]) -> AdapterPool:
+    pool = AdapterPool(empty, max_resident=2)
+    for name, folder in copies.items():
+        pool.load(name, folder)
+    return pool
+
+
+def resident(pool: AdapterPool) -> set[str]:
+    return {name for name in NAMES if pool.is_resident(name)}
+
+
+def test_the_least_recently_used_adapters_are_on_disk(pool: AdapterPool) -> None:
+    assert resident(pool) == {"c", "d"}
+    with pool.lease("c"), pool.lease("a"):
+        assert resident(pool) >= {"a", "c"}
+    assert resident(pool) == {"a", "c"}  # d was used before c
+    assert {*pool.names} == {*NAMES} == {*pool.sources()}
+
+
+def test_an_adapter_that_a_request_is_about_to_use_stays(pool: AdapterPool) -> None:
+    with pool.lease("a"), pool.lease("b"), pool.lease("c"):
+        assert resident(pool) == {"a", "b", "c"}  # more than may be, for a moment
+    assert len(resident(pool)) == 2
+    with pool.lease(None):
+        pass
+
+
+def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
+    pool: AdapterPool, copies: dict[str, Path]
+) -> None:
+    for file in copies["b"].iterdir():
+        shutil.copy(file, copies["a"])
+    shutil.rmtree(copies["b"])
+    with pytest.raises(LorakitError, match="'a': its files changed since it was loaded"), pool.lease("a"):
+        pass
+    with pytest.raises(PatchError, match="no such folder"), pool.lease("b"):
+        pass
+    assert resident(pool) == {"c", "d"}
+    with pytest.raises(PatchError, match="'a' is taken"):
+        pool.load("a", copies["a"])
+
+    pool.load("a", copies["a"], replace=True)
+    pool.remove("b")
+    pool.remove("c")
+
+    assert {*pool.names} == {"a", "d"}
+    with pytest.raises(LorakitError, match="not loaded"):
+        pool.remove("b")
+
+
+def test_what_was_allowed_once_is_allowed_when_it_is_read_again(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    config = copies["a"] / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 3}))
+    pool = AdapterPool(empty, max_resident=1)
+    with pytest.raises(PatchError, match="lora_alpha"):
+        pool.load("a", copies["a"])
+    pool.load("a", copies["a"], allow_edited_config=True)
+    pool.load("b", copies["b"])
+    assert resident(pool) == {"b"}
+    with pool.lease("a"):
+        assert resident(pool) == {"a"}
+
+
+@pytest.fixture
+def address(empty: AdaptedModel, pool: AdapterPool) -> Iterator[str]:
+    engine = ServingEngine(empty, max_rows=4)
+    with serving(OpenAIServer(empty, engine, "tiny", pool=pool).app) as opened:
+        yield opened
+    engine.close()
+
+
+def test_requests_for_all_adapters_at_once_are_answered_as_python_answers_them(
+    address: str, pool: AdapterPool, base: Path, copies: dict[str, Path]
+) -> None:
+    everything: AdaptedModel = lorakit.load(base, copies, dtype="float32")
+    answers: dict[tuple[str, int], Any] = {}
+
+    def ask(name: str, number: int) -> None:
+        body = {"model": name, "messages": [{"role": "user", "content": f"say {number}"}], "max_tokens": 6,
+                "temperature": 0}  # fmt: skip
+        answers[name, number] = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+
+    threads = [threading.Thread(target=ask, args=(name, number)) for number in range(4) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for (name, number), reply in answers.items():
+        expected = everything.generate([[{"role": "user", "content": f"say {number}"}]], name, max_new_tokens=6)[0]
+        assert reply["choices"][0]["message"]["content"] == expected, reply
+    states = [adapter["state"] for adapter in httpx.get(f"{address}/v1/adapters").json()["data"]]
+    assert sorted(states) == ["loaded", "loaded", "on disk", "on disk"]
+    assert len(httpx.get(f"{address}/v1/models").json()["data"]) == 5
