@@ -91,6 +91,7 @@ class AdapterPool:
         with self._changing:
             if name in self._on_disk:
                 self._read(name)
+            self._model.adapter(name)  # for its error, if the adapter was removed meanwhile
             self._touch(name)
             self._leases[name] += 1
             self._evict()

@@ -85,6 +85,24 @@ def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
         pool.remove("b")
 
 
+def test_an_adapter_that_was_unloaded_before_its_turn_is_404(
+    empty: AdaptedModel, pool: AdapterPool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = pool.lease
+
+    def unload_first(name: str | None) -> Any:  # as another client may, between the look at the name and its use
+        if name == "c":
+            pool.remove(name)
+        return lease(name)
+
+    monkeypatch.setattr(pool, "lease", unload_first)
+    body = {"model": "c", "prompt": "hi", "max_tokens": 2}
+    reply = httpx.post(f"{address}/v1/completions", json=body)
+
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+    assert httpx.post(f"{address}/v1/completions", json=body | {"model": "d"}).status_code == 200
+
+
 def test_what_was_allowed_once_is_allowed_when_it_is_read_again(empty: AdaptedModel, copies: dict[str, Path]) -> None:
     config = copies["a"] / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 3}))
