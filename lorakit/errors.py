@@ -5,6 +5,7 @@ LorakitError                    exit code 2: one block, no traceback
 ├── BaseModelError              a base that is missing, incomplete or in an unsupported form
 ├── TargetError                 an adapter on no layer, or on a layer that cannot be adapted
 ├── DataError                   rows that cannot be trained on
+├── AdapterNotLoadedError       a name under which no adapter is loaded
 ├── PatchError                  a patch that is truncated, in an unsupported form, or of another base
 ├── MergeError                  a merge that would lose or misplace part of an adapter
 ├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
@@ -32,6 +33,10 @@ class BaseModelError(LorakitError):
 
 class TargetError(LorakitError):
     """Targets that match nothing, or layers that cannot be adapted."""
+
+
+class AdapterNotLoadedError(LorakitError):
+    """A name under which no adapter is loaded."""
 
 
 class DataError(LorakitError):

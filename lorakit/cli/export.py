@@ -65,7 +65,7 @@ def _export(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
     if options.gguf_ready:
         return _export_gguf(options, folder, patches)
-    text = _deployment(options, patches) if options.k8s else _script(options, patches)
+    text = _deployment(options, patches) if options.k8s else _script(options, folder, patches)
     if options.out is None:
         print(text, end="")
         return 0
@@ -92,26 +92,27 @@ def _check_options(options: argparse.Namespace) -> None:
         raise LorakitError(f"--out: {options.out} exists already; choose another name, or remove it")
 
 
-def _script(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
-    from lorakit.base.find import find_base
+def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> str:
+    is_here = Path(options.base).exists() or options.base.startswith("builtin:")
+    base = str(folder.resolve()) if is_here else options.base  # vLLM downloads a hub id itself
+    words = _vllm_words(options, base, patches, {name: str(patch.folder.resolve()) for name, patch in patches.items()})
+    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{_notes(patches)}exec {shlex.join(words)}\n"
+
+
+def _notes(patches: "Mapping[str, Patch]") -> str:
+    """Return comments on what the other program does not do by itself."""
     from lorakit.export.vllm import prompting_notes
 
-    is_here = Path(options.base).exists() or options.base.startswith("builtin:")
-    base = str(find_base(options.base).resolve()) if is_here else options.base
-    words = _vllm_words(options, base, patches, {name: str(patch.folder.resolve()) for name, patch in patches.items()})
-    notes = "".join(f"# {note}\n" for note in prompting_notes(patches))
-    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{notes}exec {shlex.join(words)}\n"
+    return "".join(f"# {note}\n" for note in prompting_notes(patches))
 
 
 def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
     from lorakit.export.kubernetes import deployment
-    from lorakit.export.vllm import prompting_notes
 
     paths = {name: _in_claim(str(patch.folder), options.folder) for name, patch in patches.items()}
     base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
     if options.vllm:
-        words = _vllm_words(options, base, patches, paths)
-        notes = "".join(f"# {note}\n" for note in prompting_notes(patches))
+        words, notes = _vllm_words(options, base, patches, paths), _notes(patches)
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
         named = ["--name", options.name] if options.name else []

@@ -1,27 +1,22 @@
 """Write a Kubernetes Deployment and Service for a server: vLLM's or lorakit's own."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from lorakit.errors import LorakitError
 from lorakit.files.yaml_text import yaml_text
+from lorakit.launch.job_files import check_kubernetes_names
 
 
-def deployment(
-    command: Sequence[str], *, name: str, image: str, claim: str, folder: str, port: int, gpus: int, replicas: int = 1
-) -> str:
+def deployment(command: Sequence[str], *, name: str, image: str, claim: str, folder: str, port: int, gpus: int) -> str:
     """Return YAML of a Deployment whose pods run ``command``, and of a Service before them.
 
     claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
     A pod gets requests when /health answers, and has a minute to finish those under way when it is stopped.
 
     Raises:
-        LorakitError: Kubernetes does not accept a name.
+        RunError: Kubernetes does not accept a name.
     """
-    for label in (name, claim):
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", label):
-            raise LorakitError(f"{label!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
+    check_kubernetes_names(name, claim)
     labels = {"app": name}
     probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
     container: dict[str, Any] = {
@@ -50,7 +45,7 @@ def deployment(
             "kind": "Deployment",
             "metadata": {"name": name},
             "spec": {
-                "replicas": replicas,
+                "replicas": 1,
                 "selector": {"matchLabels": labels},
                 "template": {"metadata": {"labels": labels}, "spec": pod},
             },

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.base.load import generation_settings
-from lorakit.errors import LorakitError, PatchError, did_you_mean
+from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec, check_prompts
 from lorakit.lora.bank import AdapterBank
@@ -356,7 +356,9 @@ class AdaptedModel:
                 raise LorakitError(f"adapters: a name or None per row, got {name!r}")
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
-                raise LorakitError(f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}")
+                raise AdapterNotLoadedError(
+                    f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
+                )
         if lengths is not None and (
             len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
         ):

@@ -76,9 +76,7 @@ def kubernetes_job(
         RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
     """
     local = _processes_per_node(processes, nodes)
-    for label in (name, claim):
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", label):
-            raise RunError(f"{label!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
+    check_kubernetes_names(name, claim)
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
     train = ["-m", "lorakit.cli", "train", recipe, *overrides]
     if kind == "TrainJob":  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
@@ -87,6 +85,17 @@ def kubernetes_job(
     rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
     command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={local}", *rendezvous, *train]
     return yaml_text(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
+
+
+def check_kubernetes_names(*names: str) -> None:
+    """Return if Kubernetes accepts the names.
+
+    Raises:
+        RunError: it does not accept one.
+    """
+    for name in names:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
+            raise RunError(f"{name!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
 
 
 def _processes_per_node(processes: int, nodes: int) -> int:

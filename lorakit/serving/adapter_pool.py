@@ -9,7 +9,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from lorakit.errors import LorakitError, PatchError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -32,8 +32,6 @@ class AdapterPool:
         """resident adapters, the least recently used first"""
         self._leases: Counter[str] = Counter()
         """name -> requests that are about to use it"""
-        self._options: dict[str, dict[str, Any]] = {}
-        """name -> what was allowed when it was loaded"""
         self._changing = threading.RLock()
 
     @property
@@ -49,11 +47,18 @@ class AdapterPool:
         """True if an adapter is in memory."""
         return name in self._model.adapters
 
-    def load(self, name: str, folder: str | Path, *, replace: bool = False, **allowed: bool) -> None:
+    def load(
+        self,
+        name: str,
+        folder: str | Path,
+        *,
+        replace: bool = False,
+        allow_edited_config: bool = False,
+        **allowed: bool,
+    ) -> None:
         """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
-        edited = allowed.pop("allow_edited_config", False)
-        self.add(name, read_patch(folder, allow_edited_config=edited), replace=replace, **allowed)
-        self._options[name]["allow_edited_config"] = edited
+        patch = read_patch(folder, allow_edited_config=allow_edited_config)
+        self.add(name, patch, replace=replace, **allowed)
 
     def add(self, name: str, patch: Patch, *, replace: bool = False, **allowed: bool) -> None:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
@@ -62,7 +67,6 @@ class AdapterPool:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
             self._model.add_patch(name, patch, replace=replace, **allowed)
             self._on_disk.pop(name, None)
-            self._options[name] = {**allowed, "allow_edited_config": False}
             self._touch(name)
             self._evict()
 
@@ -73,7 +77,6 @@ class AdapterPool:
             LorakitError: there is none of that name.
         """
         with self._changing:
-            self._options.pop(name, None)
             self._used.pop(name, None)
             if self._on_disk.pop(name, None) is None:
                 self._model.unload_adapter(name)
@@ -103,11 +106,12 @@ class AdapterPool:
                 self._evict()
 
     def _read(self, name: str) -> None:
-        source, allowed = self._on_disk[name], dict(self._options[name])
-        patch = read_patch(source.folder, allow_edited_config=allowed.pop("allow_edited_config"))
+        source = self._on_disk[name]
+        patch = read_patch(source.folder, allow_edited_config=True)
         if patch.identity != source.identity:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
-        self._model.add_patch(name, patch, **allowed)
+        # everything is allowed, because tensors and settings are those that were accepted for this base before
+        self._model.add_patch(name, patch, allow_base_mismatch=True, allow_template_change=True)
         del self._on_disk[name]
 
     def _touch(self, name: str) -> None:

@@ -54,7 +54,7 @@ class StreamedAnswer:
         self.echo: Piece | None = None
         self.reason: str | None = None
         self.token_times: list[float] = []
-        settings = request.settings_of(len(ids), min(model.prompts.limit, engine.max_positions), index)
+        settings = request.settings_of(len(ids), engine.max_positions, index)
 
         def put(item: Item) -> None:  # in the engine's thread
             if item is not None and not isinstance(item, Exception):

@@ -8,7 +8,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
@@ -56,11 +55,7 @@ class CompletionRoutes:
         record.num_prompt_tokens = sum(map(len, rows))
         client = request.headers.get("authorization")
         lease = self._pool.lease(adapter)
-        try:
-            await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
-        except LorakitError:
-            self._models.adapter_name(completion.model)  # for its 404, if the adapter was unloaded meanwhile
-            raise
+        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
             for ids in rows:
                 for index in range(completion.choices):
@@ -73,7 +68,6 @@ class CompletionRoutes:
         except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody
             for answer in record.answers:
                 answer.cancel()
-            self._models.adapter_name(completion.model)  # as above
             raise
         finally:
             await run_in_threadpool(lease.__exit__, None, None, None)  # which may wait while another one is read

@@ -2,17 +2,15 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Any, final
 
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
+from lorakit.serving.openai_requests import DEFAULT_TOKENS
 from lorakit.serving.sampling import SamplingSettings
-
-LONGEST_ANSWER: Final = 1024
-"""tokens, where the settings do not say"""
 
 
 @final
@@ -21,7 +19,7 @@ class Conversation:
     """Messages so far, and who answers next.
 
     adapter: None for the base. system: goes after the system prompt of the adapter's rows, if they had one.
-    max_tokens: of an answer; None is as many as fit, up to LONGEST_ANSWER.
+    max_tokens: of an answer; None is as many as fit, up to a chat's default over HTTP.
     """
 
     model: AdaptedModel
@@ -52,12 +50,12 @@ class Conversation:
         start = [{"role": "system", "content": "\n\n".join(system)}] if system else []
         prompt = text if form.raw else [*start, *self.messages, turn]
         ids = self.model.prompts.token_ids(prompt, PromptForm(form.raw))
-        free = self.model.prompts.limit - len(ids)
+        free = self.engine.max_positions - len(ids)
         if free < 1:
             raise LorakitError(
-                f"the conversation has {len(ids)} tokens, and this base takes {self.model.prompts.limit}: begin anew"
+                f"the conversation has {len(ids)} tokens, and at most {self.engine.max_positions} fit: begin anew"
             )
-        most = self.max_tokens if self.max_tokens is not None else int(min(free, LONGEST_ANSWER))
+        most = self.max_tokens if self.max_tokens is not None else int(min(free, DEFAULT_TOKENS["chat"]))
         generation = self.engine.submit(ids, self.adapter, replace(self.settings, max_tokens=most))
         detokenizer, pieces = Detokenizer(self.model.tokenizer, self.settings.stop), []
         is_finished = False

@@ -105,7 +105,7 @@ class ServingEngine:
     @property
     def max_positions(self) -> float:
         """Tokens of the longest prompt with its answer."""
-        return min(self._memory.max_positions, self._steady_positions)
+        return min(self._model.prompts.limit, self._memory.max_positions, self._steady_positions)
 
     @property
     def is_alive(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from lorakit.errors import AdapterNotLoadedError
 from lorakit.serving.openai_requests import RequestError
 from lorakit.serving.request_queue import QueueFullError
 
@@ -14,18 +15,20 @@ RETRY_SECONDS: Final = 1
 
 def error_body(problem: Exception) -> dict[str, Any]:
     """Return the body of an error's reply."""
-    status = status_of(problem)
+    status, gone = status_of(problem), isinstance(problem, AdapterNotLoadedError)
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
-            "message": str(problem), "type": kind, "param": getattr(problem, "param", None),
-            "code": getattr(problem, "code", None),
+            "message": str(problem), "type": kind, "param": "model" if gone else getattr(problem, "param", None),
+            "code": "model_not_found" if gone else getattr(problem, "code", None),
         }
     }  # fmt: skip
 
 
 def status_of(problem: Exception) -> int:
     """Return the HTTP status of an error."""
+    if isinstance(problem, AdapterNotLoadedError):  # unloaded since its name was read
+        return 404
     return 429 if isinstance(problem, QueueFullError) else int(getattr(problem, "status", 400))
 
 
