@@ -58,7 +58,7 @@ def _export(options: argparse.Namespace) -> int:
     identity = BaseIdentity(open_base_files(folder))
     patches = {}
     for name, path in parse_named(options.adapter, "--adapter").items():
-        patches[name] = read_patch(path)
+        patches[name] = read_patch(path, allow_edited_config=options.allow_edited_config)
         if not options.allow_base_mismatch:
             check_base(patches[name], identity)
         if note := unverified_note(patches[name], options.base):
@@ -155,7 +155,10 @@ def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[st
     out, tokenizer = Path(options.out), load_tokenizer(folder)
     if options.merged:
         (patch,) = patches.values()
-        export_merged(options.base, patch, tokenizer, out, print_line, revision=options.revision)
+        export_merged(
+            options.base, patch, tokenizer, out, print_line, revision=options.revision,
+            allow_base_mismatch=options.allow_base_mismatch, allow_edited_config=options.allow_edited_config,
+        )  # fmt: skip
     else:
         export_adapters(folder, patches, tokenizer, out)
     print(f"written: {out}; next: LLAMA_CPP=/path/to/llama.cpp sh {out / 'convert.sh'}")

@@ -31,7 +31,15 @@ cd "$(dirname "$0")"
 
 
 def export_merged(
-    base: str, patch: Patch, tokenizer: Any, out: Path, say: Callable[[str], None], *, revision: str | None
+    base: str,
+    patch: Patch,
+    tokenizer: Any,
+    out: Path,
+    say: Callable[[str], None],
+    *,
+    revision: str | None,
+    allow_base_mismatch: bool,
+    allow_edited_config: bool,
 ) -> None:
     """Write ``out``: the base with the patch merged in, the script that converts it, and a Modelfile.
 
@@ -41,7 +49,10 @@ def export_merged(
     text = modelfile("./model.gguf", None, tokenizer, trained_form(patch.metadata))
     script = HEADER + _convert_model("model", "model.gguf")
     with _new_folder(out) as staging:
-        merge(base, patch.folder, out=staging / "model", revision=revision, say=say)
+        merge(
+            base, patch.folder, out=staging / "model", revision=revision, say=say,
+            allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
+        )  # fmt: skip
         write_file(staging / SCRIPT, script)
         write_file(staging / "Modelfile", text)
 
