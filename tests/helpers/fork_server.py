@@ -272,6 +272,8 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str], inherited:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)  # because Popen gives a child their defaults, and Python ignores them
         logging.disable(logging.NOTSET)
         gc.enable()
         sys.modules["numpy"].random.seed()
