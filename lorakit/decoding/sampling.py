@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lorakit.decoding.grammar import Grammar
 from lorakit.errors import LorakitError
-from lorakit.serving.grammar import Grammar
 
 MAX_SEED = 2**63
 
