@@ -14,7 +14,8 @@ def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
     Raises:
         TargetError: a token that is not in the tokenizer's vocabulary.
     """
-    return AdapterSpec(**section.model_dump() | {"trainable_tokens": _token_ids(section.trainable_tokens, folder)})
+    settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (start_patch.py)
+    return AdapterSpec(**settings | {"trainable_tokens": _token_ids(section.trainable_tokens, folder)})
 
 
 def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:

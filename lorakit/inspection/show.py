@@ -65,7 +65,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
         trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
-        step=facts.get("step"),
+        step=facts.get("step"), started_from=_origin_of(facts.get("start")),
         results=", ".join(f"{key} {value:.4f}" for key, value in facts.get("results", {}).items()) or None,
     )  # fmt: skip
     for number, reader in enumerate(compatible_programs(patch)):
@@ -75,6 +75,14 @@ def _show_patch(patch: Patch, say: Say) -> None:
 
 def _first_names(names: Collection[str]) -> str:
     return f"{len(names)} ({', '.join([*names][:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _origin_of(start: Any) -> str | None:
+    """Describe the patch that a run started from; None if it started from an untrained adapter."""
+    if not isinstance(start, dict):
+        return None
+    step = f", step {start['step']}" if "step" in start else ""
+    return f"{start.get('name')}{step} (digest {start.get('digest')})"
 
 
 def _quantization(facts: Mapping[str, Any]) -> str | None:

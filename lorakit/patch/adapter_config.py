@@ -77,7 +77,10 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
     try:
         config = json.loads(_read(path, max_bytes))
     except FileNotFoundError:
-        unfinished = "; an unfinished run is there: lorakit train finishes it" if (folder / "run.json").exists() else ""
+        saved = sorted(path.parent for path in folder.glob(f"checkpoints/*/{CONFIG_FILE}"))
+        newest = f", and its newest checkpoint is a patch: {saved[-1]}" if saved else ""
+        run = f"; an unfinished run is there: lorakit train finishes it{newest}"
+        unfinished = run if (folder / "run.json").exists() else ""
         inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
         inside = f"; there are patches inside: {', '.join(str(folder / name) for name in inner[:5])}" if inner else ""
         if not folder.is_dir():

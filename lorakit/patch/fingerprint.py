@@ -175,12 +175,14 @@ def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]
 
 
 def check_base(
-    patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow_template_change: bool = False
-) -> None:
+    patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow_template_change: bool = False,
+    names_options: bool = True,
+) -> None:  # fmt: skip
     """Raise an error if ``base`` is not the base that the patch was trained on.
 
     A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
     adapted weights, not of samples. ``allow_template_change``: accept a base whose prompts are written in another way.
+    ``names_options``: False if the caller has no option to accept another base, so that the message names none.
 
     Raises:
         PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
@@ -211,12 +213,13 @@ def check_base(
     if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
         parts.append(changed)
     if parts:
-        raise PatchError(mismatch_message(patch, identity.files.folder, " and ".join(parts)))
+        message = mismatch_message(patch, identity.files.folder, " and ".join(parts), names_options=names_options)
+        raise PatchError(message)
     if not allow_template_change and (changed := changed_prompting(patch, identity)):
+        option = ", or say --allow-template-change (in Python allow_template_change=True)" if names_options else ""
         raise PatchError(
             f"{patch.folder}: was trained with another {changed} than {identity.files.folder} has, so the same prompt"
-            " is another text; put the trained one back, or say --allow-template-change (in Python"
-            " allow_template_change=True)"
+            f" is another text; put the trained one back{option}"
         )
 
 
@@ -260,12 +263,12 @@ def full_digests(patch: Patch) -> Mapping[str, str] | None:
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
-def mismatch_message(patch: Patch, base: Path, differing: str) -> str:
+def mismatch_message(patch: Patch, base: Path, differing: str, *, names_options: bool = True) -> str:
     """Return the error message for a patch on a base that it was not trained on. ``differing``: the parts that do."""
+    option = "; to use it here all the same, say --allow-base-mismatch (in Python allow_base_mismatch=True)"
     return (
         f"{patch.folder}: trained on another base than {base}: {differing} differ."
-        f" It was made for {patch.made_for}; to use it here all the same, say --allow-base-mismatch"
-        " (in Python allow_base_mismatch=True)"
+        f" It was made for {patch.made_for}{option if names_options else ''}"
     )
 
 

@@ -75,6 +75,7 @@ def _origin(metadata: Mapping[str, Any]) -> str:
 def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
     rows = metadata.get("data", {}).get("train", {})
     progress = [
+        ("started from", metadata.get("start", {}).get("name")),
         ("step", metadata.get("step")),
         ("rows", rows.get("rows")),
         ("label tokens per epoch", rows.get("label_tokens")),

@@ -1,16 +1,15 @@
 """Values for the `auto` keys of a recipe: those of the run in its output folder, else those the plan advises."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from lorakit.errors import RunError
 from lorakit.planning.estimate import Candidate, apply_changes
 from lorakit.planning.plan import make_plan
 from lorakit.recipe import Recipe
-from lorakit.run.record import RECORD, flatten
+from lorakit.run.record import flatten, recorded_run
 
 BACKEND: Final = "parallel.backend"
 CHECKPOINTING: Final = "train.activation_checkpointing"
@@ -40,7 +39,7 @@ def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
     auto_keys = recipe.auto_keys
     if not auto_keys:
         return Choice({}, "")
-    recorded = {} if fresh else _recorded_recipe(Path(recipe.output))
+    recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
     if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
         values = {key: recorded[key] for key in auto_keys}
         return Choice(values, f"{', '.join(values.values())}, as this run was begun")
@@ -54,18 +53,6 @@ def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
         CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
     return Choice({key: advice[key][0] for key in auto_keys}, "; ".join(advice[key][1] for key in auto_keys))
-
-
-def _recorded_recipe(output: Path) -> Mapping[str, Any]:
-    """Read the flat recipe of the run in a folder; empty if there is none.
-
-    An unreadable record counts as none here, because the run itself refuses the folder with a full message.
-    """
-    try:
-        recorded = json.loads((output / RECORD).read_text())["recipe"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return flatten(recorded) if isinstance(recorded, dict) else {}
 
 
 def _why_checkpointing(candidate: Candidate) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.find import find_base
+from lorakit.base.start_patch import with_start
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import Machine, detect_machine
@@ -61,6 +62,7 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     Raises:
         LorakitError: the base is missing, its memory cannot be computed, or the adapter does not fit it.
     """
+    recipe = with_start(recipe)
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
     estimator = _make_estimator(recipe, machine)
     advice = advise(estimator)

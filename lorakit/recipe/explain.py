@@ -16,7 +16,8 @@ MAX_SHOWN = 60
 OTHER_NAMES: Final = {
     "lr": "learning_rate", "r": "rank", "lora_r": "rank", "target_modules": "targets", "max_steps": "steps",
     "num_train_epochs": "epochs", "per_device_train_batch_size": "micro_batch_size", "cutoff_len": "max_tokens",
-    "sequence_len": "max_tokens", "max_seq_length": "max_tokens", "gradient_checkpointing": "activation_checkpointing",
+    "lora_model_dir": "start_from", "adapter_name_or_path": "start_from", "sequence_len": "max_tokens",
+    "max_seq_length": "max_tokens", "gradient_checkpointing": "activation_checkpointing",
 }  # fmt: skip
 """names of other trainers that are not similar to lorakit's, and lorakit's"""
 

@@ -75,6 +75,9 @@ class AdapterSection(Section):
     """Initial A and B. `gaussian`: A normal with standard deviation 1/r, B zero. `kaiming`: A Kaiming uniform, B zero.
     `pissa`: A and B from the largest singular vectors of W. `olora`: A and B from the QR decomposition of W. The last
     two are saved as a plain patch of rank 2 r."""
+    start_from: Name | None = None
+    """Patch folder, of lorakit or PEFT, whose values the adapter starts with. Method, rank, alpha and targets are the
+    patch's: leave them out, or give the same."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """Trainable biases of the base: none, those of adapted layers, or all."""
     modules_to_save: tuple[Pattern, ...] = ()
@@ -181,13 +184,14 @@ class TrainSection(Section):
     save_every_steps: Count = 50
     """Optimizer updates between checkpoints."""
     keep_checkpoints: Count = 2
-    """Number of checkpoints that stay on disk, besides the best one."""
+    """Number of checkpoints that stay on disk while the run trains, besides the best one. At its end the last stays."""
     eval_every_steps: Count = 50
     """Optimizer updates between evaluations, if `data.eval` is given."""
     early_stopping_evals: Count | None = None
     """Stop after this many consecutive evaluations without a better loss."""
     select: Literal["last", "best"] = "last"
-    """Step that becomes the patch: the last, or the one with the best eval loss."""
+    """Step that becomes the patch: the last, or the one with the best eval loss. The other one is in `best/` or
+    `last/`."""
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers, besides `metrics.jsonl`."""
 

@@ -17,25 +17,34 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
-MAY_CHANGE: Final = {  # keys that change the result at most in its last digits
-    "train.save_every_steps", "train.keep_checkpoints", "train.log_to", "train.activation_checkpointing",
-    "train.activation_offload", "train.compile", "train.micro_batch_size", "data.cache_gb",
+HARMLESS: Final = {  # keys that change the numbers of a run at most in their last digits
+    "train.save_every_steps", "train.keep_checkpoints", "train.eval_every_steps", "train.log_to",
+    "train.activation_checkpointing", "train.activation_offload", "train.compile", "train.micro_batch_size",
+    "data.cache_gb", "output",
 }  # fmt: skip
-MAY_CHANGE_BELOW: Final = "parallel."
+HARMLESS_BELOW: Final = "parallel."
+LENGTH: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
+"""keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
 SHOWN_CHANGES: Final = 10
 ROW_ORDER: Final = 2
 """version of the order of rows without packing; a run that changed it would repeat rows of an epoch, and miss others"""
 
 
 class RunRecord:
-    """Record of the run in an output folder."""
+    """Record of the run in an output folder. ``goes_on``: it had finished, and its recipe has another end now."""
 
-    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
-        self._path, self.values = folder / RECORD, values
+    def __init__(self, folder: Path, values: dict[str, Any], *, goes_on: bool = False) -> None:
+        self._path, self.values, self.goes_on = folder / RECORD, values, goes_on
 
     @property
     def finished(self) -> bool:
-        return self.values.get("status") == "finished"
+        """True if there is nothing left to do."""
+        return self.values.get("status") == "finished" and not self.goes_on
+
+    @property
+    def total_steps(self) -> int | None:
+        """The steps of the full run, as it was begun; None if it never started."""
+        return self.values.get("total_steps")
 
     def start(self, **facts: Any) -> None:
         """Record the facts of a run that starts or resumes.
@@ -52,14 +61,16 @@ class RunRecord:
                     + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
                 )
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
-        start["parallel"] = self.values["recipe"]["parallel"]
+        start |= {"parallel": self.values["recipe"]["parallel"], "total_steps": facts["total_steps"]}
         self.values.setdefault("starts", []).append(start)
+        for key in self.values.pop("facts_of_end", ()):  # of an end that was not the last
+            self.values.pop(key, None)
         self.values |= {"status": "running", **facts}
         write_json(self._path, self.values)
 
     def finish(self, **facts: Any) -> None:
         """Record how the run ended."""
-        self.values |= {"status": "finished", **facts}
+        self.values |= {"status": "finished", "facts_of_end": sorted(facts), **facts}
         write_json(self._path, self.values)
 
 
@@ -72,6 +83,18 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> 
         elif name not in now or now[name] != fact:
             lines.append(f"{within}{name}: {repr(fact)[:60]} before, {repr(now.get(name))[:60]} now")
     return lines
+
+
+def recorded_run(folder: Path) -> dict[str, Any]:
+    """Return the values of an output folder's record; empty without one, or where it cannot be read.
+
+    For use before `open_record`, which refuses an unreadable record with a full message.
+    """
+    try:
+        values = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) and isinstance(values.get("recipe"), dict) else {}
 
 
 def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:
@@ -108,7 +131,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
     now = flatten(recipe)
-    differing = [key for key in now | before if now.get(key) != before.get(key) and not may_change(key)]
+    changed = {key for key in now | before if now.get(key) != before.get(key)}
+    differing = [key for key in changed if not is_harmless(key) and key not in LENGTH]
     if differing:
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
@@ -116,7 +140,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
             "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
         )
     _check_row_order(path, values, packing=before["data.packing"])
-    return RunRecord(folder, {**values, "recipe": recipe})
+    goes_on = values.get("status") == "finished" and not changed.isdisjoint(LENGTH)
+    return RunRecord(folder, {**values, "recipe": recipe}, goes_on=goes_on)
 
 
 def _check_row_order(path: Path, values: dict[str, Any], *, packing: bool) -> None:
@@ -133,9 +158,9 @@ def _check_row_order(path: Path, values: dict[str, Any], *, packing: bool) -> No
         )
 
 
-def may_change(key: str) -> bool:
-    """True if a run may resume although this key of its recipe changed."""
-    return key in MAY_CHANGE or key.startswith(MAY_CHANGE_BELOW)
+def is_harmless(key: str) -> bool:
+    """True if a run may go on although this key of its recipe changed."""
+    return key in HARMLESS or key.startswith(HARMLESS_BELOW)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

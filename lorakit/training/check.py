@@ -15,6 +15,7 @@ from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
+from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -27,11 +28,12 @@ from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
-from lorakit.run.record import open_record
+from lorakit.run.record import open_record, recorded_run
 from lorakit.run.trackers import check_trackers
-from lorakit.training.checkpoint import check_disk
-from lorakit.training.job import NOT_FUSED, check_vocabulary, num_trainable, same_rows_note
+from lorakit.training.checkpoint import Checkpoints, check_disk
+from lorakit.training.job import NOT_FUSED, check_vocabulary, choose_start, num_trainable, same_rows_note
 from lorakit.training.model_checks import check_positions, check_row_lengths
+from lorakit.training.resume import check_length
 
 SHOWN_CHARACTERS = 1200
 
@@ -53,19 +55,14 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             problems.append(str(problem))
             return None
 
+    start = attempt(partial(choose_start, fresh=False), recipe)
+    recipe = start.apply(recipe) if start is not None else recipe
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
         attempt(check_stored_tensors, folder)
-        tokenizer = attempt(lambda: load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
-        model = attempt(_check_targets, recipe, folder, say)
-        if tokenizer is not None:
-            datasets = attempt(_check_rows, recipe, tokenizer, say)
-            if model is not None and datasets is not None:
-                attempt(check_positions, model, recipe.data.max_tokens)
-                for rows in datasets:
-                    attempt(check_vocabulary, model, rows)
-                    attempt(check_row_lengths, model, rows)
-                attempt(check_disk, recipe, len(datasets[0]), num_trainable(model))
+        if start is not None:
+            attempt(_check_start, start, recipe, say)
+        _check_base_and_rows(recipe, folder, say, attempt)
     attempt(check_prerequisites, recipe.parallel)
     attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
     attempt(check_trackers, recipe.train.log_to)
@@ -74,6 +71,28 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     if problems:
         raise LorakitError("\n".join(dict.fromkeys(problems)))
     say("\nnothing is wrong with this recipe")
+
+
+def _check_start(start: Start, recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Print which patch the run starts from. It is read only if no checkpoint has the adapter."""
+    say(f"start from {start}")
+    if Checkpoints(Path(recipe.output) / "checkpoints", 1).newest() is None:
+        read_start(start, recipe)
+
+
+def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None], attempt: Callable[..., Any]) -> None:
+    """Check the base in a folder and the rows, and what depends on both. attempt: calls, and collects the problem."""
+    tokenizer = attempt(lambda: load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
+    model = attempt(_check_targets, recipe, folder, say)
+    datasets = attempt(_check_rows, recipe, tokenizer, say) if tokenizer is not None else None
+    if model is None or datasets is None:
+        return
+    attempt(check_positions, model, recipe.data.max_tokens)
+    for rows in datasets:
+        attempt(check_vocabulary, model, rows)
+        attempt(check_row_lengths, model, rows)
+    attempt(check_disk, recipe, len(datasets[0]), num_trainable(model))
+    attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, len(datasets[0])))
 
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:

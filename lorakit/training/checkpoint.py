@@ -10,47 +10,34 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
-from lorakit.errors import RunError
+from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine, EngineState
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
+from lorakit.training.progress import Progress
+from lorakit.training.run_patches import RunPatches
 
 CHECKPOINT_BYTES: Final = 12
 """bytes of a trainable value in a checkpoint: the value and AdamW's two moments, in float32"""
 
 
-@dataclass
-class Progress:
-    """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate.
+class Checkpoints:
+    """The checkpoints of one run, in a folder: each is a patch, with optimizer state and progress beside it.
 
-    evaluated_step: the last step whose held-out loss was computed. best_step: None before the first evaluation of a
-    trained step.
+    `keep`: how many of the newest stay, besides the best step's. `patches`: writes and reads adapters; None for a
+    caller that only looks for checkpoints or removes them.
     """
 
-    step: int = 0
-    tokens: int = 0
-    label_tokens: int = 0
-    evaluated_step: int | None = None
-    first_eval_loss: float | None = None
-    last_eval_loss: float | None = None
-    best_eval_loss: float | None = None
-    best_step: int | None = None
-    evals_without_gain: int = 0
-
-
-class Checkpoints:
-    """The checkpoints of one run, in a folder. `keep`: how many of the newest stay, besides the best step's."""
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, patches: RunPatches | None = None) -> None:
+        self._folder, self._keep, self._patches = folder, keep, patches
 
     def save(self, engine: Engine, progress: Progress) -> None:
         """Write a checkpoint of this step, unless there is one, and delete the oldest ones. Collective."""
@@ -60,9 +47,15 @@ class Checkpoints:
             engine.group.run_on_rank_0(lambda: self._commit(target, state, progress))
 
     def _commit(self, target: Path, state: EngineState, progress: Progress) -> None:
+        assert self._patches is not None
         remove_folder(target)  # one of the same step that does not verify
         with atomic_folder(target) as staging:
-            _write(staging / "adapter.safetensors", state.adapter)
+            try:
+                self._patches.write(staging, target.name, state.adapter, progress.step, progress)
+            except PatchError as problem:
+                raise RunError(
+                    f"step {progress.step}: {problem}. Earlier checkpoints stay; lower train.learning_rate"
+                ) from None
             _write(staging / "optimizer.safetensors", state.optimizer)
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
@@ -95,16 +88,30 @@ class Checkpoints:
         if newest is None:
             return None
         progress, folder = newest
-        state = EngineState(_read(folder / "adapter.safetensors"), _read(folder / "optimizer.safetensors"))
-        return progress, state
+        return progress, EngineState(self._read_adapter(folder), _read(folder / "optimizer.safetensors"))
 
-    def adapter_of(self, step: int) -> dict[str, Tensor]:
-        """Return the adapter tensors of a step's checkpoint."""
-        return _read(self._path(step) / "adapter.safetensors")
+    def adapter_of(self, step: int) -> dict[str, Tensor] | None:
+        """Return the adapter tensors of a step's checkpoint; None if there is none."""
+        folder = self._path(step)
+        return self._read_adapter(folder) if manifest_matches(folder) else None
+
+    def _read_adapter(self, folder: Path) -> dict[str, Tensor]:
+        older = folder / "adapter.safetensors"  # as lorakit wrote it before checkpoints were patches
+        if older.exists():
+            return _read(older)
+        assert self._patches is not None
+        return self._patches.read(folder)
 
     def remove(self) -> None:
         """Delete all checkpoints."""
         remove_folder(self._folder)
+
+    def remove_all_but_newest(self) -> None:
+        """Delete all checkpoints but the newest that verifies."""
+        newest = self.newest()
+        for step in list(self._steps()) if newest is not None else ():
+            if newest is not None and step != newest[0].step:
+                remove_folder(self._path(step))
 
     def _steps(self) -> Iterator[int]:
         for path in self._folder.glob("step-*"):
@@ -126,7 +133,7 @@ def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RunError(f"output: {output.absolute()} cannot be written: {parent} is a file or write-protected")
     saved = math.ceil(count_steps(recipe, num_rows) / recipe.train.save_every_steps)
-    # the best step's beside the newest ones, one that is being written, and the patch
+    # the best step's beside the newest ones, one that is being written (or two patches at the end), and a patch
     number = min(recipe.train.keep_checkpoints, saved) + 2
     needed = num_trainable * (CHECKPOINT_BYTES * number + 4)
     present = sum(file.stat().st_size for file in output.glob("checkpoints/*/*"))

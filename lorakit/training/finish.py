@@ -1,35 +1,39 @@
 """End a run: write its patch and its record, and delete what the run no longer needs.
 
-Invariant: checkpoints are deleted last, so a run that is killed here can still be resumed.
+Invariant: checkpoints are deleted last, so a run that is killed here can still be resumed. The last step's stays, so
+that the run can be made longer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.patch import patch_from_model, read_patch, remove_patch, write_patch
+from lorakit.patch import read_patch, remove_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.metrics import draw_loss
-from lorakit.run.record import RECORD, RunRecord, versions
-from lorakit.training.checkpoint import Checkpoints, Progress
+from lorakit.run.record import RECORD, RunRecord
+from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.job import Job
+from lorakit.training.progress import Progress
+
+OTHERS: Final = frozenset({"best", "last"})
+"""folders of the output folder for the patch of the step that was not chosen"""
 
 
 def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:
-    """Write the patch, the picture of the loss and the record, then delete the checkpoints. Collective.
+    """Write the patches, the picture of the loss and the record, then delete the older checkpoints. Collective.
 
     The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. seconds: the
     duration since this start.
     """
     group = job.engine.group
-    # the best step's adapter is in its checkpoint, unless the best step is the last one
-    tensors = job.engine.adapter_state_dict() if chosen_step(job.recipe, progress) == progress.step else None
+    tensors = job.engine.adapter_state_dict()
     ranks = group.all_gather(job.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
     group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks))
 
@@ -39,6 +43,12 @@ def chosen_step(recipe: Recipe, progress: Progress) -> int:
     if recipe.train.select == "best" and progress.best_step is not None:
         return progress.best_step
     return progress.step
+
+
+def other_steps(recipe: Recipe, progress: Progress) -> dict[str, int]:
+    """Return the steps with a patch below the output folder: `best` or `last`, where it is not the chosen one."""
+    steps = {"last": progress.step, "best": progress.step if progress.best_step is None else progress.best_step}
+    return {name: step for name, step in steps.items() if step != chosen_step(recipe, progress)}
 
 
 def stops_early(recipe: Recipe, progress: Progress) -> bool:
@@ -64,45 +74,20 @@ def write_results(
     progress: Progress,
     record: RunRecord,
     seconds: float,
-    tensors: dict[str, Tensor] | None,
+    tensors: Mapping[str, Tensor],
     ranks: list[dict[str, Any]],
 ) -> None:
     """Write the files of `finish`. Runs on rank 0 alone.
 
-    tensors: the adapter after the last step; None if it is to be read from the chosen step's checkpoint. ranks: the
-    layouts of all ranks.
+    tensors: the adapter after the last step. ranks: the layouts of all ranks.
     """
-    recipe, step = job.recipe, chosen_step(job.recipe, progress)
-    losses = {
-        "eval_loss_base": progress.first_eval_loss,
-        "eval_loss": progress.last_eval_loss if step == progress.step else progress.best_eval_loss,
-    }
-    facts = {
-        "lorakit": versions()["lorakit"],
-        "versions": versions(),
-        "adapter": {"method": recipe.adapter.method, "rank": recipe.adapter.rank, "alpha": recipe.adapter.alpha},
-        "base": job.base_fingerprint,
-        "data": {key: {**part, "sources": _file_names(part["sources"])} for key, part in job.data_facts().items()},
-        "recipe": _with_file_names(recipe.model_dump(mode="json", exclude={"output", "parallel"})),
-        "results": {key: value for key, value in losses.items() if value is not None},
-        "step": step,
-    }
-    patch = patch_from_model(
-        job.loss_model.model,
-        tensors if tensors is not None else job.checkpoints.adapter_of(step),
-        metadata=facts,
-        base_model=recipe.base.model,
-        revision=recipe.base.revision,
-    )
-    chosen_settings = _with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
-    card = model_card(job.output.name, recipe.base.model, facts, chosen_settings)
-    write_patch(job.output, patch, overwrite=True, card=card)
+    write_patches(job, progress, tensors)
     draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
     record.finish(
         steps=progress.step,
         tokens=progress.tokens,
         label_tokens=progress.label_tokens,
-        results=facts["results"],
+        results=progress.results(chosen_step(job.recipe, progress), started=job.start is not None),
         engine=ranks[0],
         ranks=ranks[1:],
         peak_memory_bytes=ranks[0]["peak_memory_bytes"],
@@ -110,24 +95,50 @@ def write_results(
         **({"stopped_early": why} if (why := early_stop(job, progress)) else {}),
         **({"compiled": job.compiled.stats()} if job.compiled else {}),
     )
-    job.checkpoints.remove()
+    job.checkpoints.remove_all_but_newest()
 
 
-def _with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe whose data files have no absolute paths, because patches are published and paths name people.
+def write_patches(job: Job, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
+    """Write the patch of the chosen step into the output folder, and of best and last the other one below it.
 
-    The base's path stays, because PEFT loads the base by it.
+    The other one first, because on a run that was made longer its only copy may be the patch in the output folder.
     """
-    data = settings["data"]
-    names = {key: _file_names(data[key]) for key in ("train", "eval") if data.get(key) is not None}
-    return {**settings, "data": {**data, **names}}
+    others = other_steps(job.recipe, progress)
+
+    chosen = chosen_step(job.recipe, progress)
+    values = {
+        step: tensors if step == progress.step else saved_adapter(job, step) for step in {chosen, *others.values()}
+    }
+    if (main := values[chosen]) is None:
+        raise RunError(adapter_is_gone(job, chosen))
+    for name, step in others.items():
+        if (other := values[step]) is not None:  # else `end_summary` says so
+            job.patches.write(job.output / name, f"{job.output.name} ({name})", other, step, progress)
+    job.patches.write(job.output, job.output.name, main, chosen, progress)
+    for name in OTHERS - others.keys():  # of an earlier end of this run
+        _discard_patch(job.output / name)
 
 
-def _file_names(names: str | Sequence[str]) -> str | list[str]:
-    """Return the last parts of absolute paths; other names are unchanged."""
-    if isinstance(names, str):
-        return Path(names).name if Path(names).is_absolute() else names
-    return [str(_file_names(name)) for name in names]
+def saved_adapter(job: Job, step: int) -> dict[str, Tensor] | None:
+    """Return the adapter of the best step: of its checkpoint, or of the patch that the run wrote when it ended before.
+
+    None if there is neither: a run of an earlier version saved the best step only for `select: best`.
+    """
+    values = job.checkpoints.adapter_of(step)
+    if values is not None:
+        return values
+    for folder in (job.output, job.output / "best"):
+        if (folder / CONFIG_FILE).exists() and read_patch(folder).metadata.get("step") == step:
+            return job.patches.read(folder)
+    return None
+
+
+def adapter_is_gone(job: Job, step: int) -> str:
+    """Return the error message for a best step whose adapter is needed and in no file any more."""
+    return (
+        f"{job.output}: the adapter of the best step, {step}, is gone (from checkpoints/, the patch here, best/);"
+        " put it back, or start over with --fresh (in Python fresh=True)"
+    )
 
 
 def discard(output: Path) -> None:
@@ -137,6 +148,8 @@ def discard(output: Path) -> None:
     """
     if not ((output / RECORD).exists() or (output / CONFIG_FILE).exists()):
         return
+    for name in OTHERS:
+        _discard_patch(output / name)
     remove_patch(output)
     for name in ("metrics.jsonl", "loss.png", "README.md"):
         (output / name).unlink(missing_ok=True)
@@ -144,8 +157,17 @@ def discard(output: Path) -> None:
     (output / RECORD).unlink(missing_ok=True)
 
 
+def _discard_patch(folder: Path) -> None:
+    """Delete a patch below the output folder, and its folder if nothing else is in it."""
+    if (folder / CONFIG_FILE).exists():
+        remove_patch(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def verify_finished_run(recipe: Recipe, output: Path, say: Callable[[str], None]) -> None:
-    """Verify the patch of a run that has finished before, and delete checkpoints that it may have left.
+    """Verify the patch of a run that has finished before, and delete checkpoints that it no longer needs.
 
     Raises:
         RunError: the patch is damaged.
@@ -154,5 +176,5 @@ def verify_finished_run(recipe: Recipe, output: Path, say: Callable[[str], None]
         read_patch(output)
     except PatchError as problem:
         raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
-    Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove()
+    Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove_all_but_newest()
     say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")

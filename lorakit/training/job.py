@@ -3,6 +3,7 @@
 Invariant: a Job is ready for its first step, and nothing was written to assemble it except the token cache.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,10 +23,12 @@ from lorakit.base.load import load_skeleton, load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
+from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset, find_sources
 from lorakit.data.token_cache import load_split
 from lorakit.errors import BaseModelError, DataError, TargetError
 from lorakit.files.base_files import open_base_files
+from lorakit.inference.bind import quantization_note
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.experts import LoraExperts
@@ -35,11 +38,12 @@ from lorakit.objectives.objective import OBJECTIVES
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer, learning_rate
-from lorakit.patch import fingerprint
+from lorakit.patch import Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
-from lorakit.recipe import Recipe
+from lorakit.recipe import AdapterSection, Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
+from lorakit.run.record import recorded_run
 from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import (
@@ -49,6 +53,7 @@ from lorakit.training.model_checks import (
     enable_packing,
     verify_chunked_loss,
 )
+from lorakit.training.run_patches import RunPatches, patch_facts
 
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
@@ -75,7 +80,8 @@ class Job:
     """All parts of a run.
 
     batches, eval_batches: this rank's rows; None if there are no held-out rows. total_steps: optimizer updates of the
-    full run, those before a resume included. compiled: None unless train.compile is set.
+    full run, those before a resume included. start: the patch that the adapter started from; None if it was untrained.
+    compiled: None unless train.compile is set.
     """
 
     recipe: Recipe
@@ -87,44 +93,55 @@ class Job:
     batches: BatchSampler
     eval_batches: BatchSampler | None
     base_fingerprint: dict[str, Any]
+    patches: RunPatches
     checkpoints: Checkpoints
     total_steps: int
     architecture: str
+    start: Start | None = None
     compiled: CompiledLayers | None = None
 
     def data_facts(self) -> dict[str, Any]:
         """Return sources, digest and counts of the training and held-out rows, for records."""
-        sets = {"train": self.batches.rows} | ({"eval": self.eval_batches.rows} if self.eval_batches else {})
-        return {
-            name: {"sources": rows.sources, "digest": rows.digest, **asdict(rows.counts)} for name, rows in sets.items()
-        }
+        return data_facts(self.batches.rows, self.eval_batches.rows if self.eval_batches else None)
 
     def base_facts(self) -> dict[str, Any]:
         """Return name, architecture and fingerprint of the base, for records."""
         return {"model": self.recipe.base.model, "architecture": self.architecture, **self.base_fingerprint}
 
 
-def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Job:
+def data_facts(rows: TokenDataset, eval_rows: TokenDataset | None) -> dict[str, Any]:
+    """Return sources, digest and counts of the training rows and of held-out rows, if there are any, for records."""
+    sets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+    return {name: {"sources": r.sources, "digest": r.digest, **asdict(r.counts)} for name, r in sets.items()}
+
+
+def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start: Start | None = None) -> Job:
     """Load and connect all parts of a run. Collective.
 
-    recorded: the run record of an interrupted run, whose choice of dtype is used once more; else empty.
+    recorded: the run record of an interrupted run, whose choice of dtype is used once more; else empty. start: the
+    patch that the run starts from, read unless a checkpoint has the adapter.
 
     Raises:
         LorakitError: base, rows or targets are unusable, or differ between ranks.
     """
     group, output = engine.group, Path(recipe.output)
+    saved = Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints)
+    has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
+    patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
     folder, rows, eval_rows = group.local_rank_0_first(lambda: load_data(recipe))  # writes the token cache
     # `auto` measures the machine, so one rank chooses for all
     dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     engine.set_phase("loading the base")
-    adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows))
+    adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows, patch))
     model = adapted.base.model
     group.run_on_rank_0(lambda: check_disk(recipe, len(rows), adapted.num_trainable))
     identity = _identity(recipe, folder, model)
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
+    facts = patch_facts(recipe, identity, data_facts(rows, eval_rows), start.facts() if start else None)
+    patches = RunPatches(recipe, model, facts)
     job = Job(
         recipe=recipe,
         output=output,
@@ -135,9 +152,11 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
         batches=_batches(recipe, rows, engine.mesh.data),
         eval_batches=_batches(recipe, eval_rows, engine.mesh.data) if eval_rows else None,
         base_fingerprint=identity,
-        checkpoints=Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints),
+        patches=patches,
+        checkpoints=Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints, patches),
         total_steps=count_steps(recipe, len(rows)),
         architecture=type(model).__name__,
+        start=start,
     )
     _prepare_engine(job)
     # after the engine has filled the base, and before a step: what the checks choose is read in every forward
@@ -147,6 +166,26 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any]) -> Jo
         enable_packing(job.loss_model, job.batches, engine.device)
     # last, so that the checks above do not compile
     return replace(job, compiled=CompiledLayers(model)) if recipe.train.compile else job
+
+
+def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
+    """Return the patch that a run starts from; None without `adapter.start_from`.
+
+    A run that goes on has its settings and digest in its record, so that the patch is read once.
+
+    Raises:
+        LorakitError: as `find_start`.
+    """
+    recorded = {} if fresh else recorded_run(Path(recipe.output))
+    facts, section = recorded.get("start"), recorded.get("recipe", {}).get("adapter", {})
+    if not facts or recipe.adapter.start_from is None or section.get("start_from") != recipe.adapter.start_from:
+        return find_start(recipe)
+    try:
+        before = AdapterSection.model_validate_json(json.dumps(section))
+        taken = {key: getattr(before, key) for key in FIXED if key not in recipe.adapter.model_fields_set}
+        return Start(recipe.adapter.start_from, facts["digest"], taken, facts.get("step"))
+    except (ValueError, KeyError, TypeError, AttributeError):  # a record that `open_record` refuses with a full message
+        return find_start(recipe)
 
 
 def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
@@ -211,8 +250,11 @@ def load_adapted_base(
     dtype: torch.dtype,
     rows: TokenDataset,
     eval_rows: TokenDataset | None,
+    patch: Patch | None = None,
 ) -> AdaptedBase:
-    """Load the base and put an untrained adapter on it. The base stays on meta if the engine shards it.
+    """Load the base and put an adapter on it. The base stays on meta if the engine shards it.
+
+    patch: the adapter's first values; None: it is untrained.
 
     Raises:
         BaseModelError: the base cannot be loaded, or its vocabulary is smaller than the tokenizer's.
@@ -224,16 +266,21 @@ def load_adapted_base(
         check_vocabulary(model, dataset)
         check_row_lengths(model, dataset)
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
-    check_tokens_occur(spec.trainable_tokens, rows)
+    if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
+        check_tokens_occur(spec.trainable_tokens, rows)
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
     # before `attach`, which adds parameters that are not the base's
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
+    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, model)]
     attach(model, targets, spec, recipe.train.seed, base.read_weight)
+    notes = [*dropout_notes(base.dropout), *adapter_notes(coverage, targets, spec)]
+    notes += [note.removeprefix("note: ") for note in start_notes if note is not None]
+    if patch is not None:
+        fill_adapter(model, patch, folder)
     fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
-    notes = (*dropout_notes(base.dropout), *adapter_notes(coverage, targets, spec))
-    return AdaptedBase(base, coverage, notes, num_parameters, num_trainable(model), fused)
+    return AdaptedBase(base, coverage, tuple(notes), num_parameters, num_trainable(model), fused)
 
 
 def num_trainable(model: nn.Module) -> int:

@@ -23,9 +23,10 @@ from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.run.trackers import check_trackers
-from lorakit.training.checkpoint import Progress
 from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
-from lorakit.training.job import Job, build_job
+from lorakit.training.job import Job, build_job, choose_start
+from lorakit.training.progress import Progress
+from lorakit.training.resume import go_on
 from lorakit.training.summary import announce, end_summary, start_summary
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
@@ -63,6 +64,8 @@ def run_on_engine(
 ) -> Path:
     """Carry out `run` on an open engine: assemble the job, restore its newest checkpoint, train, write the patch."""
     output, group, start_time = Path(recipe.output), engine.group, time.monotonic()
+    start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
+    recipe = start.apply(recipe) if start else recipe
     settings = recipe.model_dump(mode="json")
     with disk_full_as_retryable(output), ExitStack() as resources:
         record = group.run_on_rank_0(lambda: open_output_folder(output, settings, resources, fresh=fresh))
@@ -72,14 +75,15 @@ def run_on_engine(
 
         group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
-        job = build_job(recipe, engine, record.values)
+        job = build_job(recipe, engine, record.values, start)
         if fresh:  # not before: a recipe that cannot run must discard nothing
             group.run_on_rank_0(lambda: discard(output))
         progress = job.checkpoints.restore(engine) or Progress()
+        longer = group.run_on_rank_0(lambda: go_on(job, record, progress))
 
         ranks = group.all_gather(engine.layout())
         group.run_on_rank_0(lambda: record_start(record, job, ranks, why))
-        say(start_summary(job, progress, ranks, why))
+        say(start_summary(job, progress, ranks, why, longer))
         with reporting(
             output,
             last_step=progress.step,
@@ -197,7 +201,7 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
     elif progress.step > 0:
         progress.evals_without_gain += 1
     report.evaluation(progress.step, result)
-    return improved and job.recipe.train.select == "best"
+    return improved
 
 
 def explain_non_finite(job: Job, progress: Progress, problem: NonFiniteStep) -> str:
@@ -233,6 +237,7 @@ def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: 
         ranks=ranks[1:],
         total_steps=job.total_steps,
         fused=job.adapted.fused.facts() if job.adapted.fused else {},
+        **({"start": job.start.facts()} if job.start else {}),
         **({"auto": why} if why else {}),
     )
 

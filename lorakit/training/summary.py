@@ -3,9 +3,9 @@
 from typing import Any
 
 from lorakit.run.report import perplexity
-from lorakit.training.checkpoint import Progress
-from lorakit.training.finish import chosen_step, early_stop
+from lorakit.training.finish import chosen_step, early_stop, other_steps
 from lorakit.training.job import NOT_FUSED, Job, same_rows_note
+from lorakit.training.progress import Progress
 
 
 def announce(text: str) -> None:
@@ -13,8 +13,13 @@ def announce(text: str) -> None:
     print(text, flush=True)
 
 
-def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str) -> str:
-    """Return the lines before training. ranks: the layouts of all ranks. why: of the values of `auto` keys."""
+def start_summary(
+    job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str, longer: str | None = None
+) -> str:
+    """Return the lines before training.
+
+    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: what `resume.go_on` returned.
+    """
     recipe = job.recipe
     trainable, total = job.adapted.num_trainable, job.adapted.num_parameters
     settings = recipe.train
@@ -23,6 +28,7 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
         ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
         *([("quantised", quantisation)] if (quantisation := _quantisation(job)) else []),
         ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
+        *([("start from", str(job.start))] if job.start else []),
         ("targets", _targets(job)),
         *(("note", note) for note in job.adapted.notes),
         ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
@@ -51,6 +57,8 @@ def start_summary(job: Job, progress: Progress, ranks: list[dict[str, Any]], why
     ]
     if progress.step:
         lines.append(("resuming", f"after step {progress.step}"))
+    if longer is not None:
+        lines.append(("longer", longer))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 
@@ -94,7 +102,8 @@ def end_summary(job: Job, progress: Progress) -> str:
     """Return the lines after training: losses on held-out rows, and the files of the run."""
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
-        rows = [("base alone", progress.first_eval_loss), ("last step", progress.last_eval_loss)]
+        first = "at the start" if job.start else "base alone"
+        rows = [(first, progress.first_eval_loss), ("last step", progress.last_eval_loss)]
         if progress.best_eval_loss is not None and progress.best_step != progress.step:
             rows.append((f"best step ({progress.best_step})", progress.best_eval_loss))
         lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
@@ -109,9 +118,16 @@ def end_summary(job: Job, progress: Progress) -> str:
     lines += [
         "",
         f"patch      {job.output} (step {step} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
+        *(f"also       {_other(job, name, other)}" for name, other in other_steps(job.recipe, progress).items()),
         f"try it     lorakit generate {base.model}{tokenizer} --adapter a={job.output} --prompt '...'",
     ]
     return "\n".join(lines)
+
+
+def _other(job: Job, name: str, step: int) -> str:
+    """Return where the patch of the best or the last step is, whichever is not the output folder's."""
+    folder = job.output / name
+    return f"{folder} (step {step})" if folder.is_dir() else f"nothing: the adapter of the {name} step, {step}, is gone"
 
 
 def _engine(ranks: list[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Every method, start and kind of target: PEFT's outputs and gradients, exact merges, and patches both ways."""
 
 import copy
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.errors import TargetError
+from lorakit.base.start_patch import find_start
+from lorakit.errors import PatchError, TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
+from lorakit.lora.inject import checkpoint_tensors
 from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
+from lorakit.patch.onto_model import adapter_from_patch
+from lorakit.recipe import Recipe
 from tests.helpers.models import build_variant
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64
@@ -95,6 +100,49 @@ def peft_names(model: Any) -> dict[str, torch.Tensor]:
             part = f"{part}.weight"
         named[f"{module}.{part}"] = tensor
     return named
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_adapter_that_was_saved_is_read_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = trained(CASES[name])
+    patch = read_patch(save_patch(model, tmp_path / "patch"))
+
+    values = adapter_from_patch(model, patch)
+
+    expected = checkpoint_tensors(model)
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_tied_head_with_another_update_than_its_embedding_is_not_read_into_an_adapter(tmp_path: Path) -> None:
+    model = trained(CASES["tied_both"])
+    patch = read_patch(save_patch(model, tmp_path / "patch"))
+    head = patch.layers["lm_head"]
+    other = dataclasses.replace(head, tensors={**head.tensors, "lora_B": head.tensors["lora_B"] + 1})
+
+    with pytest.raises(PatchError, match="lm_head has another update than the embedding whose weight it shares"):
+        adapter_from_patch(model, dataclasses.replace(patch, layers={**patch.layers, "lm_head": other}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_that_starts_from_a_patch_computes_what_the_patch_does(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = trained(case)
+    folder = save_patch(model, tmp_path / "patch")
+    recipe = {
+        "base": {"model": "any"}, "data": {"train": "any"}, "output": "out", "adapter": {"start_from": str(folder)}
+    }  # fmt: skip
+    start = find_start(Recipe.model_validate(recipe))
+    assert start is not None
+
+    other = inject(build_variant(case.model), **start.settings, seed=9)
+    values = adapter_from_patch(other, read_patch(folder))
+
+    tensors = checkpoint_tensors(other)
+    for key, value in values.items():
+        tensors[key].data.copy_(value)
+    close(logits(other), logits(model), 1e-5)
+    assert values.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("name", CASES)

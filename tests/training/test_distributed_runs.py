@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import pytest
 
 from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
+from lorakit.patch import read_patch
 from lorakit.planning.process_overhead import measure_process_bytes
 from lorakit.run.metrics import read_metrics
 from tests.helpers.bases import make_base
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, ForkedProcess, run_python, start_python
+from tests.helpers.patches import make_patch
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -137,6 +140,31 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
         assert (one.read(name) - other.read(name)).norm() <= 1e-3 * other.read(name).norm()
     layouts = [start["parallel"]["backend"] for start in json.loads((out / "run.json").read_text())["starts"]]
     assert layouts == ["single", "zero2", "fsdp2", "ddp", "zero3", "single"]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
+def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
+    long_recipe: Path, base: Path, tmp_path: Path, backend: str
+) -> None:
+    patch = make_patch(base, tmp_path / "patch", rank=3, method="dora")
+    content = json.loads(long_recipe.read_text())
+    content["adapter"] = {"start_from": str(patch)}
+    content["train"] |= {"steps": 4, "schedule": "constant", "warmup_steps": 1}
+    long_recipe.write_text(json.dumps(content))
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    train(long_recipe, f"output={alone}")
+    train(long_recipe, *parallel(backend, 2))
+    shutil.rmtree(patch)
+
+    for path, more in ((alone, ()), (out, parallel(backend, 2))):
+        train(long_recipe, f"output={path}", "train.steps=6", *more)
+
+    one, two = (
+        [line.get("loss", line.get("eval_loss")) for line in read_metrics(p / "metrics.jsonl")] for p in (alone, out)
+    )
+    assert one == pytest.approx(two, rel=1e-5)
+    assert len(one) == 9
+    assert read_patch(out).metadata["start"] == read_patch(alone).metadata["start"]
 
 
 def test_a_run_restarts_by_itself(long_recipe: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_recipe_becomes_a_patch_that_learnt_and_that_peft_reads(recipe: Recipe
     )
     assert run["label_tokens"] == sum(line["label_tokens"] for line in lines if "loss" in line)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not (out / "checkpoints").exists()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000030"]  # the state to go on from
 
     ids = torch.arange(5, 30)[None]
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), out)
@@ -172,10 +172,10 @@ def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
     monkeypatch.setattr(Checkpoints, "save", third_time_full)
     with pytest.raises(TemporaryFailure, match="the disk is full"):
         train(path)
-    assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert sorted(p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
     parts, said = train(path)
 
-    assert "after step 6" in said
+    assert "after step 5" in said
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
@@ -198,9 +198,9 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest
     with pytest.raises(TemporaryFailure):
         train(path)
     newest = tmp_path / "parts" / "checkpoints" / "step-00000008"
-    data = bytearray((newest / "adapter.safetensors").read_bytes())
+    data = bytearray((newest / "adapter_model.safetensors").read_bytes())
     data[-5] ^= 1
-    (newest / "adapter.safetensors").write_bytes(data)
+    (newest / "adapter_model.safetensors").write_bytes(data)
 
     parts, said = train(path)
 
@@ -423,7 +423,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(recipe
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_rows_and_the_last_checkpoint(recipe: Recipe, tmp_path: Path) -> None:
-    path = recipe(train={"learning_rate": 1e38, "max_grad_norm": None, "warmup_steps": 0, "save_every_steps": 1})
+    path = recipe(train={"learning_rate": 1e25, "max_grad_norm": None, "warmup_steps": 0, "save_every_steps": 1})
 
     with pytest.raises(RunError) as caught:
         train(path)
@@ -435,6 +435,19 @@ def test_a_loss_that_is_not_finite_stops_with_step_rows_and_the_last_checkpoint(
     assert f"The checkpoint after step {step - 1} is kept" in message
     assert (tmp_path / "out" / "checkpoints" / f"step-{step - 1:08d}").is_dir()
     assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_an_adapter_that_is_not_finite_is_not_saved_and_the_step_and_the_rate_are_named(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    path = recipe(train={"learning_rate": 1e38, "max_grad_norm": None, "warmup_steps": 0, "save_every_steps": 1})
+
+    with pytest.raises(
+        RunError, match=r"step \d: .*lora_A holds values that are not finite.* lower train.learning_rate"
+    ):
+        train(path)
+    for folder in (tmp_path / "out" / "checkpoints").iterdir():
+        read_patch(folder)
 
 
 def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_run(recipe: Recipe) -> None:

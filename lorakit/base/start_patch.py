@@ -1,0 +1,236 @@
+"""Start an adapter from a patch: the patch's settings are the adapter's, its tensors the adapter's first values."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.find import find_base, find_tokenizer
+from lorakit.base.load import load_skeleton
+from lorakit.errors import PatchError, RecipeError
+from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.lora import attach, find_targets
+from lorakit.lora.inject import checkpoint_tensors
+from lorakit.lora.methods import METHODS
+from lorakit.lora.targets import tied_head
+from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
+from lorakit.patch.onto_model import adapter_from_patch
+from lorakit.recipe import AdapterSection, Recipe
+
+SELECTION: Final = ("targets", "exclude", "layers")
+"""keys that select layers together, so that they are taken from the patch together or not at all"""
+FIXED: Final = (
+    "method", "rank", "alpha", *SELECTION, "target_parameters", "rank_pattern", "alpha_pattern", "bias",
+    "modules_to_save", "trainable_tokens", "tied_head",
+)  # fmt: skip
+"""keys of the `adapter` section that a patch decides"""
+SHOWN: Final = ("method", "rank", "alpha", "targets")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The patch that a run starts from.
+
+    digest: of its tensors and settings (`Patch.identity`). settings: the keys of the recipe's `adapter` section that
+    are taken from it. step: of the run that trained it; None if it is not recorded.
+    """
+
+    folder: str
+    digest: str
+    settings: Mapping[str, Any]
+    step: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what records and patches say of it: its folder's name, and no path."""
+        step = {} if self.step is None else {"step": self.step}
+        return {"name": Path(self.folder).absolute().name, "digest": self.digest, **step}
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" (step {self.step})"
+        shown = ", ".join(key for key in FIXED if key in self.settings and (key in SHOWN or self._differs(key)))
+        return f"{self.folder}{step}" + (f", with its {shown}" if shown else "")
+
+    def _differs(self, key: str) -> bool:
+        """True if a setting is not what a recipe has without it. `tied_head` matters to few bases, and is not shown."""
+        default = AdapterSection.model_fields[key].get_default(call_default_factory=True)
+        return key != "tied_head" and bool(self.settings[key] != default)
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the patch's settings."""
+        return recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update=dict(self.settings))})
+
+
+def find_start(recipe: Recipe) -> Start | None:
+    """Return the patch that a recipe starts from, and the settings to take from it; None without `start_from`.
+
+    Raises:
+        RecipeError: the recipe's own settings are not the patch's. PatchError: the patch cannot be read.
+    """
+    section = recipe.adapter
+    if section.start_from is None:
+        return None
+    if Path(recipe.output).resolve() in (folder := Path(section.start_from).resolve(), *folder.parents):
+        raise RecipeError(
+            f"adapter.start_from: {section.start_from} is in this run's own output; choose another output, or leave"
+            " start_from out and raise train.steps or train.epochs to go on with that run"
+        )
+    try:
+        patch = open_patch(section.start_from)
+    except PatchError as problem:
+        raise PatchError(f"adapter.start_from: {problem}") from None
+    fixed, given = _settings_of(patch), section.model_fields_set
+    _check_given(section, fixed, recipe.base.model)
+    taken = {key: value for key, value in fixed.items() if key not in given}
+    if given & set(SELECTION):
+        taken = {key: value for key, value in taken.items() if key not in SELECTION}
+    assert patch.identity is not None
+    return Start(section.start_from, patch.identity, taken, patch.metadata.get("step"))
+
+
+def with_start(recipe: Recipe) -> Recipe:
+    """Return the recipe with the settings of the patch that it starts from; unchanged without one."""
+    start = find_start(recipe)
+    return recipe if start is None else start.apply(recipe)
+
+
+def read_start(start: Start, recipe: Recipe) -> Patch:
+    """Return the patch of a start, in memory, checked against the recipe's base and settings. Reads no full base.
+
+    Raises:
+        PatchError: it cannot be read, is another one than when the run began, was trained on another base, or adapts
+        other layers than the recipe.
+    """
+    try:
+        patch = read_patch(start.folder)
+    except PatchError as problem:
+        raise PatchError(f"adapter.start_from: {problem}") from None
+    if patch.identity != start.digest:
+        raise PatchError(
+            f"adapter.start_from: {start.folder} has changed since this run began (digest {start.digest} before,"
+            f" {patch.identity} now); put it back, or start over with --fresh (in Python fresh=True)"
+        )
+    _check_start(start, patch, recipe, find_base(recipe.base.model, recipe.base.revision))
+    return patch
+
+
+def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> None:
+    """Return if a run of a recipe can start from a patch, on the base in a folder; raises as ``read_start``."""
+    files, tokenizer = open_base_files(folder), find_tokenizer(recipe.base.tokenizer, folder)
+    model = load_skeleton(folder)
+    try:
+        check_fits(patch, BaseShapes.of(model), recipe.base.model)
+        check_base(patch, BaseIdentity(files, tokenizer), names_options=False)
+    except PatchError as problem:
+        raise PatchError(f"adapter.start_from: {problem}") from None
+    spec = adapter_spec(recipe.adapter, tokenizer)
+    with torch.device("meta"):
+        attach(model, find_targets(model, spec), spec, recipe.train.seed)
+    try:
+        adapter_from_patch(model, without_base_copies(patch, model, files))
+    except PatchError as problem:
+        own = [key for key in FIXED if key not in start.settings and key not in ("method", "rank", "alpha")]
+        remedy = (
+            f"Leave {', '.join(own)} out of the recipe, and they are taken from the patch"
+            if own
+            else f"Merge it (lorakit merge {recipe.base.model} {start.folder} --out NEW), and train on the result"
+        )
+        raise PatchError(f"adapter.start_from: {problem}. {remedy}") from None
+
+
+def fill_adapter(model: nn.Module, patch: Patch, folder: Path) -> None:
+    """Copy the values of a patch into the adapter of a model whose base may be on meta.
+
+    Raises:
+        PatchError: a part of the patch has no tensor in the adapter.
+    """
+    values = adapter_from_patch(model, without_base_copies(patch, model, open_base_files(folder)))
+    tensors = checkpoint_tensors(model)
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+
+
+def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Patch:
+    """Return the patch without full tensors that are the base's own: PEFT saves such copies of embeddings."""
+    trained, tied = checkpoint_tensors(model), tied_head(model)
+
+    def is_copy(name: str) -> bool:
+        module, _, key = name.rpartition(".")
+        module = tied[1] if tied and module == tied[0] else module
+        stored = files.tensor_name(module, key)
+        value, own = patch.full_tensors[name], files.shard_of[stored].read(stored)
+        return torch.equal(own.to(value.dtype), value) or torch.equal(value.to(own.dtype), own)
+
+    names = [name for name in patch.full_shapes if name in trained or not is_copy(name)]
+    return replace(
+        patch,
+        full_tensors={name: patch.full_tensors[name] for name in names},
+        full_shapes={name: patch.full_shapes[name] for name in names},
+    )
+
+
+def _settings_of(patch: Patch) -> dict[str, Any]:
+    """Return the keys of the `adapter` section as a patch has them."""
+    config, raw = patch.config, patch.config.raw
+    linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
+    targets = raw.get("target_modules")
+    exclude, layers = raw.get("exclude_modules") or None, raw.get("layers_to_transform")
+    if not targets or raw.get("layers_pattern"):  # which lorakit has no key for
+        targets, exclude, layers = linear, None, None
+    layers = [layers] if isinstance(layers, int) else layers
+    biased = {name for name in patch.full_shapes if name.endswith(".bias")}
+    return {
+        "method": config.method, "rank": config.rank, "alpha": float(config.alpha),
+        "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
+        "target_parameters": config.target_parameters,
+        "rank_pattern": _matching(config.rank_pattern, patch.layers),
+        "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
+        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": config.modules_to_save,
+        "trainable_tokens": next((rows.tokens for rows in patch.token_rows.values()), ()),
+        "tied_head": "both" if raw.get("ensure_weight_tying") else "untie",
+    }  # fmt: skip
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a pattern that mean a layer of the patch; PEFT allows others, a recipe does not."""
+    return {key: value for key, value in pattern.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in layers)}
+
+
+def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
+    """Return if the settings that the recipe gives are the patch's, as far as that is known without the base.
+
+    Raises:
+        RecipeError: names every key that is not, with both values and the remedy.
+    """
+    given, folder = section.model_fields_set, section.start_from
+    problems = []
+    for key in ("method", "rank", "alpha"):
+        value = getattr(section, key)
+        trains_b_alone = key == "method" and METHODS[value].fixed == ("lora_A",)  # which patches do not record
+        if key in given and value != fixed[key] and not (trains_b_alone and fixed[key] == "lora"):
+            remedy = _remedy(key, section, fixed, base)
+            problems.append(f"adapter.{key}: {value}, and the patch {folder} has {fixed[key]}; {remedy}")
+    if "init" in given:
+        problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _remedy(key: str, section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
+    if key != "rank":
+        return "leave the key out, and it is taken from the patch"
+    folder, rank = section.start_from, section.rank
+    if rank < fixed["rank"] and METHODS[fixed["method"]].additive:
+        command = f"lorakit merge --as-patch {folder} --rank {rank} --out NEW"
+    else:
+        command = f"lorakit merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {rank} --out NEW"
+    return f"leave the key out, or make a patch of that rank and start from it: {command}"
