@@ -1,6 +1,6 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
 # installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 9 to 14 minutes.
-# `make bench` measures what docs/performance.md shows, in about half an hour on 2 cores; COMPARE=benchmarks/results/FILE
+# `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
 # `make attack` kills, stops, cuts off and starves runs of several processes; it takes a quiet machine and a while.
 PYTHON ?= python3

@@ -65,6 +65,8 @@ class AdapterPool:
         with self._changing:
             if name in self._on_disk and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
+            if not self.is_resident(name):
+                self._evict(num_new=1)
             self._model.add_patch(name, patch, replace=replace, **allowed)
             self._on_disk.pop(name, None)
             self._touch(name)
@@ -110,6 +112,7 @@ class AdapterPool:
         patch = read_patch(source.folder, allow_edited_config=True)
         if patch.identity != source.identity:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
+        self._evict(num_new=1)
         # everything is allowed, because tensors and settings are those that were accepted for this base before
         self._model.add_patch(name, patch, allow_base_mismatch=True, allow_template_change=True)
         del self._on_disk[name]
@@ -118,12 +121,15 @@ class AdapterPool:
         self._used[name] = None
         self._used.move_to_end(name)
 
-    def _evict(self) -> None:
-        """Leave the least recently used adapters on disk, until so many are resident as may be."""
+    def _evict(self, num_new: int = 0) -> None:
+        """Leave the least recently used adapters on disk, until so many are resident as may be with ``num_new`` more.
+
+        Room is made before an adapter is loaded, so that it gets the memory of another one.
+        """
         if self._max_resident is None:
             return
         for name in [name for name in self._used if not self._leases[name]]:
-            if len(self._model.adapters) <= self._max_resident:
+            if len(self._model.adapters) + num_new <= self._max_resident:
                 return
             if name in self._model.adapters:
                 source = self._model.sources()[name]

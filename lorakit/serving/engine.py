@@ -316,6 +316,7 @@ class ServingEngine:
             for row in [row for row in self._waiting if row in rows]:
                 self._waiting.remove(row)
         self._decoding, self._prefilling = [], None
+        self._slots.forget()
         self._memory.trim(0, 0)
         for row in rows:
             row.generation.fail(problem)
@@ -324,6 +325,7 @@ class ServingEngine:
     def _vacate(self, row: Row, *, is_sound: bool = True) -> None:
         """Free a row's slot: the last decoding row moves into it. If sound, its tokens are a prefix for later rows."""
         slot = self._rows().index(row)
+        self._slots.forget()
         if is_sound:
             self._memory.save_prefix(row.generation.adapter, row.tokens[: row.num_stored], slot)
         else:

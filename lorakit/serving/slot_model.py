@@ -9,6 +9,7 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Route
+from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.generation import Generation, Row
 from lorakit.serving.kv_cache import SlotCache
 from lorakit.serving.masks import attention_masks, check_layer_kinds
@@ -29,6 +30,9 @@ class SlotModel:
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
+        self._route: Route | None = None
+        """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
+        use_onednn(model.model)
         self.cache = SlotCache(model.model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
         self._check()
 
@@ -41,7 +45,7 @@ class SlotModel:
         ids = torch.tensor([row.pending[:num_new] for row in rows])
         positions = self.cache.set_window(first, starts, num_new, self._device)
         output = self._model.run(
-            Route(tuple(row.generation.adapter for row in rows)),
+            self._route_of(rows),
             input_ids=ids.to(self._device),
             position_ids=positions,
             attention_mask=attention_masks(self._model.model, starts, num_new, self._device),
@@ -51,6 +55,18 @@ class SlotModel:
         )
         logits: Tensor = output.logits[:, -1].float().cpu()
         return logits
+
+    def forget(self) -> None:
+        """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
+        self._route = None
+
+    def _route_of(self, rows: Sequence[Row]) -> Route:
+        adapters = tuple(row.generation.adapter for row in rows)
+        if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
+            return Route(adapters)
+        if self._route is None or self._route.adapters != adapters:
+            self._route = Route(adapters)
+        return self._route
 
     @torch.no_grad()
     def _check(self) -> None:

@@ -54,6 +54,21 @@ def test_the_least_recently_used_adapters_are_on_disk(pool: AdapterPool) -> None
     assert {*pool.names} == {*NAMES} == {*pool.sources()}
 
 
+def test_an_adapter_gets_the_memory_of_the_one_that_leaves(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    def num_columns() -> int:
+        return sum(len(block.owners) for bank in empty._bank.layers.values() for block in bank.blocks)
+
+    pool = AdapterPool(empty, max_resident=2)
+    pool.load("a", copies["a"])
+    pool.load("b", copies["b"])
+    of_two = num_columns()
+
+    pool.load("c", copies["c"])
+    assert num_columns() == of_two
+    with pool.lease("a"):
+        assert num_columns() == of_two
+
+
 def test_an_adapter_that_a_request_is_about_to_use_stays(pool: AdapterPool) -> None:
     with pool.lease("a"), pool.lease("b"), pool.lease("c"):
         assert resident(pool) == {"a", "b", "c"}  # more than may be, for a moment

@@ -1,7 +1,9 @@
 """Requests join and leave a running batch, and each gets the tokens that Python gives it alone."""
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,22 @@ def test_a_request_keeps_the_adapter_that_had_the_name_when_it_came(
     assert after.ids() == expected["b"]
     with pytest.raises(LorakitError, match="adapter 'a' is not loaded"):
         engine.submit([9], "a")
+
+
+def test_an_unloaded_adapter_leaves_the_memory_when_its_requests_have_ended(
+    model: AdaptedModel, engine: ServingEngine
+) -> None:
+    adapter = weakref.ref(model.adapter("a"))
+
+    together = [engine.submit([9, 8, 7], name, SamplingSettings(max_tokens=4)) for name in ("a", "b", "a")]
+    for generation in together:
+        generation.ids()
+    del together, generation
+    model.unload_adapter("a")
+    engine.submit([9, 8, 7], "c", SamplingSettings(max_tokens=1)).ids()  # its step begins when theirs have ended
+
+    gc.collect()
+    assert adapter() is None
 
 
 def test_a_cancelled_request_frees_its_slot_and_changes_no_other(model: AdaptedModel, engine: ServingEngine) -> None:
