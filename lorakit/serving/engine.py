@@ -11,14 +11,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
+from lorakit.base.pooling import Pooling
 from lorakit.base.positions import num_steady_positions
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Item, Row, Token
 from lorakit.serving.grammar import GrammarCompiler
 from lorakit.serving.kv_memory import KvMemory
@@ -27,7 +30,7 @@ from lorakit.serving.sampling import Sampler, SamplingSettings
 from lorakit.serving.slot_model import SlotModel
 
 PREFILL_TOKENS: Final = 512
-"""tokens of prompts in one step, so that the rows that decode do not wait for a long prompt"""
+"""tokens of prompts, or of inputs to embed, in one step: the rows that decode do not wait long for those of others"""
 HEADROOM_TOKENS: Final = 64
 """that every row can still draw when another one joins, so that few are preempted"""
 
@@ -53,10 +56,11 @@ class ServingEngine:
         self._slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(self._slots.cache, kv_memory_bytes, max_positions)
-        self._waiting = RequestQueue(max_queue)
+        self._waiting = RequestQueue[Row](max_queue)
         self._decoding: list[Row] = []
         self._prefilling: Row | None = None
         self._changed = threading.Condition()
+        self._embedder, self._embeds_next = Embedder(model, self._changed, max_queue), False
         self._numbers = itertools.count()
         self.finished: Counter[str] = Counter()
         """reason -> generations that finished for it"""
@@ -102,6 +106,29 @@ class ServingEngine:
             self._changed.notify()
         return generation
 
+    def embed(
+        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: str | None = None, client: str | None = None
+    ) -> list[Future[Tensor]]:
+        """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
+
+        Raises:
+            QueueFullError: ``max_queue`` inputs wait.
+            LorakitError: an adapter that is not loaded, or an input that does not fit.
+        """
+        limit = min(self.max_positions, pooling.max_tokens or math.inf)
+        for number, ids in enumerate(inputs):
+            if not 1 <= len(ids) <= limit:
+                raise LorakitError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
+            self._model.prompts.check_ids([ids], 0)
+        chosen = self._model.adapter(adapter)
+        rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
+        with self._changed:
+            if self._closed:
+                raise LorakitError("the engine is closed")
+            self._embedder.add(rows)
+            self._changed.notify()
+        return [row.vector for row in rows]
+
     @property
     def max_positions(self) -> float:
         """Tokens of the longest prompt with its answer."""
@@ -125,16 +152,16 @@ class ServingEngine:
         self._thread.join()
 
     def counts(self) -> Mapping[str, int]:
-        """Return the rows that decode, prefill and wait, and the bytes of keys and values.
+        """Return the rows that decode, prefill and wait, the inputs to embed, and the bytes of keys and values.
 
         ``kv_bytes`` of the rows' slots and ``prefix_bytes`` of common prefixes are together at most ``kv_limit_bytes``.
         """
         with self._changed:
-            waiting = len(self._waiting)
+            waiting, embedding = len(self._waiting), len(self._embedder)
         kv_bytes, prefix_bytes = self._memory.num_bytes
         return {
             "decoding": len(self._decoding), "prefilling": int(self._prefilling is not None), "waiting": waiting,
-            "kv_bytes": kv_bytes, "prefix_bytes": prefix_bytes,
+            "embedding": embedding, "kv_bytes": kv_bytes, "prefix_bytes": prefix_bytes,
             "kv_limit_bytes": self._memory.max_positions * self._memory.position_bytes,
         }  # fmt: skip
 
@@ -157,7 +184,7 @@ class ServingEngine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._waiting or self._rows()):
+                while not (self._closed or self._waiting or self._rows() or self._embedder):
                     self._changed.wait()
                 if self._closed:
                     break
@@ -170,16 +197,20 @@ class ServingEngine:
             self._step_began = None
         for row in [*self._rows(), *self._waiting]:
             self._finish(row, CANCELLED)
+        self._embedder.close()
 
     def _rows(self) -> list[Row]:
         return [*self._decoding, *([self._prefilling] if self._prefilling else [])]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Compute prompts up to a budget, then one token of every decoding row."""
+        """Compute prompts or inputs up to a budget, in turns, then one token of every decoding row."""
         self._remove_cancelled()
         self._make_room()
-        budget = PREFILL_TOKENS
+        self._embeds_next = bool(self._embedder) and not self._embeds_next
+        if self._embeds_next:
+            self._embedder.step(PREFILL_TOKENS)
+        budget = 0 if self._embeds_next else PREFILL_TOKENS
         while budget > 0 and (row := self._next_to_prefill()) is not None:
             budget -= self._prefill(row, budget)
         self._make_room()  # a row whose prompt is computed has a token more

@@ -23,7 +23,10 @@ SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
 """field -> its type; as SamplingSettings names them"""
 COMMON: Final = ("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "logit_bias", "max_tokens",
           "response_format")  # fmt: skip
+MAX_INPUTS: Final = 2048
+"""of one request for embeddings, as at OpenAI"""
 FIELDS: Final = {
+    "embedding": ("model", "input", "encoding_format", "dimensions"),
     "chat": (*COMMON, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs"),
     "text": (*COMMON, "prompt", "logprobs", "echo"),
 }
@@ -72,12 +75,7 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     Raises:
         RequestError: a field that is missing, of the wrong type, or not known here.
     """
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
-    body = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
-    for name in body:
-        if name not in FIELDS[kind] and name not in SAMPLING:
-            raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
+    body = _known(body, (*FIELDS[kind], *SAMPLING))
     model, stream = typed_field(body, "model", str), typed_field(body, "stream", bool, default=False)
     options = typed_field(body, "stream_options", dict, default={})
     if options and (not stream or set(options) - {"include_usage"}):
@@ -85,12 +83,53 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     choices = typed_field(body, "n", int, default=1)
     if not 1 <= choices <= MAX_CHOICES:
         raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
-    prompts = [read_messages(body)] if kind == "chat" else _prompts(body)
+    prompts = [read_messages(body)] if kind == "chat" else _texts(body, "prompt")
     tools = typed_field(body, "tools", list, default=None) if kind == "chat" else None
     return CompletionRequest(
         model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
         choices, stream, bool(options.get("include_usage")), typed_field(body, "echo", bool, default=False),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """What a request for embeddings asks for.
+
+    inputs: texts, or lists of token ids. base64: float32 values as text instead of numbers. dimensions: None is all.
+    """
+
+    model: str
+    inputs: list[Any]
+    base64: bool
+    dimensions: int | None
+
+
+def parse_embedding_request(body: Any) -> EmbeddingRequest:
+    """Read the body of a request for embeddings.
+
+    Raises:
+        RequestError: a field that is missing, of the wrong type, or not known here.
+    """
+    body = _known(body, FIELDS["embedding"])
+    encoding = typed_field(body, "encoding_format", str, default="float")
+    if encoding not in ("float", "base64"):
+        raise RequestError(f"encoding_format: float or base64, got {encoding[:60]!r}", param="encoding_format")
+    inputs = _texts(body, "input")
+    if "" in inputs or len(inputs) > MAX_INPUTS:
+        raise RequestError(f"input: up to {MAX_INPUTS} texts or lists of token ids, none of them empty", param="input")
+    dimensions = typed_field(body, "dimensions", int, default=None)
+    return EmbeddingRequest(typed_field(body, "model", str), inputs, encoding == "base64", dimensions)
+
+
+def _known(body: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a body that are set, without harmless ones, if all are known."""
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
+    given = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
+    for name in given:
+        if name not in fields:
+            raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
+    return given
 
 
 def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
@@ -162,14 +201,14 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-def _prompts(body: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts of a text completion: texts, or lists of token ids."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(one, str) or _is_ids(one) for one in prompt):
-        raise RequestError("prompt: a text, token ids, or a list of them", param="prompt")
-    return prompt
+def _texts(body: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the texts of a field, or its lists of token ids."""
+    given = body.get(name)
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or not given or not all(isinstance(one, str) or _is_ids(one) for one in given):
+        raise RequestError(f"{name}: a text, token ids, or a list of them", param=name)
+    return given
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lorakit.serving.openai_requests import FIELDS, HARMLESS, SAMPLING
+from lorakit.serving.openai_requests import FIELDS, HARMLESS, MAX_INPUTS, SAMPLING
 from lorakit.serving.token_routes import TOKENIZE_FIELDS
 from lorakit.version import VERSION
 
@@ -16,6 +16,8 @@ TYPES: Final[Mapping[str, Any]] = {
     "max_tokens": {"type": "integer"}, "max_completion_tokens": {"type": "integer"},
     "top_logprobs": {"type": "integer"}, "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
     "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {}}]},
+    "input": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": {}}]},
+    "encoding_format": {"enum": ["float", "base64"]}, "dimensions": {"type": "integer"},
     "tokens": {"type": "array", "items": {"type": "integer"}}, "add_special_tokens": {"type": "boolean"},
     "add_generation_prompt": {"type": "boolean"}, "return_token_strs": {"type": "boolean"},
     "lora_name": {"type": "string"}, "lora_path": {"type": "string"}, "load_inplace": {"type": "boolean"},
@@ -32,6 +34,7 @@ ROUTES: Final[Mapping[str, tuple[str, tuple[str, ...] | None, tuple[str, ...]]]]
     "/v1/adapters": ("The state of every adapter.", None, ()),
     "/v1/chat/completions": ("Answer messages.", (*FIELDS["chat"], *SAMPLING, *HARMLESS), ("model", "messages")),
     "/v1/completions": ("Continue texts or token ids.", (*FIELDS["text"], *SAMPLING, *HARMLESS), ("model", "prompt")),
+    "/v1/embeddings": ("Embed texts or token ids.", (*FIELDS["embedding"], *HARMLESS), ("model", "input")),
     "/tokenize": ("The tokens of a text or of messages.", TOKENIZE_FIELDS, ()),
     "/detokenize": ("The text of tokens.", ("model", "tokens"), ("tokens",)),
     "/v1/load_lora_adapter": ("Load or replace an adapter.", (*PATCH, "load_inplace"), PATCH),

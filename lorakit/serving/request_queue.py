@@ -1,4 +1,4 @@
-"""The requests that wait for a slot: each client in turn, and each client's in the order in which they came.
+"""The requests that wait for their turn: each client in turn, and each client's in the order in which they came.
 
 Invariant: the request that is next stays next until it fits, so a large one is not passed over for ever.
 """
@@ -6,10 +6,19 @@ Invariant: the request that is next stays next until it fits, so a large one is 
 import bisect
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import final
+from typing import Generic, Protocol, TypeVar, final
 
 from lorakit.errors import LorakitError
-from lorakit.serving.generation import Row
+
+
+class Waiting(Protocol):
+    """A request that waits. number: of arrival. client: whose turn it takes."""
+
+    number: int
+    client: str | None
+
+
+Request = TypeVar("Request", bound=Waiting)
 
 
 class QueueFullError(LorakitError):
@@ -17,43 +26,44 @@ class QueueFullError(LorakitError):
 
 
 @final
-class RequestQueue:
+class RequestQueue(Generic[Request]):
     """Rows that wait. max_rows: of those that did not start yet."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._preempted: list[Row] = []
+        self._preempted: list[Request] = []
         """before all others, the oldest first"""
-        self._clients: OrderedDict[str | None, deque[Row]] = OrderedDict()
+        self._clients: OrderedDict[str | None, deque[Request]] = OrderedDict()
         """client -> its rows; the client whose turn it is first"""
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._preempted) + sum(map(len, self._clients.values()))
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Request]:
         yield from self._preempted
         for rows in self._clients.values():
             yield from rows
 
-    def add(self, row: Row) -> None:
-        """Add a new row.
+    def add(self, *rows: Request) -> None:
+        """Add new rows, all or none of them.
 
         Raises:
-            QueueFullError: too many wait.
+            QueueFullError: too many wait already.
         """
         if len(self) - len(self._preempted) >= self._max_rows:
             raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")
-        self._clients.setdefault(row.client, deque()).append(row)
+        for row in rows:
+            self._clients.setdefault(row.client, deque()).append(row)
 
-    def put_back(self, row: Row) -> None:
+    def put_back(self, row: Request) -> None:
         """Add a row that was preempted, before all that did not start yet."""
         bisect.insort(self._preempted, row, key=lambda one: one.number)
 
-    def first(self) -> Row | None:
+    def first(self) -> Request | None:
         """Return the row that is next; None if none waits."""
         return next(iter(self), None)
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: Request) -> None:
         """Remove a row. If it was next, another client's turn is next."""
         was_next = row is self.first()
         if row in self._preempted:

@@ -209,7 +209,8 @@ def test_adapters_show_digest_rank_bytes_and_requests(client: httpx.Client, mode
     assert adapter is not None
     factors = [slot.factors for slot in adapter.slots.values() if slot.factors is not None]
     assert first == {
-        "name": "a", "state": "loaded", "digest": adapter.identity, "rank": 4, "requests": 2, "error": None,
+        "name": "a", "state": "loaded", "pinned": False, "digest": adapter.identity, "rank": 4, "requests": 2,
+        "error": None,
         "bytes": sum(one.A.nbytes + one.B.nbytes for one in factors),
         "prompting": {"raw": False, "system": None},
     }  # fmt: skip

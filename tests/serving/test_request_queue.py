@@ -12,13 +12,11 @@ from lorakit.serving.generation import Item
 from lorakit.serving.request_queue import QueueFullError
 from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import paused
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 ONE = SamplingSettings(max_tokens=1)
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture
