@@ -289,6 +289,7 @@ class ServingEngine:
             self._fail(row, problem)
             return
         if token in row.ends:
+            row.generation.end = Token(token, logprobs)
             self._end(row, STOP)
             return
         row.generation.put(Token(token, logprobs))

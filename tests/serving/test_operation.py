@@ -259,6 +259,8 @@ def test_the_document_describes_every_route_and_field(model: AdaptedModel, engin
             assert "not supported" not in client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).text, name
     assert "/v1/load_lora_adapter" in document["paths"]
     assert chat["required"] == ["model", "messages"]
+    temperature = {"type": "number", "minimum": 0, "maximum": 100}
+    assert chat["properties"]["temperature"] == {"anyOf": [temperature, {"type": "null"}]}
 
 
 def test_a_full_queue_is_429_with_the_time_to_wait(model: AdaptedModel) -> None:
