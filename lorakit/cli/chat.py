@@ -44,9 +44,9 @@ def _chat(options: argparse.Namespace) -> int:
     if first not in (*adapters, "none"):
         raise LorakitError(f"--use {first!r}: no --adapter has that name.{did_you_mean(first, [*adapters, 'none'])}")
     model = load_model(options, adapters)
+    from lorakit.decoding.sampling import SamplingSettings
     from lorakit.serving.conversation import Conversation
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.sampling import SamplingSettings
 
     settings = SamplingSettings(temperature=options.temperature)
     settings.check(model.prompts.num_tokens)

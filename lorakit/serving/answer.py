@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import final
 
+from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
+from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.generation import CANCELLED, LENGTH, STOP, Generation, Item
 from lorakit.serving.openai_requests import CompletionRequest, RequestError
-from lorakit.serving.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)

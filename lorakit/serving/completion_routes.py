@@ -8,6 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
@@ -18,7 +19,6 @@ from lorakit.serving.openai_requests import CompletionRequest, RequestError, par
 from lorakit.serving.prompt_logprobs import prompt_logprobs
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of
-from lorakit.serving.sampling import TokenLogprobs
 from lorakit.serving.served_models import ServedModels
 
 DISCONNECT_SECONDS: Final = 0.5

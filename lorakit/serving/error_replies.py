@@ -5,9 +5,9 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from lorakit.decoding.request_queue import QueueFullError
 from lorakit.errors import AdapterNotLoadedError
 from lorakit.serving.openai_requests import RequestError
-from lorakit.serving.request_queue import QueueFullError
 
 MAX_MESSAGE: Final = 2000
 """characters of an error's message, which may quote what was sent"""

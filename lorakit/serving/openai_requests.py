@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.errors import LorakitError
-from lorakit.serving.sampling import MAX_SEED, SamplingSettings
 
 DEFAULT_TOKENS: Final = {"chat": 1024, "text": 16}
 """tokens of an answer, if the request does not say: OpenAI's 16 for texts; a chat's is bounded, so that its slot is"""

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lorakit.serving.grammar import KEYS
+from lorakit.decoding.grammar import KEYS
+from lorakit.decoding.sampling import RANGES
 from lorakit.serving.openai_requests import FIELDS, HARMLESS, MAX_CHOICES, MAX_STOPS, SAMPLING
-from lorakit.serving.sampling import RANGES
 from lorakit.serving.token_routes import TOKENIZE_FIELDS
 from lorakit.version import VERSION
 

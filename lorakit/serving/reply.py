@@ -7,10 +7,10 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
+from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.serving.answer import Piece, StreamedAnswer
 from lorakit.serving.error_replies import error_body
 from lorakit.serving.openai_requests import CompletionRequest, RequestError
-from lorakit.serving.sampling import TokenLogprobs
 
 
 @final

@@ -9,12 +9,12 @@ import httpx
 import openai
 import pytest
 
+from lorakit.decoding.generation import STOP
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.generation import STOP
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.http_server import serving
 
 ORDER = {

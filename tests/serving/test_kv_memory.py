@@ -7,12 +7,12 @@ from contextlib import closing
 import pytest
 from starlette.testclient import TestClient
 
+from lorakit.decoding import batch as batch_module
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import alone, paused, prompts
 
 
@@ -24,7 +24,7 @@ def model(three_adapters: AdaptedModel) -> AdaptedModel:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join while there is memory for one more token."""
-    monkeypatch.setattr(engine_module, "HEADROOM_TOKENS", 1)
+    monkeypatch.setattr(batch_module, "HEADROOM_TOKENS", 1)
 
 
 @pytest.fixture

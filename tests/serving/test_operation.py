@@ -229,7 +229,7 @@ def test_a_dead_or_stuck_engine_is_not_healthy_and_its_requests_end(
         waits.wait()
         raise MemoryError
 
-    monkeypatch.setattr(engine, "step", stuck)
+    monkeypatch.setattr(engine._batch, "step", stuck)
     monkeypatch.setattr(app_module, "STUCK_SECONDS", 0.05)
     body = TEXT | {"model": "tiny", "stream": True}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:

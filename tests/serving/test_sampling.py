@@ -15,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.serving.detokenizer import Detokenizer
-from lorakit.serving.sampling import Sampler, SamplingSettings
 
 NUMBER = 4_000
 

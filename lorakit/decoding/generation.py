@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
+from lorakit.decoding.sampling import Sampler, SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.lora.routing import Adapter
-from lorakit.serving.sampling import Sampler, SamplingSettings, TokenLogprobs
 
 STOP: Final = "stop"
 """reason to finish: an end token"""

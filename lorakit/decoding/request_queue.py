@@ -4,12 +4,14 @@ Invariant: the request that is next stays next until it fits, so a large one is 
 """
 
 import bisect
+import itertools
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import final
 
+from lorakit.decoding.generation import Row
 from lorakit.errors import LorakitError
-from lorakit.serving.generation import Row
 
 
 class QueueFullError(LorakitError):
@@ -18,10 +20,14 @@ class QueueFullError(LorakitError):
 
 @final
 class RequestQueue:
-    """Rows that wait. max_rows: of those that did not start yet."""
+    """Rows that wait. max_rows: of those that did not start yet; None is no limit.
 
-    def __init__(self, max_rows: int) -> None:
+    Threads may add rows while one thread takes them. ``changed`` is notified of every new row, and is the lock of all.
+    """
+
+    def __init__(self, max_rows: int | None = None) -> None:
         self._max_rows = max_rows
+        self.changed = threading.Condition()
         self._preempted: list[Row] = []
         """before all others, the oldest first"""
         self._clients: OrderedDict[str | None, deque[Row]] = OrderedDict()
@@ -31,9 +37,8 @@ class RequestQueue:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Row]:
-        yield from self._preempted
-        for rows in self._clients.values():
-            yield from rows
+        with self.changed:
+            return iter([*self._preempted, *itertools.chain.from_iterable(self._clients.values())])
 
     def add(self, row: Row) -> None:
         """Add a new row.
@@ -41,13 +46,16 @@ class RequestQueue:
         Raises:
             QueueFullError: too many wait.
         """
-        if len(self) - len(self._preempted) >= self._max_rows:
-            raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")
-        self._clients.setdefault(row.client, deque()).append(row)
+        with self.changed:
+            if self._max_rows is not None and len(self) - len(self._preempted) >= self._max_rows:
+                raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")
+            self._clients.setdefault(row.client, deque()).append(row)
+            self.changed.notify()
 
     def put_back(self, row: Row) -> None:
         """Add a row that was preempted, before all that did not start yet."""
-        bisect.insort(self._preempted, row, key=lambda one: one.number)
+        with self.changed:
+            bisect.insort(self._preempted, row, key=lambda one: one.number)
 
     def first(self) -> Row | None:
         """Return the row that is next; None if none waits."""
@@ -55,13 +63,14 @@ class RequestQueue:
 
     def remove(self, row: Row) -> None:
         """Remove a row. If it was next, another client's turn is next."""
-        was_next = row is self.first()
-        if row in self._preempted:
-            self._preempted.remove(row)
-            return
-        rows = self._clients[row.client]
-        rows.remove(row)
-        if not rows:
-            del self._clients[row.client]
-        elif was_next:
-            self._clients.move_to_end(row.client)
+        with self.changed:
+            was_next = row is self.first()
+            if row in self._preempted:
+                self._preempted.remove(row)
+                return
+            rows = self._clients[row.client]
+            rows.remove(row)
+            if not rows:
+                del self._clients[row.client]
+            elif was_next:
+                self._clients.move_to_end(row.client)

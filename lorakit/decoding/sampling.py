@@ -12,8 +12,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from lorakit.decoding.grammar import Grammar
 from lorakit.errors import LorakitError
-from lorakit.serving.grammar import Grammar
 
 MAX_SEED = 2**63
 LEAST_TEMPERATURE: Final = 1e-30
