@@ -5,18 +5,23 @@ Invariant: the base is never written, and a row's output does not depend on the 
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import generation_settings
+from lorakit.decoding.generation import Generation
+from lorakit.decoding.sampling import MAX_SEED
+from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.choice import SURROUNDING, Adapters, Default, check_size, chosen_names
+from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec, check_prompts
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
@@ -70,7 +75,7 @@ class AdaptedModel:
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
         """modules of experts and routers, which see the tokens of all rows at once"""
-        self._loading, self._sampling = threading.Lock(), threading.Lock()
+        self._loading = threading.Lock()
 
     def __repr__(self) -> str:
         return f"AdaptedModel({type(self.model).__name__}, adapters: {', '.join(self._adapters) or 'none'})"
@@ -91,14 +96,23 @@ class AdaptedModel:
         """Return how the rows of an adapter, or of the base, were written in training."""
         return self._base_form if adapter is None else adapter.facts
 
+    @contextmanager
+    def routed(self, route: Route) -> Iterator[None]:
+        """Give every call in the block the adapters of a route."""
+        token = self._route.set(route)
+        try:
+            yield
+        finally:
+            self._route.reset(token)
+
     def run(self, route: Route, **inputs: Any) -> Any:
         """Run the model's own forward with the adapters of a route."""
-        with self._routed(route):
+        with self.routed(route):
             return self.model(**inputs)
 
     def run_without_head(self, route: Route, input_ids: Tensor, **inputs: Any) -> Any:
         """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
-        with self._routed(route.of_pass(input_ids.shape[1])):
+        with self.routed(route.of_pass(input_ids.shape[1])):
             return self.model.base_model(input_ids=input_ids, **inputs)  # type: ignore[operator]
 
     @property
@@ -197,7 +211,7 @@ class AdaptedModel:
         route = self._resolve(adapters, lengths)
         self._count_blocks(1)
         try:
-            with self._routed(route):
+            with self.routed(route):
                 yield self
         finally:
             self._count_blocks(-1)
@@ -235,7 +249,7 @@ class AdaptedModel:
         first = model_input(args, inputs)
         if first is not None:
             check_size(route, adapters, first.shape[:2], "a batch of {} rows")
-        with self._routed(route):
+        with self.routed(route):
             return self.model(*args, **inputs)
 
     def generate(
@@ -249,7 +263,7 @@ class AdaptedModel:
         seed: int = 0,
         raw: bool | None = None,
     ) -> list[str]:
-        """Return one answer per prompt: greedy at temperature 0, else sampled.
+        """Return one answer per prompt: greedy at temperature 0, else sampled, number i with ``seed`` + i.
 
         A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
@@ -266,7 +280,6 @@ class AdaptedModel:
         )
         return [self.prompts.decode(answer) for answer in answers]
 
-    @torch.no_grad()
     def generate_ids(
         self,
         prompts: Sequence[Prompt],
@@ -291,18 +304,23 @@ class AdaptedModel:
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
-        device = next(self.model.parameters()).device
-        forms = self._forms_of(route, len(prompts), raw)
-        ids, mask = (part.to(device) for part in self.prompts.encode(prompts, forms, max_new_tokens))
-        with self._routed(route), self._seeded_sampling(seed) if temperature else nullcontext():
-            output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
-        return [self.prompts.until_end(answer) for answer in output[:, ids.shape[1] :].tolist()]
+        chosen = route.adapters * len(prompts) if len(route.adapters) == 1 else route.adapters
+        rows = self.prompts.encode(prompts, [self._form(adapter, raw) for adapter in chosen], max_new_tokens)
+        generations = [
+            Generation(adapter, ids, replace(settings, seed=(seed + number) % MAX_SEED))
+            for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))
+        ]
+        answer_all(self, self._slots, generations, self.prompts.end_ids)
+        return [one.ids() for one in generations]
 
-    def _forms_of(self, route: Route, num_prompts: int, raw: bool | None) -> list[PromptForm]:
-        """Return the form of each prompt: that of its adapter's rows; `raw` decides alone if the template is used."""
-        forms = [self.prompt_form(adapter) for adapter in route.adapters]
-        forms = forms * num_prompts if len(forms) == 1 else forms
-        return forms if raw is None else [PromptForm(raw, form.system) for form in forms]
+    def _form(self, adapter: Adapter | None, raw: bool | None) -> PromptForm:
+        """Return the form of a prompt: that of its adapter's rows; ``raw`` decides alone if the template is used."""
+        form = self.prompt_form(adapter)
+        return form if raw is None else PromptForm(raw, form.system)
+
+    @cached_property
+    def _slots(self) -> SlotModel | None:
+        return slots_of(self)
 
     def _fitting(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> Patch:
         """Return a patch that fits, in the names of this model.
@@ -317,18 +335,6 @@ class AdaptedModel:
         if not allow_base_mismatch:
             check_base(patch, self._identity, allow_template_change=allow_template_change)
         return named
-
-    @contextmanager
-    def _seeded_sampling(self, seed: int) -> Iterator[None]:
-        # transformers samples from torch's global generator, so only one seeded call may run at a time
-        device = next(self.model.parameters()).device
-        gpus = [device] if device.type == "cuda" else []
-        with self._sampling, torch.random.fork_rng(gpus):
-            torch.default_generator.manual_seed(seed)
-            for gpu in gpus:  # this one alone, because torch.manual_seed seeds those of other users too
-                with torch.cuda.device(gpu):
-                    torch.cuda.manual_seed(seed)
-            yield
 
     def _chosen(self, adapters: Adapters | Default, lengths: Sequence[int] | None = None) -> Route:
         """Return the route of a call: to these adapters, or the surrounding block's.
@@ -382,11 +388,3 @@ class AdaptedModel:
         """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""
         same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
         return None if identity is None else next(same, None)
-
-    @contextmanager
-    def _routed(self, route: Route) -> Iterator[None]:
-        token = self._route.set(route)
-        try:
-            yield
-        finally:
-            self._route.reset(token)

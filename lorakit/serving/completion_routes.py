@@ -7,6 +7,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
@@ -17,7 +18,6 @@ from lorakit.serving.openai_requests import CompletionRequest, RequestError, par
 from lorakit.serving.prompt_logprobs import prompt_logprobs
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
-from lorakit.serving.sampling import TokenLogprobs
 from lorakit.serving.served_models import ServedModels
 
 

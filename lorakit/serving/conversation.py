@@ -4,13 +4,13 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.openai_requests import DEFAULT_TOKENS
-from lorakit.serving.sampling import SamplingSettings
 
 
 @final

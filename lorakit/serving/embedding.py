@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorakit.base.pooling import LAST, Pooling
+from lorakit.decoding.request_queue import RequestQueue
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Adapter, Route
-from lorakit.serving.request_queue import RequestQueue
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Embedder:
 
     def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
         self._model, self._changed = model, changed
-        self._waiting = RequestQueue[EmbeddingInput](max_waiting)
+        self._waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
         self._steps: Iterator[None] = iter(())
 

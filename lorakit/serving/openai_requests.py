@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.errors import LorakitError
-from lorakit.serving.sampling import MAX_SEED, SamplingSettings
 
 DEFAULT_TOKENS: Final = {"chat": 1024, "text": 16}
 """tokens of an answer, if the request does not say: OpenAI's 16 for texts; a chat's is bounded, so that its slot is"""
 MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+"""texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more"""
 HARMLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """fields that change nothing about an answer"""
 SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -62,8 +64,9 @@ class CompletionRequest:
     def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
         """Return the settings of choice ``index`` of a prompt of so many tokens, if there are ``limit`` positions."""
         seed = self.settings.seed
-        # a seed of its own for each choice, because they would all be the same
-        settings = self.settings if seed is None else replace(self.settings, seed=(seed + index) % MAX_SEED)
+        settings = self.settings
+        if seed is not None and index > 0:  # a seed of its own for each choice, because they would all be the same
+            settings = replace(settings, seed=(seed + index) % MAX_SEED)
         if self.sets_max_tokens or limit - num_prompt < 1:
             return settings
         return replace(settings, max_tokens=int(min(settings.max_tokens, limit - num_prompt)))
@@ -78,8 +81,9 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     body = _known(body, (*FIELDS[kind], *SAMPLING))
     model, stream = typed_field(body, "model", str), typed_field(body, "stream", bool, default=False)
     options = typed_field(body, "stream_options", dict, default={})
-    if options and (not stream or set(options) - {"include_usage"}):
-        raise RequestError("stream_options: include_usage, with stream: true", param="stream_options")
+    usage = options.get("include_usage")
+    if options and (not stream or set(options) - {"include_usage"} or not isinstance(usage, bool | None)):
+        raise RequestError("stream_options: include_usage, true or false, with stream: true", param="stream_options")
     choices = typed_field(body, "n", int, default=1)
     if not 1 <= choices <= MAX_CHOICES:
         raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
@@ -87,7 +91,7 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     tools = typed_field(body, "tools", list, default=None) if kind == "chat" else None
     return CompletionRequest(
         model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
-        choices, stream, bool(options.get("include_usage")), typed_field(body, "echo", bool, default=False),
+        choices, stream, bool(usage), typed_field(body, "echo", bool, default=False),
     )  # fmt: skip
 
 
@@ -139,8 +143,8 @@ def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
         raise RequestError(f"max_tokens: a whole number, got {tokens!r}", param="max_tokens")
     stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) for text in stop):
-        raise RequestError("stop: a text, or a list of up to 4 texts", param="stop")
+    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"stop: a text, or a list of up to {MAX_STOPS} texts", param="stop")
     ids = typed_field(body, "stop_token_ids", list, default=[])
     if not all(type(token) is int for token in ids):
         raise RequestError("stop_token_ids: a list of token ids", param="stop_token_ids")
@@ -171,7 +175,7 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
     bias = typed_field(body, "logit_bias", dict, default={})
     try:
         return {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RequestError("logit_bias: a mapping of token ids to numbers", param="logit_bias") from None
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import lorakit
 from lorakit.cli import main
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.conversation import Conversation
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.patches import make_patch
 
 

@@ -22,12 +22,12 @@ from transformers import AutoModel, AutoTokenizer
 
 import lorakit
 from lorakit.base.pooling import read_pooling
+from lorakit.decoding.request_queue import QueueFullError
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.request_queue import QueueFullError
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.bases import make_embedding_base
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch, save_trained_peft

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
+from lorakit.decoding.prefix_cache import BLOCK_TOKENS, PrefixCache, block_keys
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Adapter
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.prefix_cache import BLOCK_TOKENS, PrefixCache, block_keys
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import alone, paused
 from tests.serving.conftest import three_adapters
 
