@@ -25,8 +25,8 @@ Answer = Callable[[list[list[int]], list[str | None]], list[list[int]]]
 def lorakit_side(base: str, patches: dict[str, str]) -> Answer:
     """lorakit's engine, in process."""
     import lorakit
+    from lorakit.decoding.sampling import SamplingSettings
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.sampling import SamplingSettings
 
     model = lorakit.load(base, patches, dtype="float32")
     engine = ServingEngine(model, max_rows=ROWS)

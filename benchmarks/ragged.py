@@ -38,8 +38,8 @@ def requests_of(number: int) -> Requests:
 def engine_side(base: str, max_rows: int) -> Answer:
     """lorakit's engine, in process."""
     import lorakit
+    from lorakit.decoding.sampling import SamplingSettings
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.sampling import SamplingSettings
 
     engine = ServingEngine(lorakit.load(base, dtype="float32"), max_rows=max_rows)
 

@@ -53,7 +53,7 @@ def numbers(num_tokens: int) -> Iterator[int]:
 
 def together(engine: Any, requests: list[tuple[list[int], str]]) -> dict[str, float]:
     """The requests, all submitted at once."""
-    from lorakit.serving.sampling import SamplingSettings
+    from lorakit.decoding.sampling import SamplingSettings
 
     settings = SamplingSettings(max_tokens=NEW_TOKENS)
     began = time.perf_counter()
@@ -71,7 +71,7 @@ def alone(model: Any, requests: list[tuple[list[int], str]]) -> dict[str, float]
 
 def first_token(engine: Any, prompt: list[int]) -> dict[str, float]:
     """One request: seconds to its first token, and the tokens that were in the prefix cache."""
-    from lorakit.serving.sampling import SamplingSettings
+    from lorakit.decoding.sampling import SamplingSettings
 
     began = time.perf_counter()
     generation = engine.submit(prompt, "a0", SamplingSettings(max_tokens=2, min_tokens=2))

@@ -39,10 +39,10 @@ def server_side(base: str) -> None:
     import uvicorn
 
     import lorakit
+    from lorakit.decoding.generation import Generation, Row
     from lorakit.serving.answer import StreamedAnswer
     from lorakit.serving.app import OpenAIServer
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.generation import Generation, Row
     from lorakit.serving.request_record import RequestRecord
 
     model = lorakit.load(base, dtype="float32")
@@ -66,8 +66,8 @@ def server_side(base: str) -> None:
 def engine_side(base: str) -> None:
     """The engine in process: the time to a first token."""
     import lorakit
+    from lorakit.decoding.sampling import SamplingSettings
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.sampling import SamplingSettings
 
     engine = ServingEngine(lorakit.load(base, dtype="float32"))
     settings = SamplingSettings(max_tokens=FIRST_TOKENS, min_tokens=FIRST_TOKENS, logit_bias={TOKEN: 100.0})

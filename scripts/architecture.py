@@ -23,9 +23,10 @@ PURPOSE: Final = {
     "recipe": "YAML to Recipe",
     "ops": "fused operations", "launch": "processes, failures", "data": "rows to batches", "lora": "the arithmetic",
     "quant": "4 and 8 bits", "patch": "adapters on disk", "objectives": "the loss", "base": "the frozen model",
+    "decoding": "rows in a batch",
     "parallel": "the engine", "inference": "adapters per row", "derive": "patch from patches",
     "formats": "other programs",
-    "run": "the output folder", "merging": "W + s B A, to files", "serving": "requests in a batch",
+    "run": "the output folder", "merging": "W + s B A, to files", "serving": "OpenAI over HTTP",
     "planning": "memory before a run", "export": "vLLM, llama.cpp",
     "training": "the loop", "inspection": "show, diff, doctor", "cli": "the commands",
 }  # fmt: skip

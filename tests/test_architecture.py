@@ -25,6 +25,7 @@ LEVELS: list[list[str]] = [
     ["data", "lora"],
     ["quant", "patch", "objectives"],
     ["base"],
+    ["decoding"],
     ["parallel", "inference", "derive", "formats"],
     ["run", "merging", "serving"],
     ["planning", "export"],
@@ -41,10 +42,10 @@ ONLY = {  # the only importers of a package
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
-    "transformers": {"ops", "base", "serving"},
+    "transformers": {"ops", "base", "decoding"},
     "rich": {"run"},
     "matplotlib": {"run"},
-    "llguidance": {"serving"},
+    "llguidance": {"decoding"},
     "prometheus_client": {"serving"},
 }
 BANNED = {  # words with a plainer standard one: DESIGN's list of words, and what stands there instead

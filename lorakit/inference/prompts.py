@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
-from lorakit.base.load import generation_settings, vocabulary_size
+from lorakit.base.load import vocabulary_size
 from lorakit.base.positions import num_positions
 from lorakit.data import end_marker
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.patch.prompting import PromptForm
 
@@ -33,7 +33,7 @@ def check_prompts(prompts: object) -> None:
 
 
 class PromptCodec:
-    """Chat template, padding, position limit and end tokens of a base."""
+    """Chat template, position limit and end tokens of a base."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -42,23 +42,16 @@ class PromptCodec:
         self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
-        pad, end = (None, None) if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self._pad = int(pad if pad is not None else end or 0)
 
-    def encode(
-        self, prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Encode prompts, each in its form, padded on the left: ids and mask, both (rows, longest).
+    def encode(self, prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int) -> list[list[int]]:
+        """Return the token ids of prompts, each in its form.
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or is too long.
         """
         rows = [self.token_ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
         self.check_ids(rows, max_new_tokens)
-        longest = max(map(len, rows))
-        ids = [[self._pad] * (longest - len(row)) + row for row in rows]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-        return torch.tensor(ids), torch.tensor(mask)
+        return rows
 
     def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
         """Return if the base has these tokens, and positions for them and so many more.
@@ -79,8 +72,8 @@ class PromptCodec:
                 " not belong together"
             )
 
-    def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Any:
-        """Return transformers' generation settings: greedy at temperature 0, else sampled.
+    def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingSettings:
+        """Return the settings of a call of ``generate``: greedy at temperature 0, else sampled.
 
         Raises:
             LorakitError: numbers out of range.
@@ -95,10 +88,7 @@ class PromptCodec:
             raise LorakitError(
                 f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"
             )
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-        return generation_settings(
-            max_new_tokens=max_new_tokens, eos_token_id=self.end_ids, pad_token_id=self._pad, **sampling
-        )
+        return SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""

@@ -21,7 +21,6 @@ from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 
-BATCH_ROWS: Final = 50
 SHOWN_ROWS: Final = 10
 """rows that cannot be asked, in a message"""
 SHOWN_WRONG: Final = 5
@@ -185,10 +184,7 @@ def _score(
 
 def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, max_new_tokens: int) -> list[Prediction]:
     """Return the greedy answers of an adapter, or of the base (None), to rows."""
-    answers: list[str] = []
-    for start in range(0, len(rows), BATCH_ROWS):
-        batch = [row.ids for row in rows[start : start + BATCH_ROWS]]
-        answers += model.generate(batch, adapter, max_new_tokens=max_new_tokens)
+    answers = model.generate([row.ids for row in rows], adapter, max_new_tokens=max_new_tokens)
     return [Prediction(row, adapter, answer.strip()) for row, answer in zip(rows, answers, strict=True)]
 
 

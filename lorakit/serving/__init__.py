@@ -1,5 +1,5 @@
-"""One base, any number of adapters, and requests that join and leave its batch at every step.
+"""OpenAI's HTTP API for one base and any number of adapters.
 
-Files in this order: sampling.py, detokenizer.py, kv_cache.py, generation.py, engine.py. No HTTP is in them.
-A request comes through app.py (every route), request_log.py, keys.py, completion_routes.py, answer.py, reply.py.
+engine.py has the thread that decodes; there is no HTTP in it. A request comes through app.py (every route),
+request_log.py, keys.py, completion_routes.py, answer.py, reply.py.
 """

@@ -8,9 +8,9 @@ from typing import Final
 
 import torch
 
+from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Adapter, Route
-from lorakit.serving.sampling import TokenLogprobs, top_logprobs
 
 CHUNK_TOKENS: Final = 128
 """positions whose logits are in memory at once: 80 MB with 150,000 tokens"""

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.sampling import SamplingSettings
 
 
 def prompts(number: int, longest: int = 30) -> list[list[int]]:
@@ -17,7 +19,14 @@ def prompts(number: int, longest: int = 30) -> list[list[int]]:
 
 
 def alone(model: AdaptedModel, prompt: list[int], adapter: str | None, max_tokens: int) -> list[int]:
-    return model.generate_ids([prompt], adapter, max_new_tokens=max_tokens)[0]
+    """Return the greedy answer that transformers' own `generate` gives, for one row, with its cache."""
+    ids = torch.tensor([prompt])
+    with model.using(adapter), torch.no_grad():
+        output = model.model.generate(  # type: ignore[operator]
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
+            eos_token_id=model.prompts.end_ids or None, pad_token_id=0,
+        )  # fmt: skip
+    return model.prompts.until_end(output[0, len(prompt) :].tolist())
 
 
 @contextmanager

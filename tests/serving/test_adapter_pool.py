@@ -77,6 +77,48 @@ def test_an_adapter_that_a_request_is_about_to_use_stays(pool: AdapterPool) -> N
         pass
 
 
+def test_a_pinned_adapter_stays_in_memory_until_it_is_unloaded(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    pool = AdapterPool(empty, max_resident=2, pinned=["a", "a"])
+    for name, folder in copies.items():
+        pool.load(name, folder)
+    pool.check_pinned()
+    assert resident(pool) == {"a", "d"}
+    with pool.lease("b"), pool.lease("c"):
+        assert resident(pool) == {"a", "b", "c"}
+    assert resident(pool) == {"a", "b"}  # whose lease ended last
+
+    pool.remove("a")
+    with pool.lease("b"), pool.lease("d"):
+        pass
+    assert resident(pool) == {"b", "d"}
+    with pytest.raises(LorakitError, match="--pin a: no adapter of that name is loaded"):
+        pool.check_pinned()
+
+    pool.load("a", copies["a"])  # the name is pinned, whichever patch it has
+    with pool.lease("b"), pool.lease("c"), pool.lease("d"):
+        pass
+    assert "a" in resident(pool)
+
+
+def test_the_server_says_which_adapters_are_pinned(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    pool = AdapterPool(empty, max_resident=1, pinned=["b"])
+    for name in ("a", "b", "c"):
+        pool.load(name, copies[name])
+    engine = ServingEngine(empty)
+    app = OpenAIServer(empty, engine, "tiny", admin_key="root", pool=pool).app
+    with serving(app) as address:
+        body = {"model": "a", "prompt": "hi", "max_tokens": 1}
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200  # beyond what is pinned
+        facts = {one["name"]: one for one in httpx.get(f"{address}/v1/adapters").json()["data"]}
+        headers = {"Authorization": "Bearer root"}
+        unload = httpx.post(f"{address}/v1/unload_lora_adapter", json={"lora_name": "b"}, headers=headers)
+        names = [one["name"] for one in httpx.get(f"{address}/v1/adapters").json()["data"]]
+    engine.close()
+    assert {name: one["pinned"] for name, one in facts.items()} == {"a": False, "b": True, "c": False}
+    assert facts["b"]["state"] == "loaded"
+    assert (unload.status_code, sorted(names)) == (200, ["a", "c"])
+
+
 def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
     pool: AdapterPool, copies: dict[str, Path]
 ) -> None:

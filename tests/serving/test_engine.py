@@ -22,21 +22,19 @@ from transformers import (
     Qwen3Config,
 )
 
+from lorakit.decoding import batch as batch_module
+from lorakit.decoding.generation import Item
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving import engine as engine_module
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.generation import Item
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import alone, paused, prompts
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def test_requests_that_come_and_go_get_the_tokens_that_python_gives_alone(
 def test_a_long_prompt_is_computed_in_parts_beside_rows_that_decode(
     model: AdaptedModel, engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 7)
     long = [7 * index % 3000 for index in range(5, 105)]
     first = engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=40))
     second = engine.submit(long, "b", SamplingSettings(max_tokens=6))
@@ -201,17 +199,20 @@ def test_logits_that_are_not_numbers_fail_their_row_and_leave_nothing_in_its_slo
     model: AdaptedModel, engine: ServingEngine
 ) -> None:
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        return output * float("nan") if output.shape[1] == 50 else None
+        if output.shape[:2] == (2, 60):  # both long prompts, the second one padded
+            output[1] = float("nan")
+        return output
 
     expected = alone(model, [5, 6, 7], "a", 9)
     hook = model.model.get_submodule("model.layers.0.self_attn.v_proj").register_forward_hook(spoil)
     with paused(engine):
-        engine.submit([6] * 60, "b", SamplingSettings(max_tokens=60, min_tokens=60))  # so that slots stay and are read
+        other = engine.submit([6] * 60, "b", SamplingSettings(max_tokens=60, min_tokens=60))  # so that slots stay
         spoiled = engine.submit([5] * 50)
         next_in_its_slot = engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=9))
     with pytest.raises(LorakitError, match="the logits are not numbers"):
         spoiled.ids()
     assert next_in_its_slot.ids() == expected
+    assert len(other.ids()) == 60
     hook.remove()
 
 
@@ -231,7 +232,7 @@ def test_an_error_of_the_engine_itself_fails_its_requests_and_not_the_later_ones
     model: AdaptedModel, engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_make_room", lambda: 1 / 0)
+        patched.setattr(engine._batch, "_make_room", lambda: 1 / 0)
         with pytest.raises(LorakitError, match="ZeroDivisionError"):
             engine.submit([5, 6, 7], "a").ids()
 

@@ -7,24 +7,22 @@ from contextlib import closing
 import pytest
 from starlette.testclient import TestClient
 
+from lorakit.decoding import batch as batch_module
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import alone, paused, prompts
+from tests.serving.conftest import three_adapters
 
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
+model = three_adapters
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join while there is memory for one more token."""
-    monkeypatch.setattr(engine_module, "HEADROOM_TOKENS", 1)
+    monkeypatch.setattr(batch_module, "HEADROOM_TOKENS", 1)
 
 
 @pytest.fixture

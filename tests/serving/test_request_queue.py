@@ -6,19 +6,17 @@ from contextlib import closing
 
 import pytest
 
+from lorakit.decoding.generation import Item
+from lorakit.decoding.request_queue import QueueFullError
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.generation import Item
-from lorakit.serving.request_queue import QueueFullError
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.serving import paused
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 ONE = SamplingSettings(max_tokens=1)
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture

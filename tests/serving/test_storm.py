@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import lorakit
+from lorakit.decoding import batch as batch_module
+from lorakit.decoding.generation import Generation
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving import engine as engine_module
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.generation import Generation
-from lorakit.serving.sampling import SamplingSettings
 from tests.helpers.patches import make_patch
 
 RANKS = (1, 4, 4, 9, 16)
@@ -29,7 +29,7 @@ def versions(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_every_answer_of_a_storm_is_the_one_that_python_gives_alone(
     base: Path, versions: dict[str, Path], positions: int, happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HEADROOM_TOKENS", 4)  # so that rows are admitted that must leave again
+    monkeypatch.setattr(batch_module, "HEADROOM_TOKENS", 4)  # so that rows are admitted that must leave again
     model, alone = (lorakit.load(base, patches, dtype="float32") for patches in ({}, versions))
     chooser = random.Random(positions)
     current: dict[str, str] = {}  # name -> the version that it has

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, final
 
+from lorakit.decoding.kv_cache import Span
 from lorakit.lora.routing import Adapter
-from lorakit.serving.kv_cache import Span
 
 BLOCK_TOKENS: Final = 16
 

@@ -1,22 +1,37 @@
 """Run a model on the slots of a KV cache: rows of different adapters, each with tokens of its own stored."""
 
+import copy
 from collections.abc import Sequence
-from typing import Final, final
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lorakit.base.load import vocabulary_size
+from lorakit.decoding.generation import Generation, Row
+from lorakit.decoding.kv_cache import SlotCache
+from lorakit.decoding.masks import attention_masks, check_layer_kinds
+from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import BaseModelError
-from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Route
-from lorakit.ops.onednn_linear import use_onednn
-from lorakit.serving.generation import Generation, Row
-from lorakit.serving.kv_cache import SlotCache
-from lorakit.serving.masks import attention_masks, check_layer_kinds
-from lorakit.serving.sampling import Sampler, SamplingSettings
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """relative, of logits computed in another order"""
+
+
+class RoutedModel(Protocol):
+    """A model whose forward takes a route: the adapters of its rows."""
+
+    model: nn.Module
+
+    def run(self, route: Route, **inputs: Any) -> Any:
+        """Run the model's own forward with the adapters of a route."""
+        ...
+
+    def routed(self, route: Route) -> AbstractContextManager[None]:
+        """Give every call in the block the adapters of a route."""
+        ...
 
 
 @final
@@ -27,28 +42,43 @@ class SlotModel:
         BaseModelError: the base's attention does not work on slots.
     """
 
-    def __init__(self, model: AdaptedModel) -> None:
+    def __init__(self, model: RoutedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
-        use_onednn(model.model)
-        self.cache = SlotCache(model.model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
+        num_layers = getattr(model.model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
+        if num_layers is None:
+            raise BaseModelError(
+                f"base: {type(model.model).__name__} cannot be served: its config has no number of layers"
+            )
+        self.cache = SlotCache(num_layers)
         self._check()
+        self.cache.resize(0, 0)
+        self.forget()
+
+    def with_own_slots(self) -> "SlotModel":
+        """Return the same model with slots of its own, for rows of another batch."""
+        other = copy.copy(self)
+        other.cache = self.cache.without_slots()
+        return other
 
     def forward(self, first: int, rows: Sequence[Row], num_new: int) -> Tensor:
-        """Compute the next ``num_new`` tokens of rows, the first of which has slot ``first``.
+        """Compute the next tokens of rows, ``num_new`` at most of each; the first one has slot ``first``.
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
         """
-        starts = torch.tensor([row.num_stored for row in rows])
-        ids = torch.tensor([row.pending[:num_new] for row in rows])
-        positions = self.cache.set_window(first, starts, num_new, self._device)
+        pending = [row.pending[:num_new] for row in rows]
+        longest = max(map(len, pending))
+        # padded on the left, so that the last position of each row has its logits
+        ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in pending])
+        starts, counts = [row.num_stored for row in rows], [len(tokens) for tokens in pending]
+        positions = self.cache.set_window(first, starts, counts, self._device)
         output = self._model.run(
             self._route_of(rows),
             input_ids=ids.to(self._device),
             position_ids=positions,
-            attention_mask=attention_masks(self._model.model, starts, num_new, self._device),
+            attention_mask=attention_masks(self._model.model, positions),
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -76,7 +106,7 @@ class SlotModel:
             BaseModelError: they differ, so this base's attention does not work on slots.
         """
         check_layer_kinds(self._model.model)
-        num_tokens = self._model.prompts.num_tokens
+        num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
         settings = SamplingSettings()
         rows = [Row(Generation(None, ids, settings), Sampler(settings, ids, frozenset()), ids) for ids in prompts]

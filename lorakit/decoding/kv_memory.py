@@ -6,10 +6,10 @@ Invariant: slots and prefixes together are within the budget. While slots are re
 from collections.abc import Sequence
 from typing import final
 
+from lorakit.decoding.kv_cache import SlotCache, size_class
+from lorakit.decoding.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lorakit.errors import LorakitError
 from lorakit.lora.routing import Adapter
-from lorakit.serving.kv_cache import SlotCache, size_class
-from lorakit.serving.prefix_cache import BLOCK_TOKENS, PrefixCache
 
 
 @final
@@ -59,6 +59,10 @@ class KvMemory:
         slots, positions = self._cache.sizes
         if 4 * num_rows * size_class(longest) <= slots * positions:
             self._resize(num_rows, size_class(longest) if num_rows else 0)
+
+    def missing_blocks(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:
+        """Return the keys of the full blocks of ``tokens``, without the last token, that are not stored."""
+        return [key for _, key in self._prefixes.missing(adapter, tokens[:-1])]
 
     def load_prefix(self, adapter: Adapter | None, tokens: Sequence[int], slot: int) -> int:
         """Copy the longest stored prefix of ``tokens`` to a slot, without the last token; return its tokens."""

@@ -11,23 +11,21 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 
-def attention_masks(model: nn.Module, starts: Tensor, num_new: int, device: torch.device) -> Any:
+def attention_masks(model: nn.Module, positions: Tensor) -> Any:
     """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
 
-    starts: tokens of each row that are stored already, (rows,). A mask is (rows, 1, num_new, positions).
+    positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, stored positions).
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
-    rows = starts[:, None, None].to(device)
-    last = rows + torch.arange(num_new, device=device)[:, None]  # the position of each new token
-    positions = torch.arange(int(starts.max()) + num_new, device=device)
-    causal = positions <= last
-    masks = {kind: causal if kind == FULL or window is None else causal & (positions > last - window) for kind in kinds}
+    own, stored = positions[:, :, None], torch.arange(int(positions.max()) + 1, device=positions.device)
+    causal = stored <= own
+    masks = {kind: causal if kind == FULL or window is None else causal & (stored > own - window) for kind in kinds}
     if config._attn_implementation != "sdpa":  # eager attention adds the mask to the scores
         dtype = next(model.parameters()).dtype
         masks = {
-            kind: torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+            kind: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
             for kind, mask in masks.items()
         }
     by_kind = {kind: mask[:, None] for kind, mask in masks.items()}

@@ -5,6 +5,7 @@ keys are a view; a row that is being prefilled has the slot behind them. Every p
 layers with a sliding window, whose mask leaves out the older ones.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -20,13 +21,13 @@ Span = list[tuple[Tensor, Tensor]]
 class _Window:
     """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
 
-    first, stop: its slots. starts: position of each row's first new token, (rows,). width: positions to read.
-    slots (rows, 1) and positions (rows, new tokens): indices of the new tokens.
+    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read.
+    rows, columns: indices of the new tokens in the forward, without padding. slots, positions: where they are stored.
     """
 
     def __init__(self) -> None:
-        self.first, self.stop, self.width = 0, 0, 0
-        self.starts = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.first, self.stop, self.longest, self.width = 0, 0, 0, 0
+        self.rows = self.columns = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
         self.num_slots, self.num_positions = 0, 0
 
 
@@ -52,13 +53,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self._window
-        self.keys[window.slots, :, window.positions] = key_states.transpose(1, 2)
-        self.values[window.slots, :, window.positions] = value_states.transpose(1, 2)
+        self.keys[window.slots, :, window.positions] = key_states[window.rows, :, window.columns]
+        self.values[window.slots, :, window.positions] = value_states[window.rows, :, window.columns]
         rows = slice(window.first, window.stop)
         return self.keys[rows, :, : window.width], self.values[rows, :, : window.width]
 
     def get_seq_length(self) -> int:
-        return int(self._window.starts.max()) if len(self._window.starts) else 0
+        return self._window.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.width, 0
@@ -86,17 +87,29 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.resize(num_slots, num_positions)
         self._window.num_slots, self._window.num_positions = num_slots, num_positions
 
-    def set_window(self, first: int, starts: Tensor, num_new: int, device: torch.device) -> Tensor:
-        """Choose the rows of the next forward; return the positions of their new tokens, (rows, num_new).
+    def without_slots(self) -> "SlotCache":
+        """Return a cache for the same layers, which exist, that has no slots."""
+        other = SlotCache(len(self.layers))
+        for layer, own in zip(other.layers, self.layers, strict=True):
+            if own.is_initialized:
+                layer.lazy_initialization(own.keys[:0], own.values[:0])
+        return other
 
-        first: slot of the first row. starts: tokens that each row has stored, on the CPU.
+    def set_window(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+        """Choose the rows of the next forward; return the positions of their new tokens, (rows, longest count).
+
+        first: slot of the first row. starts: tokens that each row has stored. counts: its new ones; rows with fewer are
+        padded on the left with tokens at position 0, which are not stored.
         """
-        window = self._window
-        window.first, window.stop = first, first + len(starts)
-        window.starts, window.width = starts, int(starts.max()) + num_new
-        window.slots = torch.arange(window.first, window.stop, device=device)[:, None]
-        window.positions = (starts[:, None] + torch.arange(num_new)).to(device)
-        return window.positions
+        window, longest = self._window, max(counts)
+        window.first, window.stop, window.longest = first, first + len(starts), max(starts)
+        window.width = max(start + count for start, count in zip(starts, counts, strict=True))
+        offsets = torch.arange(longest) - longest + torch.tensor(counts)[:, None]  # below 0 in padding
+        rows, columns = (offsets >= 0).nonzero(as_tuple=True)
+        positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
+        window.rows, window.columns = rows.to(device), columns.to(device)
+        window.slots, window.positions = (rows + first).to(device), positions[rows, columns].to(device)
+        return positions.to(device)
 
     def move(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first positions of one slot to another."""

@@ -1,0 +1,267 @@
+"""Rows that one base decodes together: each step is schedule, run, postprocess. Rows join and leave at every step.
+
+Invariant: an answer depends on request, base and adapter alone. A row's keys are its own, its adapter is the one that
+had the name when it came, and its tokens are drawn with its own generator. So a row may leave its slot when memory is
+short, and be computed again later.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Row, Token
+from lorakit.decoding.kv_memory import KvMemory
+from lorakit.decoding.request_queue import RequestQueue
+from lorakit.decoding.slot_model import SlotModel
+
+PREFILL_TOKENS: Final = 512
+"""tokens of prompts in one step, so that the rows that decode do not wait for a long prompt"""
+HEADROOM_TOKENS: Final = 64
+"""that every row can still draw when another one joins, so that few are preempted"""
+MAX_PADDING: Final = 64
+"""tokens of padding in a forward of several prompts; a forward of its own costs about as much"""
+
+
+@final
+class ContinuousBatch:
+    """The rows in a model's slots, and those of ``waiting`` that get one as soon as they fit.
+
+    One thread calls ``step``; others may add to ``waiting`` meanwhile. max_rows: of the batch. memory: of its slots.
+    """
+
+    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[Row], max_rows: int) -> None:
+        self.waiting = waiting
+        self._slots, self._memory, self._max_rows = slots, memory, max_rows
+        self._decoding: list[Row] = []
+        self._prefilling: list[Row] = []
+        """in the slots behind those of ``_decoding``"""
+        self.finished: Counter[str] = Counter()
+        """reason -> generations that finished for it"""
+        self.totals: Counter[str] = Counter(preemptions=0, failed_steps=0, prefix_queries=0, prefix_hits=0)
+        """since the start: rows that were preempted, forwards that failed, tokens of prompts that were looked up in the
+        prefix cache, and those that were read from it"""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a row is in a slot, or waits for one."""
+        return bool(self._rows() or self.waiting)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the rows that decode, prefill and wait, and the bytes of keys and values.
+
+        ``kv_bytes`` of the rows' slots and ``prefix_bytes`` of common prefixes are together at most ``kv_limit_bytes``.
+        """
+        kv_bytes, prefix_bytes = self._memory.num_bytes
+        return {
+            "decoding": len(self._decoding), "prefilling": len(self._prefilling),
+            "waiting": len(self.waiting), "kv_bytes": kv_bytes, "prefix_bytes": prefix_bytes,
+            "kv_limit_bytes": self._memory.max_positions * self._memory.position_bytes,
+        }  # fmt: skip
+
+    def cancel_all(self) -> None:
+        """End every row."""
+        for row in [*self._rows(), *self.waiting]:
+            self._finish(row, CANCELLED)
+
+    @torch.no_grad()
+    def step(self, *, prefills: bool = True) -> None:
+        """Compute prompts up to a budget, unless another step ``prefills``, then one token of every decoding row."""
+        self._remove_cancelled()
+        self._make_room()
+        budget = PREFILL_TOKENS if prefills else 0
+        while budget > 0:
+            self._admit(budget)
+            if not self._prefilling:
+                break
+            budget -= self._prefill(budget)
+        self._make_room()  # a row whose prompt is computed has a token more
+        if self._decoding:
+            self._decode()
+
+    def fail_all(self, problem: Exception) -> None:
+        """Fail the running rows, or if there are none, those that wait."""
+        self.totals["failed_steps"] += 1
+        rows = self._rows()
+        if not rows:
+            rows = list(self.waiting)
+            for row in rows:
+                self.waiting.remove(row)
+        self._decoding, self._prefilling = [], []
+        self._slots.forget()
+        self._memory.trim(0, 0)
+        for row in rows:
+            row.generation.fail(problem)
+            self.finished[ERROR] += 1
+
+    def _rows(self) -> list[Row]:
+        """Return the rows in the order of their slots."""
+        return [*self._decoding, *self._prefilling]
+
+    def _remove_cancelled(self) -> None:
+        for row in [row for row in self._rows() if row.generation.is_cancelled]:
+            self._end(row, CANCELLED)
+        for row in [row for row in self.waiting if row.generation.is_cancelled]:
+            self.waiting.remove(row)
+            self._finish(row, CANCELLED)
+
+    def _make_room(self) -> None:
+        """Preempt the youngest rows until the others' slots are within the memory."""
+        while (rows := self._rows()) and not self._memory.fits(len(rows), _longest(rows)):
+            row = max(rows, key=lambda row: row.number)
+            self._vacate(row)
+            row.num_stored = 0
+            self.totals["preemptions"] += 1
+            self.waiting.put_back(row)
+
+    def _admit(self, budget: int) -> None:
+        """Give slots to rows that wait, as many as a forward of ``budget`` tokens computes."""
+        planned: set[bytes] = set()
+        while _num_padded(self._prefilling) < budget and (row := self.waiting.first()) is not None:
+            missing = self._memory.missing_blocks(row.generation.adapter, row.tokens)
+            # one whose prefix is about to be computed waits, and reads it then
+            if row.generation.is_cancelled or not self._fits(row) or not planned.isdisjoint(missing[:1]):
+                return
+            planned.update(missing)
+            self.waiting.remove(row)
+            self._prefilling.append(row)
+            try:
+                rows = self._rows()
+                self._memory.reserve(len(rows), _longest(rows))
+                row.num_stored = self._memory.load_prefix(row.generation.adapter, row.tokens, len(rows) - 1)
+                self._count_prefix(row)
+            except Exception as problem:  # of this request alone: the others go on
+                self._fail(row, problem)
+
+    def _fits(self, row: Row) -> bool:
+        """True if a row has a slot, and it and all others have memory for their next tokens."""
+        rows = [*self._rows(), row]
+        longest = max(min(len(one.tokens) + HEADROOM_TOKENS, one.num_tokens_at_most) for one in rows)
+        return len(rows) == 1 or (len(rows) <= self._max_rows and self._memory.fits(len(rows), longest))
+
+    def _prefill(self, budget: int) -> int:
+        """Compute the prompts of the first rows that go together, or a part of one; return the tokens computed."""
+        rows = self._prefilling[:1]
+        for row in self._prefilling[1:]:
+            both = [*rows, row]
+            num_padded = _num_padded(both)
+            if num_padded > budget or num_padded - sum(len(one.pending) for one in both) > MAX_PADDING:
+                break
+            rows = both
+        num_computed = min(budget, _num_padded(rows))
+        results = self._compute(len(self._decoding), rows, budget)
+        for row in rows:
+            row.num_stored += min(budget, len(row.pending))
+        done = [row for row in rows if not row.pending]  # all, or none of one
+        self._decoding += done
+        del self._prefilling[: len(done)]
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, Exception):
+                self._fail(row, result)
+            elif done:
+                self._memory.save_prefix(row.generation.adapter, row.tokens, self._rows().index(row))
+                self._draw(row, result)
+        return num_computed
+
+    def _count_prefix(self, row: Row) -> None:
+        if not row.is_started:
+            row.is_started, row.generation.cached_tokens = True, row.num_stored
+            self.totals["prefix_queries"] += len(row.tokens)
+            self.totals["prefix_hits"] += row.num_stored
+
+    def _decode(self) -> None:
+        rows = list(self._decoding)
+        results = self._compute(0, rows, 1)
+        for row in rows:  # before the first one ends, because another row moves into its slot then
+            row.num_stored += 1
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, Exception):
+                self._fail(row, result)
+            else:
+                self._draw(row, result)
+
+    def _compute(self, first: int, rows: Sequence[Row], num_new: int) -> list[Tensor | Exception]:
+        """Return the logits after each row's next tokens, ``num_new`` at most, or its error.
+
+        If a batch fails, each of its rows is computed alone, so that only those fail that fail alone.
+        """
+        try:
+            self._memory.reserve(len(self._rows()), _longest(self._rows()))
+            logits = self._slots.forward(first, rows, num_new)
+        except Exception as problem:
+            self.totals["failed_steps"] += 1
+            if len(rows) == 1:
+                return [problem]
+            return [one for slot, row in enumerate(rows, first) for one in self._compute(slot, [row], num_new)]
+        wrong = logits.sum(-1).isnan().tolist()
+        return [
+            ArithmeticError("the logits are not numbers") if is_wrong else row
+            for row, is_wrong in zip(logits, wrong, strict=True)
+        ]
+
+    def _draw(self, row: Row, logits: Tensor) -> None:
+        """Draw a row's next token, and end the row if it is the last one."""
+        try:
+            token, logprobs = row.sampler.draw(logits)
+        except Exception as problem:  # of this request alone
+            self._fail(row, problem)
+            return
+        if token in row.ends:
+            row.generation.end = Token(token, logprobs)
+            self._end(row, STOP)
+            return
+        row.generation.put(Token(token, logprobs))
+        row.tokens.append(token)
+        if len(row.tokens) >= row.num_tokens_at_most:
+            self._end(row, LENGTH)
+
+    def _end(self, row: Row, reason: str) -> None:
+        self._vacate(row)
+        self._finish(row, reason)
+
+    def _finish(self, row: Row, reason: str) -> None:
+        row.generation.finish(reason)
+        self.finished[reason] += 1
+
+    def _fail(self, row: Row, problem: Exception) -> None:
+        self._vacate(row, is_sound=False)
+        row.generation.fail(problem)
+        self.finished[ERROR] += 1
+
+    def _vacate(self, row: Row, *, is_sound: bool = True) -> None:
+        """Free a row's slot, into which another row moves. If sound, its tokens are a prefix for later rows."""
+        slot = self._rows().index(row)
+        self._slots.forget()
+        if is_sound:
+            self._memory.save_prefix(row.generation.adapter, row.tokens[: row.num_stored], slot)
+        else:
+            self._slots.cache.erase(slot)
+        if row in self._prefilling:
+            self._remove(row, self._prefilling, len(self._decoding))
+        else:
+            self._remove(row, self._decoding, 0)
+            if self._prefilling:  # their slots are those behind the decoding rows
+                source = len(self._rows())
+                last = self._prefilling.pop()
+                self._slots.cache.move(source, len(self._decoding), last.num_stored)
+                self._prefilling.insert(0, last)
+        rows = self._rows()
+        self._memory.trim(len(rows), _longest(rows))
+
+    def _remove(self, row: Row, rows: list[Row], first: int) -> None:
+        """Remove a row from ``rows``, which have the slots from ``first`` on: the last one moves into its slot."""
+        index, last = rows.index(row), rows.pop()
+        if last is not row:
+            rows[index] = last
+            self._slots.cache.move(first + len(rows), first + index, last.num_stored)
+
+
+def _longest(rows: Sequence[Row]) -> int:
+    return max((len(row.tokens) for row in rows), default=0)
+
+
+def _num_padded(rows: Sequence[Row]) -> int:
+    """Return the tokens of a forward that computes rows, each padded to the longest."""
+    return len(rows) * max((len(row.pending) for row in rows), default=0)

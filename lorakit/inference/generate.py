@@ -1,0 +1,111 @@
+"""Answer prompts in one continuous batch, each row with its own adapter and its own settings.
+
+Invariant: an answer depends on its prompt, adapter and settings alone. A base whose attention does not work on slots
+answers with transformers' own cache: rows of one length together, because padding would reach the state of some layers.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lorakit.base.load import generation_settings
+from lorakit.base.positions import num_steady_positions
+from lorakit.decoding.batch import ContinuousBatch
+from lorakit.decoding.generation import LENGTH, STOP, Generation, Row, Token
+from lorakit.decoding.kv_memory import KvMemory
+from lorakit.decoding.request_queue import RequestQueue
+from lorakit.decoding.sampling import Sampler
+from lorakit.decoding.slot_model import RoutedModel, SlotModel
+from lorakit.errors import BaseModelError, LorakitError
+from lorakit.lora.routing import Route
+
+MAX_ROWS: Final = 64
+"""of a batch; more rows wait until one of these has its answer"""
+
+
+def slots_of(model: RoutedModel) -> SlotModel | None:
+    """Return a model on slots, which computes a few tokens; None if its base's attention does not work on them."""
+    try:
+        return SlotModel(model)
+    except BaseModelError:
+        return None
+
+
+def answer_all(
+    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], end_ids: Collection[int]
+) -> None:
+    """Compute the tokens of every generation.
+
+    slots: whose model this is; None for a base whose attention does not work on slots.
+
+    Raises:
+        LorakitError: a row cannot be computed.
+    """
+    rows = [
+        Row(one, Sampler(one.settings, one.prompt, frozenset(end_ids)), list(one.prompt), frozenset(end_ids), number)
+        for number, one in enumerate(generations)
+    ]
+    num_steady = num_steady_positions(model.model.config) or math.inf
+    in_slots = [row for row in rows if slots is not None and row.num_tokens_at_most <= num_steady]
+    if slots is not None and in_slots:
+        _answer_in_slots(slots.with_own_slots(), in_slots)
+    others = sorted((row for row in rows if row not in in_slots), key=_lengths)
+    for _, alike in itertools.groupby(others, key=_lengths):
+        batch = list(alike)
+        for start in range(0, len(batch), MAX_ROWS):
+            _answer_with_generate(model, batch[start : start + MAX_ROWS])
+
+
+def _lengths(row: Row) -> tuple[int, int]:
+    return len(row.tokens), row.num_tokens_at_most
+
+
+def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
+    # memory for the largest batch, so that no row leaves its slot before it has its answer
+    positions = min(MAX_ROWS, len(rows)) * max(row.num_tokens_at_most for row in rows)
+    batch = ContinuousBatch(slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue[Row](), MAX_ROWS)
+    for row in rows:
+        batch.waiting.add(row)
+    while batch.is_busy:
+        batch.step()
+
+
+def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
+    """Answer rows of one length with transformers' `generate`."""
+    num_prompt, settings = len(rows[0].tokens), rows[0].generation.settings
+    ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
+    with model.routed(Route(tuple(row.generation.adapter for row in rows))), torch.no_grad():
+        output = model.model.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=generation_settings(
+                max_new_tokens=settings.max_tokens, eos_token_id=sorted(rows[0].ends) or None, pad_token_id=0
+            ),
+            logits_processor=[_Drawn([row.sampler for row in rows])],
+        )
+    for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
+        num_drawn = next((index for index, token in enumerate(tokens) if token in row.ends), len(tokens))
+        for token in tokens[:num_drawn]:
+            row.generation.put(Token(token))
+        row.generation.finish(LENGTH if num_drawn == len(tokens) else STOP)
+
+
+@dataclass
+class _Drawn:
+    """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
+
+    samplers: Sequence[Sampler]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.isnan().any():
+            raise LorakitError("the logits are not numbers")
+        tokens = [sampler.draw(row)[0] for sampler, row in zip(self.samplers, scores.float().cpu(), strict=True)]
+        drawn = torch.full_like(scores, -math.inf)
+        drawn[torch.arange(len(tokens)), tokens] = 0.0
+        return drawn
