@@ -1,7 +1,9 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
 # installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 9 to 14 minutes.
-# `make bench` measures what docs/performance.md shows, in about half an hour on 2 cores; COMPARE=benchmarks/results/FILE
+# `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
+# `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
+# lm-eval, in an environment of its own, .conformance; once this is installed it takes four to seven minutes.
 # `make attack` kills, stops, cuts off and starves runs of several processes; it takes a quiet machine and a while.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +14,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test attack bench lint clean
+.PHONY: install quickstart test attack conformance bench lint clean
 
 install: .venv/installed
 
@@ -49,6 +51,16 @@ test: .venv/installed-test lint
 attack: .venv/installed-test
 	$(BIN)/python -m pytest --timeout 900 -m attack
 
+# An environment of its own, because lm_eval needs an older python-dateutil than the tests have.
+.conformance/installed: pyproject.toml conformance/constraints.txt conformance/requirements.txt
+	$(PYTHON) -m venv .conformance
+	.conformance/bin/python -m pip install --quiet --disable-pip-version-check -c conformance/constraints.txt \
+	  -e '.[serve,structured]' -r conformance/requirements.txt
+	@touch $@
+
+conformance: .conformance/installed
+	.conformance/bin/python -m pytest -W default conformance
+
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))
 
@@ -58,4 +70,4 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info merged adapters/quickstart
+	rm -rf .venv .conformance build dist *.egg-info merged adapters/quickstart

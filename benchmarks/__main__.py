@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gathers, merge, save, startup, step
+from benchmarks import gathers, merge, mixed, pool, ragged, save, serving, startup, step, stream
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
 
@@ -22,6 +22,11 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
+    "mixed": (lambda: mixed.measure("1.1B", 5), mixed),
+    "ragged": (lambda: ragged.measure("100M", 5), ragged),
+    "stream": (lambda: stream.measure("100M", 7), stream),
+    "serving": (lambda: serving.measure("100M", 7), serving),
+    "pool": (lambda: pool.measure("1.1B", 1000, 9), pool),
 }
 TARGETS = (
     Target("C1", "even", "lorakit / floor", at_most=0.95),
@@ -41,6 +46,16 @@ TARGETS = (
     Target("C12", "gathers", "fsdp2: gathered / base", at_most=2.1),
     Target("C12", "gathers", "zero3: added up / adapter", at_most=1.05),
     Target("C12", "gathers", "fsdp2: added up / adapter", at_most=1.05),
+    Target("S1", "mixed", "8 adapters: tokens per second / base", at_least=0.9),
+    Target("S2", "ragged", "ragged: tokens per second / generate", at_least=2.0),
+    Target("S2", "ragged", "ragged: tokens per second / continuous batching", at_least=1.2),
+    Target("S3", "stream", "time per token over HTTP / bare loop", at_most=1.05),
+    Target("S3", "stream", "ms that HTTP adds to the first token", at_most=3.0),
+    Target("S4", "serving", "first token, 512 tokens cached / cold", at_most=0.05),
+    Target("S5", "pool", "1,000 adapters, 16 in memory: MB above those", at_most=200.0),
+    Target("S5", "pool", "wait for an adapter on disk / reading its file", at_most=1.5),
+    Target("S7", "stream", "1,000 clients left: rows, tensors, bytes of KV more", at_most=0.0),
+    Target("S7", "stream", "1,000 clients left: MB of memory more", at_most=1.0),
 )
 
 

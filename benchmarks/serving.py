@@ -1,4 +1,4 @@
-"""The serving engine: requests computed together beside one at a time, and the first token after a common prefix.
+"""The serving engine: requests together beside one at a time, and the first token after a common prefix (S4).
 
     python -m benchmarks.serving [--shape 1.1B] [--pairs 7] [--keep]
 
@@ -79,6 +79,14 @@ def first_token(engine: Any, prompt: list[int]) -> dict[str, float]:
     seconds = time.perf_counter() - began
     generation.ids()
     return {"seconds": seconds, "cached_tokens": generation.cached_tokens}
+
+
+def rates(result: dict[str, Any]) -> dict[str, float]:
+    """The figures that the targets speak of."""
+    return {
+        "first token, 512 tokens cached / cold": ratio(result, "warm", "cold"),
+        "8 requests: tokens per second / one at a time": ratio(result, "alone", "together"),
+    }
 
 
 def show(result: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import gpu, gpu_sides
-from benchmarks.__main__ import TARGETS, earlier
+from benchmarks import gpu, gpu_sides, stream
+from benchmarks.__main__ import PROGRAMS, TARGETS, earlier
 from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
 from benchmarks.targets import measured
@@ -144,9 +144,22 @@ def test_every_gpu_row_is_measured_or_has_a_reason() -> None:
     assert {target.program for target in gpu.TARGETS} == set(gpu.WORKS)
 
 
+def test_every_target_is_measured_by_a_program() -> None:
+    assert {target.program for target in TARGETS} <= set(PROGRAMS)
+
+
+def test_what_clients_that_left_still_hold_is_counted() -> None:
+    held = {"rss": 10, "kv_bytes": 0, "Row": 1}
+
+    assert stream.stayed({"held": [held, {**held, "rss": 99}]}) == {}
+    assert stream.stayed({"held": [held, {"rss": 10, "kv_bytes": 64, "Task": 2}]}) == {
+        "kv_bytes": 64, "Row": -1, "Task": 2
+    }  # fmt: skip
+
+
 def test_only_a_result_of_all_programs_on_this_hardware_is_compared_with(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    rates = {"gathers": {TARGETS[-1].figure: 1.0}}
+    rates = {TARGETS[-1].program: {TARGETS[-1].figure: 1.0}}
     for written, said in (
         ({"hardware": "another machine", "rates": rates}, "was measured on another machine, and this is"),
         ({"hardware": hardware()}, "is of one program"),

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lorakit.cli.arguments import AddCommand, parse_named
 from lorakit.cli.generate import add_model_arguments, load_model
@@ -44,14 +44,12 @@ def _chat(options: argparse.Namespace) -> int:
     if first not in (*adapters, "none"):
         raise LorakitError(f"--use {first!r}: no --adapter has that name.{did_you_mean(first, [*adapters, 'none'])}")
     model = load_model(options, adapters)
-    from lorakit.decoding.sampling import SamplingSettings
     from lorakit.serving.conversation import Conversation
     from lorakit.serving.engine import ServingEngine
 
-    settings = SamplingSettings(temperature=options.temperature)
-    settings.check(model.prompts.num_tokens)
     with contextlib.closing(ServingEngine(model, max_rows=1)) as engine:
-        talk = Conversation(model, engine, system=options.system, settings=settings)
+        talk = Conversation(model, engine, system=options.system)
+        _change(talk, temperature=options.temperature)
         _use(talk, first)
         while (line := _read_line(talk)) is not None:
             if line.strip() in ("/quit", "/exit"):
@@ -150,8 +148,11 @@ def _set(talk: "Conversation", rest: str) -> None:
         value = NUMBERS[key](text)
     except ValueError:
         raise LorakitError(f"/set {key}: a number expected, got {text!r}") from None
-    changed = dataclasses.replace(talk.settings, **{key: value})
+    _change(talk, **{key: value})
+
+
+def _change(talk: "Conversation", **values: Any) -> None:
+    """Change sampling settings, if all are in their ranges."""
+    changed = dataclasses.replace(talk.settings, **values)
     changed.check(talk.model.prompts.num_tokens)
     talk.settings = changed
-    if key == "max_tokens":
-        talk.max_tokens = int(value)

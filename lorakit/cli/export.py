@@ -65,6 +65,12 @@ def _export(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
     if options.gguf_ready:
         return _export_gguf(options, folder, patches)
+    if options.vllm and options.k8s and options.base.startswith("builtin:"):
+        copy = options.base.removeprefix("builtin:")
+        raise LorakitError(
+            f"--vllm --k8s: vLLM does not know {options.base}; copy its folder into the claim and name the copy:"
+            f" cp -r {folder} {copy}; lorakit export {copy} ..."
+        )
     text = _deployment(options, patches) if options.k8s else _script(options, folder, patches)
     if options.out is None:
         print(text, end="")

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, parse_named, positive_int
@@ -37,6 +38,10 @@ def add_serve_command(add_command: AddCommand) -> None:
         help="adapters in memory; others are read from disk when a request names them (default: all)",
     )  # fmt: skip
     serve.add_argument(
+        "--pin", action="append", default=[], metavar="NAME",
+        help="adapter that stays in memory, with --max-adapters; may be repeated",
+    )  # fmt: skip
+    serve.add_argument(
         "--kv-memory", type=float, metavar="GB",
         help="memory for keys and values, of running requests and common prefixes (default: half of what is free)",
     )  # fmt: skip
@@ -62,13 +67,14 @@ def _serve(options: argparse.Namespace) -> int:
             raise LorakitError(f"{option}: no folder {root.absolute()}")
     if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
+    _check_pins(options.pin, options.max_adapters)
     model = load_model(options, {})
     from lorakit.planning.gpus import GB
     from lorakit.planning.machine import free_memory
     from lorakit.serving.adapter_pool import AdapterPool
     from lorakit.serving.server import serve
 
-    pool = AdapterPool(model, options.max_adapters)
+    pool = AdapterPool(model, options.max_adapters, options.pin)
     for adapter, path in adapters.items():
         pool.load(
             adapter, path, allow_base_mismatch=options.allow_base_mismatch,
@@ -84,6 +90,17 @@ def _serve(options: argparse.Namespace) -> int:
         max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions,
     )  # fmt: skip
     return 0
+
+
+def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:
+    if names and max_adapters is None:
+        raise LorakitError("--pin: goes with --max-adapters; without it all adapters stay in memory")
+    pinned = list(dict.fromkeys(names))
+    if max_adapters is not None and len(pinned) > max_adapters:
+        raise LorakitError(
+            f"--pin: {len(pinned)} adapters, {', '.join(pinned)}, and --max-adapters is {max_adapters}; pin fewer, or"
+            " have more in memory"
+        )
 
 
 def _api_keys(options: argparse.Namespace) -> list[str]:

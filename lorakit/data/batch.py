@@ -37,6 +37,8 @@ class Batch:
     """(labels,) float32: weight of each label's loss, in the order of the flattened ``labels``; None: all are 1"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
+    start: int | None = None
+    """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
 
     def sum_of_weights(self) -> float:
         """Return the sum of all labels' weights. Call it on the host, before ``to``."""
@@ -46,7 +48,32 @@ class Batch:
         """Return the place in `row_indices` of each token's row, (lines * width,) int64."""
         lines, width = self.input_ids.shape
         lengths = torch.tensor(self.row_lengths or [width] * lines)
-        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return rows if self.start is None else rows[self.start : self.start + width]
+
+    def part(self, start: int, stop: int) -> "Batch":
+        """Return the tokens of a packed line from ``start`` to ``stop``, with their labels and counts."""
+        labels = self.labels[:, start:stop]
+        before, count = (int((part != IGNORE_INDEX).sum()) for part in (self.labels[:, :start], labels))
+        return replace(
+            self, input_ids=self.input_ids[:, start:stop], labels=labels,
+            position_ids=self.position_ids[:, start:stop], start=start,
+            num_tokens=min(stop, self.num_tokens) - min(start, self.num_tokens), num_label_tokens=count,
+            label_weights=None if self.label_weights is None else self.label_weights[before : before + count],
+        )  # fmt: skip
+
+    def with_tokens(self, number: int) -> "Batch":
+        """Return a packed line with at least so many tokens; those that it lacks become a row without labels."""
+        missing = number - self.input_ids.shape[1]
+        if missing <= 0:
+            return self
+        zeros = torch.zeros(1, missing, dtype=torch.int64)
+        return replace(
+            self, input_ids=torch.cat([self.input_ids, zeros], 1),
+            labels=torch.cat([self.labels, torch.full_like(zeros, IGNORE_INDEX)], 1),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing)[None]], 1),
+            row_lengths=(*self.row_lengths, missing),
+        )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same micro-batch on a device, with ``label_positions``."""

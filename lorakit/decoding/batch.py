@@ -32,7 +32,7 @@ class ContinuousBatch:
     One thread calls ``step``; others may add to ``waiting`` meanwhile. max_rows: of the batch. memory: of its slots.
     """
 
-    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue, max_rows: int) -> None:
+    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[Row], max_rows: int) -> None:
         self.waiting = waiting
         self._slots, self._memory, self._max_rows = slots, memory, max_rows
         self._decoding: list[Row] = []
@@ -67,11 +67,11 @@ class ContinuousBatch:
             self._finish(row, CANCELLED)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Compute prompts up to a budget, then one token of every decoding row."""
+    def step(self, *, prefills: bool = True) -> None:
+        """Compute prompts up to a budget, unless another step ``prefills``, then one token of every decoding row."""
         self._remove_cancelled()
         self._make_room()
-        budget = PREFILL_TOKENS
+        budget = PREFILL_TOKENS if prefills else 0
         while budget > 0:
             self._admit(budget)
             if not self._prefilling:
@@ -90,6 +90,7 @@ class ContinuousBatch:
             for row in rows:
                 self.waiting.remove(row)
         self._decoding, self._prefilling = [], []
+        self._slots.forget()
         self._memory.trim(0, 0)
         for row in rows:
             row.generation.fail(problem)
@@ -208,6 +209,7 @@ class ContinuousBatch:
             self._fail(row, problem)
             return
         if token in row.ends:
+            row.generation.end = Token(token, logprobs)
             self._end(row, STOP)
             return
         row.generation.put(Token(token, logprobs))
@@ -231,6 +233,7 @@ class ContinuousBatch:
     def _vacate(self, row: Row, *, is_sound: bool = True) -> None:
         """Free a row's slot, into which another row moves. If sound, its tokens are a prefix for later rows."""
         slot = self._rows().index(row)
+        self._slots.forget()
         if is_sound:
             self._memory.save_prefix(row.generation.adapter, row.tokens[: row.num_stored], slot)
         else:

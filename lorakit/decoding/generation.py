@@ -36,9 +36,10 @@ Item = Token | Exception | None
 class Generation:
     """The tokens of one request, while they come. Iterate over it once, in one thread.
 
-    reason: why it finished; None while it runs. adapter: as it was when the request came, whatever is loaded since.
-    deliver: called in the engine's thread with every item, instead of the iteration. cached_tokens: of the prompt, read
-    from the prefix cache; known with the first token.
+    reason: why it finished; None while it runs. end: the end token, which is no part of the answer; None: there is
+    none. adapter: as it was when the request came, whatever is loaded since. deliver: called in the engine's thread
+    with every item, instead of the iteration. cached_tokens: of the prompt, read from the prefix cache; known with the
+    first token.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Generation:
     ) -> None:
         self.adapter, self.prompt, self.settings = adapter, prompt, settings
         self.reason: str | None = None
+        self.end: Token | None = None
         self.cached_tokens = 0
         self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._deliver = deliver or self._tokens.put

@@ -4,13 +4,20 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lorakit.errors import LorakitError
+
+KEYS: Final[Mapping[str, set[str]]] = {
+    "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
+}  # fmt: skip
+"""type -> the keys of a ``response_format``"""
+SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
+"""of ``json_schema``; every schema is obeyed as a strict one"""
 
 
 @final
@@ -29,7 +36,8 @@ class Grammar:
     def accept(self, token: int) -> None:
         """Go on after a token that ``restrict`` left."""
         if not self._matcher.consume_token(token):
-            raise LorakitError(f"response_format: the token {token} does not fit: {self._matcher.get_error()}")
+            reason = (self._matcher.get_error() or "").splitlines()[:1]  # before its state
+            raise LorakitError(f"response_format: it cannot be followed after token {token}: {''.join(reason)}")
 
 
 @final
@@ -51,11 +59,15 @@ class GrammarCompiler:
         Raises:
             LorakitError: the extra is not installed, an unknown type, or a schema that would not be obeyed in full.
         """
-        kind = "text" if response_format is None else response_format.get("type")
-        if response_format is None or kind == "text":
+        if response_format is None:
             return None
-        if kind not in ("json_object", "json_schema", "regex"):
+        kind = response_format.get("type")
+        if not isinstance(kind, str) or kind not in KEYS:
             raise LorakitError(f"response_format: type is text, json_object, json_schema or regex, got {kind!r}")
+        if unknown := sorted(set(response_format) - KEYS[kind]):
+            raise LorakitError(f"response_format: {unknown[0]!r} is not known in type {kind}")
+        if kind == "text":
+            return None
         if importlib.util.find_spec("llguidance") is None:
             raise LorakitError(f"response_format: {kind} needs llguidance: pip install 'lorakit[structured]'")
         if self._tokenizer is None or min_tokens:
@@ -79,6 +91,8 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
             raise LorakitError(f"response_format: type regex has a text as pattern, got {pattern!r}")
         return str(LLMatcher.grammar_from_regex(pattern))
     named = response_format.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    if isinstance(named, dict) and (unknown := sorted(set(named) - SCHEMA_KEYS)):
+        raise LorakitError(f"response_format: {unknown[0]!r} is not known in json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")

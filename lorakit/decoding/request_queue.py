@@ -8,10 +8,19 @@ import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import final
+from typing import Generic, Protocol, TypeVar, final
 
-from lorakit.decoding.generation import Row
 from lorakit.errors import LorakitError
+
+
+class Waiting(Protocol):
+    """A request that waits. number: of arrival. client: whose turn it takes."""
+
+    number: int
+    client: str | None
+
+
+Request = TypeVar("Request", bound=Waiting)
 
 
 class QueueFullError(LorakitError):
@@ -19,49 +28,51 @@ class QueueFullError(LorakitError):
 
 
 @final
-class RequestQueue:
+class RequestQueue(Generic[Request]):
     """Rows that wait. max_rows: of those that did not start yet; None is no limit.
 
     Threads may add rows while one thread takes them. ``changed`` is notified of every new row, and is the lock of all.
     """
 
-    def __init__(self, max_rows: int | None = None) -> None:
+    def __init__(self, max_rows: int | None = None, changed: threading.Condition | None = None) -> None:
         self._max_rows = max_rows
-        self.changed = threading.Condition()
-        self._preempted: list[Row] = []
+        self.changed = changed or threading.Condition()
+        self._preempted: list[Request] = []
         """before all others, the oldest first"""
-        self._clients: OrderedDict[str | None, deque[Row]] = OrderedDict()
+        self._clients: OrderedDict[str | None, deque[Request]] = OrderedDict()
         """client -> its rows; the client whose turn it is first"""
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        with self.changed:
+            return len(self._preempted) + sum(map(len, self._clients.values()))
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Request]:
         with self.changed:
             return iter([*self._preempted, *itertools.chain.from_iterable(self._clients.values())])
 
-    def add(self, row: Row) -> None:
-        """Add a new row.
+    def add(self, *rows: Request) -> None:
+        """Add new rows, all or none of them.
 
         Raises:
-            QueueFullError: too many wait.
+            QueueFullError: too many wait already.
         """
         with self.changed:
             if self._max_rows is not None and len(self) - len(self._preempted) >= self._max_rows:
                 raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")
-            self._clients.setdefault(row.client, deque()).append(row)
+            for row in rows:
+                self._clients.setdefault(row.client, deque()).append(row)
             self.changed.notify()
 
-    def put_back(self, row: Row) -> None:
+    def put_back(self, row: Request) -> None:
         """Add a row that was preempted, before all that did not start yet."""
         with self.changed:
             bisect.insort(self._preempted, row, key=lambda one: one.number)
 
-    def first(self) -> Row | None:
+    def first(self) -> Request | None:
         """Return the row that is next; None if none waits."""
         return next(iter(self), None)
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: Request) -> None:
         """Remove a row. If it was next, another client's turn is next."""
         with self.changed:
             was_next = row is self.first()

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,19 @@ from lorakit.decoding.grammar import Grammar
 from lorakit.errors import LorakitError
 
 MAX_SEED = 2**63
+LEAST_TEMPERATURE: Final = 1e-30
+"""that is used: lower ones give the same softmax, and are 0 in float32"""
+LEAST_LOGPROB: Final = -9999.0
+"""that is reported: OpenAI's and vLLM's number for what cannot come, because JSON has no infinity"""
+
+RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
+    "temperature": (0, 100, "from 0 to 100"), "top_p": (1e-9, 1, "above 0, and at most 1"),
+    "top_k": (0, math.inf, "0 (no limit) or more"), "min_p": (0, 1, "from 0 to 1"),
+    "repetition_penalty": (1e-9, 100, "above 0, and at most 100"),
+    "presence_penalty": (-2, 2, "from -2 to 2"), "frequency_penalty": (-2, 2, "from -2 to 2"),
+    "seed": (-MAX_SEED, MAX_SEED - 1, "from -2**63 below 2**63"),
+}  # fmt: skip
+"""setting -> its least and largest value, and the two in words"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +65,7 @@ class SamplingSettings:
         """
         ranges: dict[str, tuple[float, float, str]] = {
             "max_tokens": (1, math.inf, "1 or more"), "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
-            "temperature": (0, 100, "from 0 to 100"), "top_p": (1e-9, 1, "above 0, and at most 1"),
-            "top_k": (0, math.inf, "0 (no limit) or more"), "min_p": (0, 1, "from 0 to 1"),
-            "repetition_penalty": (1e-9, 100, "above 0, and at most 100"),
-            "presence_penalty": (-2, 2, "from -2 to 2"), "frequency_penalty": (-2, 2, "from -2 to 2"),
-            "seed": (0, MAX_SEED - 1, "from 0 below 2**63"), "logprobs": (0, num_tokens, "0 or more"),
+            **RANGES, "logprobs": (0, num_tokens, f"from 0 to {num_tokens}"),
         }  # fmt: skip
         for name, (low, high, text) in ranges.items():
             value = getattr(self, name)
@@ -67,6 +76,8 @@ class SamplingSettings:
                 raise LorakitError(
                     f"logit_bias: token ids below {num_tokens} and biases from -100 to 100, got {token}: {bias}"
                 )
+        if outside := [token for token in self.stop_token_ids if not 0 <= token < num_tokens]:
+            raise LorakitError(f"stop_token_ids: token ids below {num_tokens}, got {outside[0]}")
         if any(not text for text in self.stop):
             raise LorakitError("stop: an empty text; leave it out")
 
@@ -100,12 +111,18 @@ class Sampler:
             self._generator.manual_seed(settings.seed)
 
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
-        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are wanted."""
+        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are wanted.
+
+        Raises:
+            LorakitError: the settings exclude every token.
+        """
         settings = self._settings
         logits = self._penalized(logits.float())
         if self._grammar is not None:
             logits = self._grammar.restrict(logits)
-        token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits / settings.temperature)
+        if logits.max() == -math.inf:
+            raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
+        token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits)
         self._counts[token] += 1
         if self._grammar is not None and token not in self._end_ids:
             self._grammar.accept(token)
@@ -135,6 +152,8 @@ class Sampler:
 
     def _sampled(self, logits: Tensor) -> int:
         settings = self._settings
+        # the largest is 0, so that none is infinite at low temperatures
+        logits = (logits - logits.max()) / max(settings.temperature, LEAST_TEMPERATURE)
         if settings.top_k and settings.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(settings.top_k).values[-1], -math.inf)
         probabilities = logits.softmax(-1)
@@ -149,6 +168,6 @@ class Sampler:
 
 def top_logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
     """Return the log-probability of a token, and the ``number`` most probable ones, for logits (vocabulary,)."""
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1).clamp(min=LEAST_LOGPROB)
     top = logprobs.topk(number)
     return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -45,6 +45,8 @@ class SlotModel:
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
+        self._route: Route | None = None
+        """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
         num_layers = getattr(model.model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
         if num_layers is None:
             raise BaseModelError(
@@ -53,6 +55,7 @@ class SlotModel:
         self.cache = SlotCache(num_layers)
         self._check()
         self.cache.resize(0, 0)
+        self.forget()
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
@@ -72,7 +75,7 @@ class SlotModel:
         starts, counts = [row.num_stored for row in rows], [len(tokens) for tokens in pending]
         positions = self.cache.set_window(first, starts, counts, self._device)
         output = self._model.run(
-            Route(tuple(row.generation.adapter for row in rows)),
+            self._route_of(rows),
             input_ids=ids.to(self._device),
             position_ids=positions,
             attention_mask=attention_masks(self._model.model, positions),
@@ -82,6 +85,18 @@ class SlotModel:
         )
         logits: Tensor = output.logits[:, -1].float().cpu()
         return logits
+
+    def forget(self) -> None:
+        """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
+        self._route = None
+
+    def _route_of(self, rows: Sequence[Row]) -> Route:
+        adapters = tuple(row.generation.adapter for row in rows)
+        if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
+            return Route(adapters)
+        if self._route is None or self._route.adapters != adapters:
+            self._route = Route(adapters)
+        return self._route
 
     @torch.no_grad()
     def _check(self) -> None:

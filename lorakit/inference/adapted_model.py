@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lorakit.base.load import generation_settings
 from lorakit.decoding.generation import Generation
@@ -21,26 +20,25 @@ from lorakit.decoding.sampling import MAX_SEED
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
+from lorakit.inference.choice import SURROUNDING, Adapters, Default, check_size, chosen_names
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec, check_prompts
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
-from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
+from lorakit.patch import (
+    BaseIdentity,
+    BaseShapes,
+    Caps,
+    Patch,
+    check_base,
+    check_fits,
+    read_patch,
+    unverified_note,
+    with_head_names,
+)
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
-
-Adapters = str | None | Sequence[str | None]
-"""The name of one adapter for all rows, or one name per row. None means the plain base."""
-
-
-class Default(Enum):
-    """The adapters of a call that does not choose."""
-
-    SURROUNDING = "those of the surrounding `using` block, or the base outside of one"
-
-
-SURROUNDING: Final = Default.SURROUNDING
 
 
 class AdaptedModel:
@@ -112,6 +110,16 @@ class AdaptedModel:
         with self.routed(route):
             return self.model(**inputs)
 
+    def run_without_head(self, route: Route, input_ids: Tensor, **inputs: Any) -> Any:
+        """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
+        with self.routed(route.of_pass(input_ids.shape[1])):
+            return self.model.base_model(input_ids=input_ids, **inputs)  # type: ignore[operator]
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the base; None for a merged copy in memory."""
+        return None if self._identity is None else self._identity.files.folder
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
@@ -168,7 +176,7 @@ class AdaptedModel:
                 raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
-            self._check(patch, allow_base_mismatch, allow_template_change)
+            patch = self._fitting(patch, allow_base_mismatch, allow_template_change)
             adapter = self._resident(patch.identity)
             if adapter is None:
                 adapter = build_adapter(patch, self.model, self._bank)
@@ -223,6 +231,7 @@ class AdaptedModel:
         patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
+        patch = self._fitting(patch, allow_base_mismatch=True, allow_template_change=True)  # as it was accepted before
         merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
         yield AdaptedModel(merged, self.tokenizer, None, self.prompts, form)
 
@@ -239,7 +248,7 @@ class AdaptedModel:
         route = self._chosen(adapters, lengths)
         first = model_input(args, inputs)
         if first is not None:
-            _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
+            check_size(route, adapters, first.shape[:2], "a batch of {} rows")
         with self.routed(route):
             return self.model(*args, **inputs)
 
@@ -291,7 +300,7 @@ class AdaptedModel:
         route = self._chosen(adapters)
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
-        _check_size(route, adapters, (len(prompts),), "{} prompts")
+        check_size(route, adapters, (len(prompts),), "{} prompts")
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
@@ -313,12 +322,19 @@ class AdaptedModel:
     def _slots(self) -> SlotModel | None:
         return slots_of(self)
 
-    def _check(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> None:
+    def _fitting(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> Patch:
+        """Return a patch that fits, in the names of this model.
+
+        Raises:
+            PatchError: it does not fit, or is of another base.
+        """
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
-        check_fits(patch, self._shapes, self._identity.files.folder)
+        named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
+        check_fits(named, self._shapes, self._identity.files.folder)
         if not allow_base_mismatch:
             check_base(patch, self._identity, allow_template_change=allow_template_change)
+        return named
 
     def _chosen(self, adapters: Adapters | Default, lengths: Sequence[int] | None = None) -> Route:
         """Return the route of a call: to these adapters, or the surrounding block's.
@@ -349,26 +365,16 @@ class AdaptedModel:
         """Return the route to these adapters, with the tensors they have now.
 
         Raises:
-            LorakitError: a name is not loaded, `adapters` is not of the type Adapters, or `lengths` do not go with it.
+            LorakitError: a name is not loaded, or as ``chosen_names``.
         """
-        if not (adapters is None or isinstance(adapters, str | list | tuple)):
-            raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
-        names = (adapters,) if adapters is None or isinstance(adapters, str) else tuple(adapters)
-        if not names:
-            raise LorakitError("adapters: an empty list; give one name (or None) per row")
+        names = chosen_names(adapters, lengths)
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
-            if name is not None and not isinstance(name, str):
-                raise LorakitError(f"adapters: a name or None per row, got {name!r}")
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
                 raise AdapterNotLoadedError(
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
-        if lengths is not None and (
-            len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
-        ):
-            raise LorakitError(f"lengths: {len(names)} numbers of tokens, one for each adapter; got {lengths!r}")
         route = Route(
             tuple(None if name is None else known[name] for name in names), None if lengths is None else tuple(lengths)
         )
@@ -382,17 +388,3 @@ class AdaptedModel:
         """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""
         same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
         return None if identity is None else next(same, None)
-
-
-def _check_size(route: Route, adapters: Adapters | Default, shape: Sequence[int], rows: str) -> None:
-    """Raise an error unless the route of a call with these `adapters` goes with inputs of this shape, (rows, tokens).
-
-    rows: their name in the error.
-    """
-    if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
-        expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
-        raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")
-    count = len(route.adapters)
-    one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
-    if route.lengths is None and count != shape[0] and not one_for_all:
-        raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

@@ -69,7 +69,7 @@ def _lengths(row: Row) -> tuple[int, int]:
 def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
     # memory for the largest batch, so that no row leaves its slot before it has its answer
     positions = min(MAX_ROWS, len(rows)) * max(row.num_tokens_at_most for row in rows)
-    batch = ContinuousBatch(slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue(), MAX_ROWS)
+    batch = ContinuousBatch(slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue[Row](), MAX_ROWS)
     for row in rows:
         batch.waiting.add(row)
     while batch.is_busy:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 MAX_BLOCK_COLUMNS: Final = 128
-"""A block is as large as all earlier ones of its layer together, up to this. So little memory waits for an adapter, and
-a few products serve many. Two products with 64 columns cost the same as one with 128 (2 cores, 8 rows, 2048 x 2048)."""
+"""A block is as large as all earlier ones of its layer together, up to this; or as those that were freed. So little
+memory waits for an adapter, and a few products serve many. Two products with 64 columns cost the same as one with 128
+(2 cores, 8 rows, 2048 x 2048)."""
 FREE: Final = -1
 
 
@@ -68,6 +69,8 @@ class LayerBank:
         self._like, self._sizes = like.new_empty(0), sizes
         self._taken: dict[FactorColumns, list[range]] = {}
         """block -> the columns of its adapters, in ascending order"""
+        self._most_columns = 0
+        """of all blocks, so far"""
         self._released: list[tuple[FactorColumns, range]] = []
         self._lock = threading.Lock()
 
@@ -118,7 +121,10 @@ class LayerBank:
         return None
 
     def _new_block(self, rank: int) -> FactorColumns:
-        size = max(rank, min(MAX_BLOCK_COLUMNS, sum(len(block.owners) for block in self._taken)))
+        total = sum(len(block.owners) for block in self._taken)
+        # where adapters come and go, the blocks of those that went are enough for those that come
+        size = max(rank, min(MAX_BLOCK_COLUMNS, total, self._most_columns - total or total))
+        self._most_columns = max(self._most_columns, total + size)
         out_features, in_features = self._sizes
         # zeros, not empty memory: products run across columns that are free, and 0 times NaN is NaN
         A, B = self._like.new_zeros(size, in_features), self._like.new_zeros(size, out_features)

@@ -12,7 +12,8 @@ from lorakit.merging.plan import MergePlan
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """suffixes of weight files"""
-TEMPLATES: Final = "additional_chat_templates"
+FOLDERS: Final = ("additional_chat_templates", "[0-9]*_*")
+"""sub-folders that belong to a model: chat templates, and modules of sentence-transformers such as 1_Pooling"""
 
 
 def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path) -> None:
@@ -59,8 +60,8 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
     for path in sorted(files.folder.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
             shutil.copyfile(path, model / path.name)
-    if (files.folder / TEMPLATES).is_dir():
-        shutil.copytree(files.folder / TEMPLATES, model / TEMPLATES, dirs_exist_ok=True)
+    for path in [path for pattern in FOLDERS for path in files.folder.glob(pattern) if path.is_dir()]:
+        shutil.copytree(path, model / path.name, dirs_exist_ok=True)
     if plan.vocabulary is not None:
         for name in TOKENIZER_FILES:
             (model / name).unlink(missing_ok=True)

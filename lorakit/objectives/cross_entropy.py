@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
+from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
@@ -45,6 +46,7 @@ class LossModel(nn.Module):
     `chunked`: compute logits for a chunk of label positions at a time, never tokens x vocabulary.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
+    `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
     `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
     that is not the one of the tensors (a plan's are on meta).
     """
@@ -55,6 +57,7 @@ class LossModel(nn.Module):
         self.head = loss_head(model, device_type)
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
+        self.exchange: HeadExchange | None = None
         self.kernel_problem: str | None = None
 
     def forward(
@@ -70,7 +73,7 @@ class LossModel(nn.Module):
         """
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
         if self.packed_attention and row_lengths is not None:
-            row_lengths.kernel = self.kernel
+            row_lengths.kernel, row_lengths.exchange = self.kernel, self.exchange if row_lengths.is_part else None
             model_inputs["row_lengths"] = row_lengths
         if labels is None:
             logits: Tensor = self.model(**model_inputs).logits
@@ -91,7 +94,7 @@ def token_scores(model: nn.Module, batch: Batch) -> Scores:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
-    rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
+    rows = {"row_lengths": RowLengths(batch.row_lengths, is_part=batch.start is not None)} if batch.row_lengths else {}
     losses, hits = model(**inputs, **rows, label_positions=batch.label_positions)
     return Scores(losses, hits, batch.label_weights)
 

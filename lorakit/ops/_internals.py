@@ -99,3 +99,19 @@ def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
     for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, kind):
             del module._forward_pre_hooks[number]
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b by oneDNN's product, for float32 on the CPU and without a gradient.
+
+    `mkldnn::_linear_pointwise`, which torch's compiler calls; here with a weight that is not packed. torch has no
+    public way to choose between its BLAS and oneDNN. Without it, `ops.onednn_linear` leaves layers as they are: slower
+    on some CPUs, the same result to rounding.
+    """
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def has_onednn_linear() -> bool:
+    """True if this build of torch has `onednn_linear`."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.ops._internals import attention_implementation, can_set_attention
+from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, Window, row_bounds
 
 PREFIX: Final = "rows_"
@@ -31,11 +32,15 @@ class RowLengths:
     """The tokens of each row of a packed line, passed to a model's forward as ``row_lengths``.
 
     `was_used`: True once the model's forward has passed them on to its attention. `kernel`: attends to all rows in one
-    call; None to attend row by row.
+    call; None to attend row by row. `is_part`: True if only some of the line's tokens are here. `exchange`: the ranks
+    that have the others then.
     """
 
-    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None) -> None:
-        self.lengths, self.was_used, self.kernel = tuple(lengths), False, kernel
+    def __init__(
+        self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None, *, is_part: bool = False
+    ) -> None:
+        self.lengths, self.is_part, self.was_used, self.kernel = tuple(lengths), is_part, False, kernel
+        self.exchange: HeadExchange | None = None
         self._cu_seqlens: Tensor | None = None
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
@@ -90,13 +95,16 @@ def _register(inner: str) -> None:
         if row_lengths is None:
             return attention(module, query, key, value, attention_mask.for_line(), **rest)
         row_lengths.was_used = True
-        if (output := _varlen_attention(module, (query, key, value), attention_mask, row_lengths, rest)) is not None:
-            return output, None
-        lengths = row_lengths.lengths
-        heads = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-        rows = zip(*heads, attention_mask.for_rows(lengths), strict=True)
-        outputs = [attention(module, *row, **rest)[0] for row in rows]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+        lengths, heads, exchange = row_lengths.lengths, (query, key, value), row_lengths.exchange
+        if exchange is not None:
+            attention_mask = attention_mask.of_full_line(lengths)
+            module, heads = exchange.to_heads(module, heads, sum(lengths))
+        output = _varlen_attention(module, heads, attention_mask, row_lengths, rest)
+        if output is None:
+            rows = zip(*(part.split(lengths, dim=2) for part in heads), attention_mask.for_rows(lengths), strict=True)
+            outputs = [attention(module, *row, **rest)[0] for row in rows]
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return (output if exchange is None else exchange.to_tokens(output)), None
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, mask)
     # not compiled, because a compiler would compile it anew for every combination of row lengths
@@ -133,6 +141,24 @@ class Masks:
         self._line: tuple[Tensor | None] | None = None
         self._rows: tuple[Tensor | None, ...] | None = None
         self._window: tuple[Window | None] | None = None
+        self._of_full_line: Masks | None = None
+
+    def of_full_line(self, lengths: Sequence[int]) -> "Masks":
+        """Return the masks of the full line for a part of it, whose own indices the model's rule speaks of.
+
+        Causality, in a window where the layer has one, is the only rule that is known beyond the part.
+        """
+        if self._of_full_line is None:
+            window = self._arguments.get("local_size")
+
+            def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                causal = key <= query
+                return causal if window is None else causal & (key > query - window)
+
+            total = sum(lengths)
+            arguments = {**self._arguments, "mask_function": rule, "q_length": total, "kv_length": total}
+            self._of_full_line = Masks(self._mask, arguments, skip_causal=self._skip_causal)
+        return self._of_full_line
 
     def for_line(self) -> Tensor | None:
         """Return the mask over the full line, for a call without row lengths."""

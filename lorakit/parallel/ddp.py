@@ -12,7 +12,8 @@ from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.engine import BuildOptimizer
-from lorakit.parallel.process_group import init_process_group
+from lorakit.parallel.mesh import make_mesh
+from lorakit.parallel.process_group import init_process_group, message_timeout
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
 
@@ -29,7 +30,8 @@ class DdpEngine(SingleEngine):
             find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb, broadcast_buffers=False
         )
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
-        super().__init__(device, group, parallel.backend)
+        mesh = make_mesh(group, parallel.sequence, message_timeout(parallel))
+        super().__init__(device, group, parallel.backend, mesh)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         self._optimizer = build(adapter_tensors(loss_model.model))
@@ -43,7 +45,7 @@ class DdpEngine(SingleEngine):
 
     def backward(self, loss: Tensor) -> None:
         # times the ranks, because DDP averages gradients over ranks and the loss is divided by all ranks' labels
-        (loss * self.mesh.data.size).backward()
+        (loss * self.mesh.tokens.size).backward()
 
     def describe(self) -> dict[str, Any]:
         # read from the object, because accelerate alone decides whether it wraps the model

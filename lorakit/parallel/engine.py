@@ -81,7 +81,8 @@ class NonFiniteStep(Exception):
 class Engine(Protocol):
     """One process's part of a run: model, optimizer and the messages between ranks.
 
-    group: all ranks. mesh: the same ranks by axes; what scales with rows asks `mesh.data`.
+    group: all ranks. mesh: the same ranks by axes; what scales with rows asks `mesh.data`,
+    and with tokens `mesh.tokens`.
     set_phase: called with the current activity, which the watchdog puts into error messages. shards_base: True if the
     base must be built on meta, because `prepare` reads only this rank's part of each tensor.
     """

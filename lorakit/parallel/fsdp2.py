@@ -26,7 +26,8 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.engine import BuildOptimizer
-from lorakit.parallel.process_group import init_process_group
+from lorakit.parallel.mesh import make_mesh
+from lorakit.parallel.process_group import init_process_group, message_timeout
 from lorakit.parallel.single import SingleEngine
 from lorakit.parallel.stepping import move_buffers, to_cpu
 from lorakit.recipe import ParallelSection
@@ -40,12 +41,13 @@ class Fsdp2Engine(SingleEngine):
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         self._accelerator, group = init_process_group(world, parallel, device)
         self._parallel = parallel
-        super().__init__(device, group, parallel.backend)
+        mesh = make_mesh(group, parallel.sequence, message_timeout(parallel))
+        super().__init__(device, group, parallel.backend, mesh)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
-        mesh = init_device_mesh(self.device.type, (self.mesh.data.size,))
+        mesh = init_device_mesh(self.device.type, (self.mesh.tokens.size,))
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
         for module in gather_groups(model):
@@ -54,13 +56,13 @@ class Fsdp2Engine(SingleEngine):
             )
         fully_shard(loss_model, mesh=mesh, offload_policy=policy)  # last, for parameters outside the layers
         self._shard_device = torch.device("cpu") if offload else self.device
-        materialize_shards(loss_model, self._shard_device, self.mesh.data.rank, weights)
+        materialize_shards(loss_model, self._shard_device, self.mesh.tokens.rank, weights)
         move_buffers(model, self.device)  # with offload, materialize_shards has moved them to the CPU
         self._optimizer = build(adapter_tensors(model))  # after sharding, because parameters are replaced by DTensors
         return loss_model
 
     def shard_numel(self, shape: Sequence[int]) -> int:
-        return math.ceil(shape[0] / self.mesh.data.size) * math.prod(shape[1:])
+        return math.ceil(shape[0] / self.mesh.tokens.size) * math.prod(shape[1:])
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
@@ -68,12 +70,12 @@ class Fsdp2Engine(SingleEngine):
 
     def backward(self, loss: Tensor) -> None:
         # times the ranks, because FSDP averages gradients over ranks and the loss is divided by all ranks' labels
-        (loss * self.mesh.data.size).backward()
+        (loss * self.mesh.tokens.size).backward()
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
         shards = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
         squares = sum((shard.float().square().sum() for shard in shards), torch.zeros((), device=self._shard_device))
-        norm = math.sqrt(self.mesh.data.all_reduce_sum(float(squares))[0])  # one message, not one per tensor
+        norm = math.sqrt(self.mesh.tokens.all_reduce_sum(float(squares))[0])  # one message, not one per tensor
         for shard in shards if norm > limit else ():
             shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
@@ -91,7 +93,7 @@ class Fsdp2Engine(SingleEngine):
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            _local(tensor.detach()).copy_(shard_rows(adapter[name], self.mesh.data.size, self.mesh.data.rank))
+            _local(tensor.detach()).copy_(shard_rows(adapter[name], self.mesh.tokens.size, self.mesh.tokens.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
                     part: self._shard_like(value, tensor) for part, value in state[name].items()
@@ -102,7 +104,7 @@ class Fsdp2Engine(SingleEngine):
         if value.shape != like.shape:
             # AdamW's step count too: its fused kernel reads it on the parameter's device
             return value.to(self._shard_device, copy=True)
-        local = shard_rows(value, self.mesh.data.size, self.mesh.data.rank).to(self._shard_device)
+        local = shard_rows(value, self.mesh.tokens.size, self.mesh.tokens.rank).to(self._shard_device)
         # shape and stride are given, because from_local would assume that all ranks have equally many rows
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -34,6 +34,11 @@ class Group:
         return tuple(sorted(dist.get_process_group_ranks(self._group)))
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's group of these ranks; None is the default one."""
+        return self._group
+
+    @property
     def is_rank_0(self) -> bool:
         """True if this process writes the files and shows the progress."""
         return self.rank == 0

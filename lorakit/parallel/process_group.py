@@ -56,6 +56,14 @@ def collective_backend(parallel: "ParallelSection", device: torch.device) -> str
     return requested
 
 
+def message_timeout(parallel: "ParallelSection") -> timedelta:
+    """Return how long torch waits for a message.
+
+    A minute longer than the watchdog, because its error names the rank and the phase, and torch's does not.
+    """
+    return timedelta(seconds=parallel.stuck_seconds + 60)
+
+
 def init_process_group(
     world: World, parallel: "ParallelSection", device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
 ) -> tuple[Any, Group]:
@@ -70,8 +78,7 @@ def init_process_group(
     from accelerate.utils import InitProcessGroupKwargs
 
     backend = collective_backend(parallel, device)
-    # a minute longer than the watchdog waits, because its error names the rank and the phase, and torch's does not
-    timeout = timedelta(seconds=parallel.stuck_seconds + 60)
+    timeout = message_timeout(parallel)
     # with a plugin cpu must be False, also on CPUs: Accelerator(cpu=True, deepspeed_plugin=...) trains with DDP. The
     # backend must be given, or accelerate takes every process for rank 0 there (accelerate 1.15)
     accelerator = Accelerator(

@@ -26,6 +26,7 @@ from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.dropout import TokenKeys, use_token_keys
+from lorakit.ops.head_exchange import HeadExchange, token_counts
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.engine import (
     BuildOptimizer,
@@ -50,9 +51,10 @@ class BaseEngine(ABC):
 
     shards_base = False
 
-    def __init__(self, device: torch.device, group: Group, backend: str) -> None:
+    def __init__(self, device: torch.device, group: Group, backend: str, mesh: Mesh | None = None) -> None:
+        """Mesh: of the ranks of ``group``; None if only ``data`` is larger than 1."""
         self.device, self.group, self._backend = device, group, backend
-        self.rank, self.mesh = group.rank, Mesh(data=group)
+        self.rank, self.mesh = group.rank, mesh or Mesh(data=group, tokens=group)
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
 
@@ -118,6 +120,9 @@ class BaseEngine(ABC):
     ) -> None:
         model = loss_model.model
         self._loss_model, self._model = loss_model.train(), model
+        if self.mesh.sequence.size > 1:
+            sequence = self.mesh.sequence
+            loss_model.exchange = HeadExchange(sequence.process_group, sequence.rank, sequence.size)
         self._objective, self._settings = loss_model.objective, settings
         self._without_gradient, self._all_had_gradient = set(adapter_tensors(model)), False
         self._scale = LossScale(settings.scales_loss)
@@ -125,7 +130,7 @@ class BaseEngine(ABC):
         adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
         self._expected = ExpectedLayout(
             self._backend,
-            self.mesh.data.size,
+            self.mesh.tokens.size,
             sum(p.nbytes for p in base),
             adapter_bytes,
             self.resident_base_bytes(base),
@@ -160,16 +165,17 @@ class BaseEngine(ABC):
         with torch.random.fork_rng(devices):
             for number, batch in enumerate(micro_batches):
                 # for dropout of the base's own; of all ranks' micro-batches, so that no two of them share a mask
-                position = number * self.mesh.data.size + self.mesh.data.rank
+                position = number * self.mesh.tokens.size + self.mesh.tokens.rank
                 torch.manual_seed(_derived_seed(self._settings.seed, index, position))
-                keys = dropout_keys(batch, self._settings.seed, index)
+                part = self.part_of(batch)
+                keys = dropout_keys(part, self._settings.seed, index)
                 with use_token_keys(keys), self.micro_batch(last=number == len(micro_batches) - 1):
-                    scores = token_scores(self._wrapped, batch.to(self.device))
+                    scores = token_scores(self._wrapped, part.to(self.device))
                     terms = self._objective.terms(scores)
                     shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                     self.backward(reduce(torch.add, shares) * self._scale.value)
                 sums.add(scores, terms, batch)
-        report = LossReport(*sums.reduce(self.mesh.data))
+        report = LossReport(*sums.reduce(self.mesh))
         if not math.isfinite(report.loss):  # raised before the update, so that the adapter stays as it was
             pairs = zip(micro_batches, sums.terms, strict=True)
             nonfinite = [batch for batch, terms in pairs if not all(map(torch.isfinite, terms))]
@@ -185,7 +191,18 @@ class BaseEngine(ABC):
             )
         )
         suspects = tuple(row for suspect, _ in rows_by_rank for row in suspect)
-        return suspects or tuple(row for _, all_rows in rows_by_rank for row in all_rows)
+        # each once: ranks that share a line have the same rows
+        return tuple(dict.fromkeys(suspects or (row for _, all_rows in rows_by_rank for row in all_rows)))
+
+    def part_of(self, batch: Batch) -> Batch:
+        """Return the part of a micro-batch that this rank computes: some tokens, where ranks share a line."""
+        sequence = self.mesh.sequence
+        if sequence.size == 1:
+            return batch
+        line = batch.with_tokens(sequence.size)  # one for each rank, because a forward of no token is undefined
+        counts = token_counts(line.input_ids.shape[1], sequence.size)
+        start = sum(counts[: sequence.rank])
+        return line.part(start, start + counts[sequence.rank])
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         sums = ScoreSums(self._objective)
@@ -195,11 +212,11 @@ class BaseEngine(ABC):
                 for batch in micro_batches:
                     if self.group.any(stop()):  # decided together: forward is collective where the base is sharded
                         return None
-                    scores = token_scores(self._wrapped, batch.to(self.device))
+                    scores = token_scores(self._wrapped, self.part_of(batch).to(self.device))
                     sums.add(scores, self._objective.terms(scores), batch)
         finally:
             self._wrapped.train()
-        return LossReport(*sums.reduce(self.mesh.data))
+        return LossReport(*sums.reduce(self.mesh))
 
     def record_gradient(self, names: Iterable[str]) -> None:
         """Note that these adapter tensors have had a gradient."""
@@ -231,7 +248,15 @@ class BaseEngine(ABC):
     def _collectives_by_axis(self) -> dict[str, Any]:
         """Return the collectives along each axis of the mesh, and the groups that are none of its axes."""
         axes = self.mesh.ranks
-        along = {axis: self._collectives.counts(ranks) for axis, ranks in axes.items()}
+        # by kind too, because the ranks of `sequence` may be those of `tokens`
+        along = {
+            axis: {
+                kind: count
+                for kind, count in self._collectives.counts(ranks).items()
+                if (kind == "all_to_all") == (axis == "sequence")
+            }
+            for axis, ranks in axes.items()
+        }
         others = self._collectives.groups() - set(axes.values())
         return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
 
@@ -255,7 +280,7 @@ def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
     """Return the keys of a micro-batch's dropout: functions of seed, step and row, so checkpoints need no state."""
     if not batch.row_indices:  # a rank without rows: its tokens have no label
         return TokenKeys(torch.zeros_like(batch.position_ids).flatten(), batch.position_ids.flatten())
-    seeds = torch.tensor([_derived_seed(seed, step, f"row {row}") for row in batch.row_indices])
+    seeds = torch.tensor([*(_derived_seed(seed, step, f"row {row}") for row in batch.row_indices), 0])  # 0: padding
     return TokenKeys(seeds[batch.rows_of_tokens()], batch.position_ids.flatten())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lorakit.data.batch import Batch
 from lorakit.objectives.objective import Objective, Scores
 from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,22 @@ class ScoreSums:
     _counts: list[list[float]] = field(default_factory=list)
 
     def add(self, scores: Scores, terms: Sequence[Tensor], batch: Batch) -> None:
-        """Add a micro-batch, with the terms of its scores."""
+        """Add a micro-batch, with the terms of its scores, which may be those of some of its tokens."""
         metrics = [metric(scores, batch) for metric in self.objective.metrics.values()]
         self.terms.append(tuple(term.detach() for term in terms))
         self._metrics.append([total for total, _ in metrics])
         self._counts.append([*self.objective.counts(batch), *(count for _, count in metrics)])
 
-    def reduce(self, group: Group) -> tuple[float, dict[str, float]]:
+    def reduce(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
         """Return loss and metrics over all ranks. Collective. Every rank has added equally many micro-batches."""
         columns = [*zip(*self.terms, strict=True), *zip(*self._metrics, strict=True)]
         # all in one tensor, because each transfer from a GPU waits for it
         totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()
         counts = [sum(column) for column in zip(*self._counts, strict=True)]
-        summed = group.all_reduce_sum(*totals, *counts)
+        summed = mesh.tokens.all_reduce_sum(*totals, *counts)
+        copies = mesh.sequence.size  # ranks that share the tokens of a micro-batch count all of it
         means = [
-            total / count if count else math.nan
+            total / (count / copies) if count else math.nan
             for total, count in zip(summed[: len(totals)], summed[len(totals) :], strict=True)
         ]
         num_terms = len(self.terms[0])

@@ -74,7 +74,9 @@ def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Itera
         return
     if layout["groups_of_no_axis"]:
         yield f"something is sent among ranks {layout['groups_of_no_axis']}, which no axis of {layout['mesh']} joins"
-    sent = layout["collectives_by_axis"]["data"]  # gradients and the parts of the base belong to this axis
+    sent = layout["collectives_by_axis"]["tokens"]  # gradients and the parts of the base belong to this axis
+    if layout["mesh"]["sequence"] > 1 and not layout["collectives_by_axis"]["sequence"].get("all_to_all"):
+        yield "the tokens of a row never meet, because nothing is sent along the axis `sequence`"
     gathered = sent.get("all_gather", {}).get("bytes", 0)
     reduced = sum(sent.get(kind, {}).get("bytes", 0) for kind in ("all_reduce", "reduce_scatter", "reduce"))
     if reduced < expected.adapter_bytes:

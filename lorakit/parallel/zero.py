@@ -29,8 +29,9 @@ from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.deepspeed_config import STAGES, deepspeed_config
 from lorakit.parallel.deepspeed_requirements import announce_compile, check_deepspeed, disable_shm_comm
 from lorakit.parallel.engine import BuildOptimizer
+from lorakit.parallel.mesh import make_mesh
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.process_group import init_process_group
+from lorakit.parallel.process_group import init_process_group, message_timeout
 from lorakit.parallel.stepping import BaseEngine, move_buffers, to_cpu
 from lorakit.parallel.zero3 import full_tensor, local_tensors, make_adapter_persistent, partition, set_full_value
 from lorakit.parallel.zero3_saved import save_weights_by_reference
@@ -56,7 +57,8 @@ class ZeroEngine(BaseEngine):
         plugin = DeepSpeedPlugin(hf_ds_config=self._config)
         self._accelerator, group = init_process_group(world, parallel, device, deepspeed_plugin=plugin)
         drop_transformers_config(plugin)  # transformers would shard the base while building it
-        super().__init__(device, group, parallel.backend)
+        mesh = make_mesh(group, parallel.sequence, message_timeout(parallel))
+        super().__init__(device, group, parallel.backend, mesh)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         limit, model = self._settings.max_grad_norm, loss_model.model
@@ -64,7 +66,7 @@ class ZeroEngine(BaseEngine):
         config["gradient_clipping"] = 0.0 if limit is None else limit
         if self._stage == 3:
             return_freed_memory(self.device)  # layers are gathered and freed all the time
-            partition(loss_model, config, self.mesh.data, weights)
+            partition(loss_model, config, self.mesh.tokens, weights)
             move_buffers(model, self.device)
         adapter = adapter_tensors(model)
         # hooks, because DeepSpeed moves each gradient to its own buffers: `tensor.grad` is empty after backward
@@ -78,7 +80,7 @@ class ZeroEngine(BaseEngine):
         return prepared
 
     def shard_numel(self, shape: Sequence[int]) -> int:
-        return math.ceil(math.prod(shape) / (self.mesh.data.size if self.shards_base else 1))
+        return math.ceil(math.prod(shape) / (self.mesh.tokens.size if self.shards_base else 1))
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
@@ -86,7 +88,7 @@ class ZeroEngine(BaseEngine):
 
     def backward(self, loss: Tensor) -> None:
         # times the ranks, because DeepSpeed averages gradients over ranks and the loss is divided by all ranks' labels
-        self._wrapped.backward(loss * self.mesh.data.size, scale_wrt_gas=False)  # type: ignore[operator]
+        self._wrapped.backward(loss * self.mesh.tokens.size, scale_wrt_gas=False)  # type: ignore[operator]
 
     def update(self, rate: float) -> float:
         set_rate(self._zero.param_groups, rate)
@@ -133,10 +135,10 @@ class ZeroEngine(BaseEngine):
         if steps is not None:
             self._create_state(steps)
         for name, tensor in fixed_tensors(self._model).items():
-            set_full_value(tensor, adapter[name], self.mesh.data)
+            set_full_value(tensor, adapter[name], self.mesh.tokens)
         for name, tensor in adapter_tensors(self._model).items():
             safe_set_full_fp32_param(tensor, adapter[name].to(self.device))  # the master, which is updated
-            set_full_value(tensor, adapter[name], self.mesh.data)  # the parameter, with which forward computes
+            set_full_value(tensor, adapter[name], self.mesh.tokens)  # the parameter, with which forward computes
             for part in MOMENTS if name in state else ():
                 safe_set_full_optimizer_state(tensor, state[name][part].to(self.device), part)
 

@@ -1,7 +1,7 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
 from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unverified_note
-from lorakit.patch.fit import BaseShapes, check_fits
+from lorakit.patch.fit import BaseShapes, check_fits, with_head_names
 from lorakit.patch.from_model import patch_from_model, save_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
@@ -23,6 +23,7 @@ __all__ = [
     "remove_patch",
     "save_patch",
     "unverified_note",
+    "with_head_names",
     "write_new_patch",
     "write_patch",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ PROMPTING: Final = ("chat_template", "tokenizer_settings")
 """parts of a fingerprint that say how prompts are written"""
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
+    "is_matryoshka", "matryoshka_dimensions",
 }  # fmt: skip
 
 

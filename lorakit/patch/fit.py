@@ -1,7 +1,8 @@
 """Check that a patch fits a base: each of its tensors belongs to a layer or parameter of the same shape."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,26 @@ class BaseShapes:
             *embedding_and_head(model),
             type(model).__name__,
         )
+
+
+def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
+    """Return a patch in the names of a model with a head, if it was saved from one without: there they lack ``prefix``.
+
+    PEFT and sentence-transformers put adapters of embeddings on such a model, transformers' ``AutoModel``. A patch is
+    returned as it is if any of its names is the base's, or any is not the base's with the prefix either.
+    """
+    names, known = [*patch.layers, *patch.full_shapes, *patch.token_rows], base.layers.keys() | base.parameters.keys()
+    known |= base.experts.keys()
+    if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
+        return patch
+
+    def prefixed(part: Mapping[str, T]) -> dict[str, T]:
+        return {f"{prefix}.{name}": value for name, value in part.items()}
+
+    return replace(
+        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors),
+        full_shapes=prefixed(patch.full_shapes), token_rows=prefixed(patch.token_rows),
+    )  # fmt: skip
 
 
 def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:

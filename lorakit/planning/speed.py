@@ -6,6 +6,7 @@ For ranking only: the same rough assumptions hold for every backend.
 from dataclasses import dataclass
 from typing import Final
 
+from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.planning.communication import Traffic
 from lorakit.planning.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Machine
 from lorakit.planning.memory import Setting
@@ -50,7 +51,8 @@ def step_time(
     arithmetic = tokens * (2 * passes * matmul + attention + 6 * trainable) / flops
     reading = work.micro_batches * passes * base_bytes(shapes) / memory_rate
     computing = arithmetic + reading
-    return StepTime(computing, _waiting(shapes, setting, work, machine, computing))
+    exchanged = _exchanged_bytes(shapes, setting, work, dtype)
+    return StepTime(computing, _waiting(shapes, setting, work, machine, computing, exchanged))
 
 
 def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, float]:
@@ -62,8 +64,10 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
     return EFFICIENCY * slower * machine.gpu.flops, machine.gpu.memory_rate
 
 
-def _waiting(shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, computing: float) -> float:
-    """Return the seconds that ``computing`` does not hide.
+def _waiting(
+    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, computing: float, exchanged: float
+) -> float:
+    """Return the seconds that ``computing`` does not hide. exchanged: bytes of heads, which attention waits for.
 
     On GPUs it hides gathering and offloading. On CPUs it hides only layers streamed from files.
     """
@@ -74,10 +78,25 @@ def _waiting(shapes: ModelShapes, setting: Setting, work: Workload, machine: Mac
         if setting.offloads.streams:
             offloaded = max(0.0, offloaded - computing)
         latency = CPU_LATENCY * traffic.num_messages
-        return (traffic.base_bytes + traffic.adapter_bytes) / GLOO_RATE + latency + offloaded
+        return (traffic.base_bytes + traffic.adapter_bytes + exchanged) / GLOO_RATE + latency + offloaded
     rate = machine.gpu.link_rate if machine.nodes == 1 else min(machine.gpu.link_rate, NETWORK_RATE)
     gathering = traffic.base_bytes / rate + offloaded
-    return max(0.0, gathering - computing) + traffic.adapter_bytes / rate + GPU_LATENCY * traffic.num_messages
+    return (
+        max(0.0, gathering - computing)
+        + (traffic.adapter_bytes + exchanged) / rate
+        + GPU_LATENCY * traffic.num_messages
+    )
+
+
+def _exchanged_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtype: str) -> float:
+    """Return the bytes of heads that a process sends in a step to those that share its lines, there and back."""
+    sequence = setting.parallel.sequence
+    if sequence == 1 or setting.num_processes % sequence:
+        return 0.0
+    tokens = work.tokens_per_step / setting.num_processes
+    # queries, keys, values and outputs, at most of the attention's width each
+    values = tokens * 4 * shapes.attention_width * shapes.num_layers
+    return 2 * values * MODEL_DTYPES[dtype].itemsize * (sequence - 1) / sequence
 
 
 def _offload_seconds(shapes: ModelShapes, setting: Setting, work: Workload) -> float:

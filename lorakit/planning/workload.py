@@ -74,6 +74,11 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
     """Return the workload of each of ``num_processes`` processes."""
+    sequence = sharing_processes(recipe, num_processes)
+    if sequence > 1:
+        alone = make_workload(without_sharing(recipe), rows, num_processes // sequence)
+        evaluation = None if alone.evaluation is None else _part(alone.evaluation, sequence)
+        return replace(alone, training=_part(alone.training, sequence), evaluation=evaluation)
     train, max_tokens = recipe.train, recipe.data.max_tokens
     size = train.micro_batch_size or min(8, train.batch_size)
     size = min(size, math.ceil(train.batch_size / num_processes))
@@ -97,6 +102,26 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Worklo
         row_tokens=mean,
         source=f"{len(rows.training):,}, of which the longest count",
     )
+
+
+def sharing_processes(recipe: Recipe, num_processes: int) -> int:
+    """Return how many processes share each line of tokens: ``parallel.sequence``, where so many processes can."""
+    sequence = recipe.parallel.sequence
+    return 1 if num_processes % sequence else sequence
+
+
+def without_sharing(recipe: Recipe) -> Recipe:
+    """Return a recipe whose processes have full lines."""
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"sequence": 1})})
+
+
+def _part(batch: MicroBatch, sequence: int) -> MicroBatch:
+    """Return the shape of one process's tokens of a packed line, the one with the most.
+
+    In attention it has all tokens of some heads, which are as many values.
+    """
+    lengths = tuple(math.ceil(length / sequence) for length in batch.row_lengths)
+    return replace(batch, width=sum(lengths), row_lengths=lengths, num_labels=min(batch.num_labels, sum(lengths)))
 
 
 def _files(names: str | tuple[str, ...]) -> Iterator[Path]:

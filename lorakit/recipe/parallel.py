@@ -34,7 +34,8 @@ class ParallelSection(Section):
     nodes: Count = 1
     """Number of machines. Each runs `processes / nodes` processes."""
     sequence: Count = 1
-    """Processes that share the tokens of each row. Only 1 is there yet."""
+    """Neighbouring processes that share the tokens of each packed line, for rows too long for one. Goes with every
+    backend of several processes and `data.packing`; the base's attention heads must divide by it."""
     pipeline: Count = 1
     """Processes that share the layers. Only 1 is there yet."""
     tensor: Count = 1
@@ -92,7 +93,14 @@ class ParallelSection(Section):
 
 
 def _axis_problems(section: ParallelSection) -> Iterator[str]:
-    for axis in ("sequence", "pipeline", "tensor"):
+    if section.sequence > 1 and section.backend in ("auto", "single"):
+        yield f"sequence: {section.sequence} goes with ddp, zero1-3 or fsdp2, got backend `{section.backend}`"
+    elif section.processes // section.nodes % section.sequence:
+        yield (
+            f"sequence: {section.sequence} does not divide the {section.processes // section.nodes} processes of a"
+            " machine; processes that share tokens are on one machine, because they send each other every layer's heads"
+        )
+    for axis in ("pipeline", "tensor"):
         if (size := getattr(section, axis)) > 1:
             yield (
                 f"{axis}: {size} is not there yet, as no backend splits work along that axis; leave it out. For a base"

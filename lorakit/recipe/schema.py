@@ -264,6 +264,12 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _shared_tokens_are_packed(self) -> "Recipe":
+        if self.parallel.sequence > 1 and not self.data.packing:
+            raise ValueError(f"parallel.sequence: {self.parallel.sequence} goes with data.packing: true")
+        return self
+
+    @model_validator(mode="after")
     def _quantized_moments_need_full_tensors(self) -> "Recipe":
         if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp", "auto"):
             raise ValueError(

@@ -7,11 +7,11 @@ refused until it is loaded again.
 import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
-from lorakit.errors import LorakitError, PatchError
+from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.patch import Patch, read_patch
@@ -22,12 +22,15 @@ class AdapterPool:
     """The adapters of a server. max_resident: in memory at a time; None is all. One adapter is read at a time.
 
     An adapter that a request is about to use stays. A request under way needs none of this: it has its adapter.
+    pinned: names whose adapters stay in memory until they are removed.
     """
 
-    def __init__(self, model: AdaptedModel, max_resident: int | None = None) -> None:
-        self._model, self._max_resident = model, max_resident
+    def __init__(self, model: AdaptedModel, max_resident: int | None = None, pinned: Sequence[str] = ()) -> None:
+        self._model, self._max_resident, self._pinned = model, max_resident, tuple(dict.fromkeys(pinned))
         self._on_disk: dict[str, PatchSource] = {}
         """adapters that were loaded, and left the memory"""
+        self._loaded: dict[str, None] = {}
+        """names of those that were loaded here, so that none is missing while it moves between memory and disk"""
         self._used: OrderedDict[str, None] = OrderedDict()
         """resident adapters, the least recently used first"""
         self._leases: Counter[str] = Counter()
@@ -37,7 +40,7 @@ class AdapterPool:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all adapters, resident or on disk."""
-        return (*self._model.adapters, *self._on_disk)
+        return tuple(dict.fromkeys((*self._loaded, *self._model.adapters)))
 
     def sources(self) -> dict[str, PatchSource]:
         """Return what is known of the patch of every adapter."""
@@ -46,6 +49,20 @@ class AdapterPool:
     def is_resident(self, name: str) -> bool:
         """True if an adapter is in memory."""
         return name in self._model.adapters
+
+    def is_pinned(self, name: str) -> bool:
+        """True if the adapter of a name stays in memory."""
+        return name in self._pinned
+
+    def check_pinned(self) -> None:
+        """Return if every name that is pinned has an adapter.
+
+        Raises:
+            LorakitError: names those that have none.
+        """
+        if missing := [name for name in self._pinned if name not in self.names]:
+            near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
+            raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
 
     def load(
         self,
@@ -65,19 +82,23 @@ class AdapterPool:
         with self._changing:
             if name in self._on_disk and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
+            if not self.is_resident(name):
+                self._evict(num_new=1)
             self._model.add_patch(name, patch, replace=replace, **allowed)
             self._on_disk.pop(name, None)
+            self._loaded[name] = None
             self._touch(name)
             self._evict()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter.
+        """Forget an adapter, also a pinned one; its name stays pinned for the next one that gets it.
 
         Raises:
             LorakitError: there is none of that name.
         """
         with self._changing:
             self._used.pop(name, None)
+            self._loaded.pop(name, None)
             if self._on_disk.pop(name, None) is None:
                 self._model.unload_adapter(name)
 
@@ -110,6 +131,7 @@ class AdapterPool:
         patch = read_patch(source.folder, allow_edited_config=True)
         if patch.identity != source.identity:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
+        self._evict(num_new=1)
         # everything is allowed, because tensors and settings are those that were accepted for this base before
         self._model.add_patch(name, patch, allow_base_mismatch=True, allow_template_change=True)
         del self._on_disk[name]
@@ -118,12 +140,15 @@ class AdapterPool:
         self._used[name] = None
         self._used.move_to_end(name)
 
-    def _evict(self) -> None:
-        """Leave the least recently used adapters on disk, until so many are resident as may be."""
+    def _evict(self, num_new: int = 0) -> None:
+        """Leave the least recently used adapters on disk, until so many are resident as may be with ``num_new`` more.
+
+        Room is made before an adapter is loaded, so that it gets the memory of another one.
+        """
         if self._max_resident is None:
             return
-        for name in [name for name in self._used if not self._leases[name]]:
-            if len(self._model.adapters) <= self._max_resident:
+        for name in [name for name in self._used if not (self._leases[name] or self.is_pinned(name))]:
+            if len(self._model.adapters) + num_new <= self._max_resident:
                 return
             if name in self._model.adapters:
                 source = self._model.sources()[name]

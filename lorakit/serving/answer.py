@@ -9,6 +9,7 @@ from typing import final
 
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
 from lorakit.decoding.sampling import TokenLogprobs
+from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
@@ -20,12 +21,13 @@ class Piece:
     """Text that is certain after one more token, or the prompt of an echo.
 
     tokens: (id, log-probabilities) of each token in it, if they are wanted; a prompt's first token has none.
-    reason: why the answer ends here; None: it goes on.
+    reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
     """
 
     text: str
     tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
     reason: str | None = None
+    end: tuple[int, TokenLogprobs] | None = None
 
 
 @final
@@ -91,6 +93,8 @@ class StreamedAnswer:
             return
         try:
             while (item := await self._items.get()) is not None:
+                if isinstance(item, LorakitError):  # of its fields: a grammar that grew too large
+                    raise RequestError(str(item))
                 if isinstance(item, Exception):
                     raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
                 self.num_tokens += 1
@@ -103,7 +107,8 @@ class StreamedAnswer:
                 yield Piece(text, tokens)
             if self.generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
                 raise RequestError("the server ended before the answer; ask again", status=503)
-            self.reason = self.generation.reason
-            yield Piece(self._detokenizer.finish(), (), self.reason)
+            self.reason, end = self.generation.reason, self.generation.end
+            wanted = None if end is None or end.logprobs is None else (end.id, end.logprobs)
+            yield Piece(self._detokenizer.finish(), (), self.reason, wanted)
         finally:
             self.generation.cancel()

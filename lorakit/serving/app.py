@@ -16,6 +16,7 @@ from lorakit.serving import page
 from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH, AdapterAdmin
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
+from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.error_replies import explain, explain_bug, explain_no_route
 from lorakit.serving.keys import KeyCheck
@@ -37,8 +38,8 @@ class OpenAIServer:
 
     name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
     adapter_root: the folder whose patches may be loaded. pool: None is one in which all are resident. failed_adapters:
-    those of a watched folder that are refused. log: writes a line for each request; None: nothing does. log_prompts:
-    the lines have the prompts too.
+    those of a watched folder that are refused. log: writes a line for each request; None: nothing does. log_lines_lost:
+    those that it could not write so far. log_prompts: the lines have the prompts too.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class OpenAIServer:
         pool: AdapterPool | None = None,
         failed_adapters: Callable[[], Mapping[str, str]] = dict,
         log: Log | None = None,
+        log_lines_lost: Callable[[], int] = int,
         log_prompts: bool = False,
     ) -> None:
         self._engine = engine
         pool = pool or AdapterPool(model)
-        self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts)
+        self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts, log_lines_lost)
         models = ServedModels(model, pool, name, self._metrics.num_requests, failed_adapters)
         completions, tokens = CompletionRoutes(model, pool, engine, models), TokenRoutes(model, models)
+        embeddings = EmbeddingRoutes(model, pool, engine, models, log)
         routes = [
             Route("/health", self._health), Route("/version", self._version), Route("/metrics", self._report_metrics),
             Route("/openapi.json", self._describe),
@@ -67,6 +70,7 @@ class OpenAIServer:
             Route("/v1/adapters", models.adapters),
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.text, methods=["POST"]),
+            Route("/v1/embeddings", embeddings.embed, methods=["POST"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
         ]  # fmt: skip

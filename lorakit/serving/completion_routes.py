@@ -1,8 +1,7 @@
 """Answer chats and texts: from a request's body to its reply."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, Final, final
+from typing import Any, final
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -18,11 +17,8 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.openai_requests import CompletionRequest, RequestError, parse_request
 from lorakit.serving.prompt_logprobs import prompt_logprobs
 from lorakit.serving.reply import Reply
-from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of
+from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
 from lorakit.serving.served_models import ServedModels
-
-DISCONNECT_SECONDS: Final = 0.5
-"""between two looks if a client that waits for a full answer is still there"""
 
 
 @final
@@ -74,7 +70,7 @@ class CompletionRoutes:
         reply = Reply(kind, completion, record.answers, record.num_prompt_tokens, self._model.tokenizer)
         if completion.stream:
             return EventStream(reply, record)
-        return JSONResponse(await _unless_disconnected(request, record, reply.full()))
+        return JSONResponse(await unless_client_leaves(request, reply.full()))
 
     async def _add_echoes(self, request: CompletionRequest, answers: list[StreamedAnswer]) -> None:
         """Set the echo of each answer: its prompt, and the log-probabilities of its tokens if they are wanted."""
@@ -116,17 +112,3 @@ class EventStream(StreamingResponse):
                 self._record.status = CLIENT_LEFT
             for answer in self._record.answers:  # also where the client left before the first event
                 answer.cancel()
-
-
-async def _unless_disconnected(
-    request: Request, record: RequestRecord, work: Coroutine[Any, Any, dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the result of ``work``; cancel it when the client leaves."""
-    task = asyncio.create_task(work)
-    while not (await asyncio.wait({task}, timeout=DISCONNECT_SECONDS))[0]:
-        if await request.is_disconnected():
-            task.cancel()
-            await asyncio.wait({task})
-            record.status = CLIENT_LEFT
-            return {}  # nobody reads it
-    return task.result()

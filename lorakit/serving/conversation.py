@@ -18,16 +18,15 @@ from lorakit.serving.openai_requests import DEFAULT_TOKENS
 class Conversation:
     """Messages so far, and who answers next.
 
-    adapter: None for the base. system: goes after the system prompt of the adapter's rows, if they had one.
-    max_tokens: of an answer; None is as many as fit, up to a chat's default over HTTP.
+    adapter: None for the base. system: goes after the system prompt of the adapter's rows, if they had one. settings:
+    ``max_tokens`` is fewer where the base has fewer positions left.
     """
 
     model: AdaptedModel
     engine: ServingEngine
     adapter: str | None = None
     system: str | None = None
-    settings: SamplingSettings = field(default_factory=SamplingSettings)
-    max_tokens: int | None = None
+    settings: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_tokens=DEFAULT_TOKENS["chat"]))
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -55,8 +54,8 @@ class Conversation:
             raise LorakitError(
                 f"the conversation has {len(ids)} tokens, and at most {self.engine.max_positions} fit: begin anew"
             )
-        most = self.max_tokens if self.max_tokens is not None else int(min(free, DEFAULT_TOKENS["chat"]))
-        generation = self.engine.submit(ids, self.adapter, replace(self.settings, max_tokens=most))
+        settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
+        generation = self.engine.submit(ids, self.adapter, settings)
         detokenizer, pieces = Detokenizer(self.model.tokenizer, self.settings.stop), []
         is_finished = False
         try:

@@ -8,11 +8,15 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import final
 
+from torch import Tensor
+
+from lorakit.base.pooling import Pooling
 from lorakit.base.positions import num_steady_positions
-from lorakit.decoding.batch import ContinuousBatch
+from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
 from lorakit.decoding.generation import Generation, Item, Row
 from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.decoding.kv_memory import KvMemory
@@ -21,6 +25,8 @@ from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.ops.onednn_linear import use_onednn
+from lorakit.serving.embedding import Embedder, EmbeddingInput
 
 
 @final
@@ -41,12 +47,14 @@ class ServingEngine:
         max_queue: int = 1024,
     ) -> None:
         self._model = model
+        use_onednn(model.model)
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
-        self._waiting = RequestQueue(max_queue)
+        self._waiting = RequestQueue[Row](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
+        self._embedder, self._embeds_next = Embedder(model, self._changed, max_queue), False
         self._numbers = itertools.count()
         self._closed = False
         self._grammars = GrammarCompiler(model.tokenizer, model.prompts.num_tokens, model.prompts.end_ids)
@@ -86,6 +94,28 @@ class ServingEngine:
             self._waiting.add(Row(generation, sampler, list(prompt), ends, number, client))
         return generation
 
+    def embed(
+        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: str | None = None, client: str | None = None
+    ) -> list[Future[Tensor]]:
+        """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
+
+        Raises:
+            QueueFullError: ``max_queue`` inputs wait.
+            LorakitError: an adapter that is not loaded, or an input that does not fit.
+        """
+        limit = min(self.max_positions, pooling.max_tokens or math.inf)
+        for number, ids in enumerate(inputs):
+            if not 1 <= len(ids) <= limit:
+                raise LorakitError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
+            self._model.prompts.check_ids([ids], 0)
+        chosen = self._model.adapter(adapter)
+        rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
+        with self._changed:
+            if self._closed:
+                raise LorakitError("the engine is closed")
+            self._embedder.add(rows)
+        return [row.vector for row in rows]
+
     @property
     def max_positions(self) -> float:
         """Tokens of the longest prompt with its answer."""
@@ -109,8 +139,8 @@ class ServingEngine:
         self._thread.join()
 
     def counts(self) -> Mapping[str, int]:
-        """Return the rows that decode, prefill and wait, and the bytes of keys and values, as the batch does."""
-        return self._batch.counts()
+        """Return the counts of the batch, and the inputs to embed."""
+        return {**self._batch.counts(), "embedding": len(self._embedder)}
 
     @property
     def finished(self) -> Counter[str]:
@@ -141,14 +171,22 @@ class ServingEngine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._batch.is_busy):
+                while not (self._closed or self._batch.is_busy or self._embedder):
                     self._changed.wait()
                 if self._closed:
                     break
             self._step_began = time.monotonic()
             try:
-                self._batch.step()
+                self._step()
             except Exception as problem:  # outside of a request's own work: a bug, which must not stop all later ones
                 self._batch.fail_all(problem)
             self._step_began = None
         self._batch.cancel_all()
+        self._embedder.close()
+
+    def _step(self) -> None:
+        """Compute prompts or inputs to embed, in turns, then one token of every decoding row."""
+        self._embeds_next = bool(self._embedder) and not self._embeds_next
+        if self._embeds_next:
+            self._embedder.step(PREFILL_TOKENS)
+        self._batch.step(prefills=not self._embeds_next)

@@ -9,6 +9,8 @@ from lorakit.decoding.request_queue import QueueFullError
 from lorakit.errors import AdapterNotLoadedError
 from lorakit.serving.openai_requests import RequestError
 
+MAX_MESSAGE: Final = 2000
+"""characters of an error's message, which may quote what was sent"""
 RETRY_SECONDS: Final = 1
 """after which a client may send a request again that found the queue full"""
 
@@ -16,10 +18,13 @@ RETRY_SECONDS: Final = 1
 def error_body(problem: Exception) -> dict[str, Any]:
     """Return the body of an error's reply."""
     status, gone = status_of(problem), isinstance(problem, AdapterNotLoadedError)
+    message = str(problem)
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}..."
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
-            "message": str(problem), "type": kind, "param": "model" if gone else getattr(problem, "param", None),
+            "message": message, "type": kind, "param": "model" if gone else getattr(problem, "param", None),
             "code": "model_not_found" if gone else getattr(problem, "code", None),
         }
     }  # fmt: skip
@@ -41,7 +46,9 @@ async def explain(request: Request, problem: Exception) -> Response:
 async def explain_no_route(request: Request, problem: Exception) -> Response:
     """Reply to a path or a method that has no route."""
     status = getattr(problem, "status_code", 404)
-    return await explain(request, RequestError(f"{request.method} {request.url.path}: no such route", status=status))
+    reply = await explain(request, RequestError(f"{request.method} {request.url.path}: no such route", status=status))
+    reply.headers.update(getattr(problem, "headers", None) or {})  # Allow: the methods that there are
+    return reply
 
 
 async def explain_bug(request: Request, problem: Exception) -> Response:

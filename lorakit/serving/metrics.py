@@ -15,7 +15,9 @@ from prometheus_client.registry import Collector
 
 from lorakit.serving.request_record import RequestRecord
 
-COMPLETION_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+EMBEDDING_PATH: Final = "/v1/embeddings"
+MODEL_PATHS: Final = ("/v1/chat/completions", "/v1/completions", EMBEDDING_PATH)
+"""paths whose requests are counted"""
 LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 VLLM_NAMES: Final = {
@@ -35,6 +37,7 @@ class RequestMetrics(Collector):
     """The metrics of one server.
 
     adapters: names of those that are loaded now. engine_counts: rows by state, and bytes, of the engine now.
+    log_lines_lost: lines of the log that could not be written so far.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class RequestMetrics(Collector):
         base_name: str,
         adapters: Callable[[], Collection[str]],
         engine_counts: Callable[[], Mapping[str, int]],
+        log_lines_lost: Callable[[], int] = int,
     ) -> None:
+        self._log_lines_lost = log_lines_lost
         self._base_name, self._adapters, self._engine_counts = base_name, adapters, engine_counts
         self._under_way: set[RequestRecord] = set()
         self._num_requests: Tally[str] = Tally()
         only = ["adapter"]
-        self._requests = Counter("lorakit_requests", "Completions by status.", [*only, "status"], registry=None)
+        self._requests = Counter("lorakit_requests", "Requests by status.", [*only, "status"], registry=None)
         self._answers = Counter("lorakit_answers", "Choices by reason.", [*only, "finished_reason"], registry=None)
         self._prompt_tokens = Counter("lorakit_prompt_tokens", "Tokens of prompts.", only, registry=None)
         self._tokens = Counter("lorakit_generation_tokens", "Tokens that were generated.", only, registry=None)
@@ -77,15 +82,16 @@ class RequestMetrics(Collector):
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self._under_way.discard(record)
-        if record.path not in COMPLETION_PATHS:
+        if record.path not in MODEL_PATHS:
             return
         self._remove_unloaded()
         adapter = record.served if record.served in (self._base_name, *self._adapters()) else ""
         self._num_requests[adapter] += 1
         self._requests.labels(adapter, str(record.status)).inc()
+        if record.answers or (record.path == EMBEDDING_PATH and record.num_prompt_tokens):
+            self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
         if not record.answers:
             return
-        self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
         self._tokens.labels(adapter).inc(record.num_tokens)
         self._seconds.labels(adapter).observe(record.seconds)
         if record.first_token_seconds is not None:
@@ -100,7 +106,7 @@ class RequestMetrics(Collector):
                 self._per_token.labels(adapter).observe((times[-1] - times[0]) / (len(times) - 1))
 
     def num_requests(self, adapter: str) -> int:
-        """Return the completions of an adapter since it was loaded."""
+        """Return the requests to an adapter since it was loaded."""
         return self._num_requests[adapter]
 
     def text(self) -> bytes:
@@ -123,12 +129,15 @@ class RequestMetrics(Collector):
         yield _gauge("vllm:num_requests_running", "Choices that are computed now.", label, running)
         yield _gauge("vllm:num_requests_waiting", "Choices that wait.", label, counts["waiting"])
         yield self._adapters_under_way()
+        lost = Metric("lorakit_log_lines_lost", "Lines of the log that could not be written.", "counter")
+        lost.add_sample("lorakit_log_lines_lost_total", {}, self._log_lines_lost())
+        yield lost
 
     def _adapters_under_way(self) -> Metric:
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for record in self._under_way:
-            if record.answers and record.served != self._base_name:
+            if (record.answers or record.path == EMBEDDING_PATH) and record.served not in ("", self._base_name):
                 names[record.first_token_seconds is not None].add(record.served)
         labels = {
             "max_lora": str(len(self._adapters())), "running_lora_adapters": ",".join(sorted(names[True])),

@@ -13,6 +13,8 @@ from lorakit.errors import LorakitError
 DEFAULT_TOKENS: Final = {"chat": 1024, "text": 16}
 """tokens of an answer, if the request does not say: OpenAI's 16 for texts; a chat's is bounded, so that its slot is"""
 MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+"""texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more"""
 HARMLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """fields that change nothing about an answer"""
 SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -23,7 +25,10 @@ SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
 """field -> its type; as SamplingSettings names them"""
 COMMON: Final = ("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "logit_bias", "max_tokens",
           "response_format")  # fmt: skip
+MAX_INPUTS: Final = 2048
+"""of one request for embeddings, as at OpenAI"""
 FIELDS: Final = {
+    "embedding": ("model", "input", "encoding_format", "dimensions"),
     "chat": (*COMMON, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs"),
     "text": (*COMMON, "prompt", "logprobs", "echo"),
 }
@@ -59,8 +64,9 @@ class CompletionRequest:
     def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
         """Return the settings of choice ``index`` of a prompt of so many tokens, if there are ``limit`` positions."""
         seed = self.settings.seed
-        # a seed of its own for each choice, because they would all be the same
-        settings = self.settings if seed is None else replace(self.settings, seed=(seed + index) % MAX_SEED)
+        settings = self.settings
+        if seed is not None and index > 0:  # a seed of its own for each choice, because they would all be the same
+            settings = replace(settings, seed=(seed + index) % MAX_SEED)
         if self.sets_max_tokens or limit - num_prompt < 1:
             return settings
         return replace(settings, max_tokens=int(min(settings.max_tokens, limit - num_prompt)))
@@ -72,25 +78,62 @@ def parse_request(kind: str, body: Any) -> CompletionRequest:
     Raises:
         RequestError: a field that is missing, of the wrong type, or not known here.
     """
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
-    body = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
-    for name in body:
-        if name not in FIELDS[kind] and name not in SAMPLING:
-            raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
+    body = _known(body, (*FIELDS[kind], *SAMPLING))
     model, stream = typed_field(body, "model", str), typed_field(body, "stream", bool, default=False)
     options = typed_field(body, "stream_options", dict, default={})
-    if options and (not stream or set(options) - {"include_usage"}):
-        raise RequestError("stream_options: include_usage, with stream: true", param="stream_options")
+    usage = options.get("include_usage")
+    if options and (not stream or set(options) - {"include_usage"} or not isinstance(usage, bool | None)):
+        raise RequestError("stream_options: include_usage, true or false, with stream: true", param="stream_options")
     choices = typed_field(body, "n", int, default=1)
     if not 1 <= choices <= MAX_CHOICES:
         raise RequestError(f"n: from 1 to {MAX_CHOICES}, got {choices}", param="n")
-    prompts = [read_messages(body)] if kind == "chat" else _prompts(body)
+    prompts = [read_messages(body)] if kind == "chat" else _texts(body, "prompt")
     tools = typed_field(body, "tools", list, default=None) if kind == "chat" else None
     return CompletionRequest(
         model, prompts, tools, _settings(kind, body), "max_tokens" in body or "max_completion_tokens" in body,
-        choices, stream, bool(options.get("include_usage")), typed_field(body, "echo", bool, default=False),
+        choices, stream, bool(usage), typed_field(body, "echo", bool, default=False),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """What a request for embeddings asks for.
+
+    inputs: texts, or lists of token ids. base64: float32 values as text instead of numbers. dimensions: None is all.
+    """
+
+    model: str
+    inputs: list[Any]
+    base64: bool
+    dimensions: int | None
+
+
+def parse_embedding_request(body: Any) -> EmbeddingRequest:
+    """Read the body of a request for embeddings.
+
+    Raises:
+        RequestError: a field that is missing, of the wrong type, or not known here.
+    """
+    body = _known(body, FIELDS["embedding"])
+    encoding = typed_field(body, "encoding_format", str, default="float")
+    if encoding not in ("float", "base64"):
+        raise RequestError(f"encoding_format: float or base64, got {encoding[:60]!r}", param="encoding_format")
+    inputs = _texts(body, "input")
+    if "" in inputs or len(inputs) > MAX_INPUTS:
+        raise RequestError(f"input: up to {MAX_INPUTS} texts or lists of token ids, none of them empty", param="input")
+    dimensions = typed_field(body, "dimensions", int, default=None)
+    return EmbeddingRequest(typed_field(body, "model", str), inputs, encoding == "base64", dimensions)
+
+
+def _known(body: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a body that are set, without harmless ones, if all are known."""
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a JSON object, got a {type(body).__name__}")
+    given = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
+    for name in given:
+        if name not in fields:
+            raise RequestError(f"{name}: not supported here, and it may change the answer; leave it out", param=name)
+    return given
 
 
 def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
@@ -100,8 +143,8 @@ def _settings(kind: str, body: Mapping[str, Any]) -> SamplingSettings:
         raise RequestError(f"max_tokens: a whole number, got {tokens!r}", param="max_tokens")
     stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) for text in stop):
-        raise RequestError("stop: a text, or a list of up to 4 texts", param="stop")
+    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"stop: a text, or a list of up to {MAX_STOPS} texts", param="stop")
     ids = typed_field(body, "stop_token_ids", list, default=[])
     if not all(type(token) is int for token in ids):
         raise RequestError("stop_token_ids: a list of token ids", param="stop_token_ids")
@@ -132,7 +175,7 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, float]:
     bias = typed_field(body, "logit_bias", dict, default={})
     try:
         return {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RequestError("logit_bias: a mapping of token ids to numbers", param="logit_bias") from None
 
 
@@ -162,14 +205,14 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-def _prompts(body: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts of a text completion: texts, or lists of token ids."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(one, str) or _is_ids(one) for one in prompt):
-        raise RequestError("prompt: a text, token ids, or a list of them", param="prompt")
-    return prompt
+def _texts(body: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the texts of a field, or its lists of token ids."""
+    given = body.get(name)
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or not given or not all(isinstance(one, str) or _is_ids(one) for one in given):
+        raise RequestError(f"{name}: a text, token ids, or a list of them", param=name)
+    return given
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -104,6 +104,8 @@ class Reply:
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         """Return the log-probabilities of a choice's next pieces in OpenAI's form; None if they are not wanted."""
         tokens = [token for piece in pieces for token in piece.tokens]
+        if self._kind == "text":  # as other servers: who asks for one token counts on one
+            tokens += [piece.end for piece in pieces if piece.end is not None]
         if not tokens:
             return None
         if self._kind == "chat":

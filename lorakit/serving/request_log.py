@@ -1,7 +1,10 @@
 """Follow each request from its first byte to its last: its id, its log line, and its part in the metrics."""
 
+import contextlib
 import json
+import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -69,3 +72,41 @@ def json_line(content: Mapping[str, Any]) -> str:
     """Return an event and its time as one line of JSON; what clients wrote cannot begin another line."""
     time_now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": time_now, **content}, ensure_ascii=True) + "\n"
+
+
+@final
+class LineLog:
+    """Writes events as lines to a file descriptor. A line that cannot be written, as on a full disk, stops nothing.
+
+    num_lost: lines that could not be written. The first of them in a row is said on standard output, and the next line
+    that can be written comes after one with their number.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._writing = descriptor, threading.Lock()
+        self.num_lost = self._num_unsaid = 0
+        self._is_cut = False
+
+    def __call__(self, content: Mapping[str, Any]) -> None:
+        with self._writing:
+            if self._num_unsaid and self._write(json_line({"event": "log lines lost", "lines": self._num_unsaid})):
+                self._num_unsaid = 0
+            if self._num_unsaid == 0 and self._write(json_line(content)):
+                return
+            self.num_lost += 1
+            self._num_unsaid += 1
+
+    def _write(self, line: str) -> bool:
+        """Write a line; return False if the end of it could not be written."""
+        left = ("\n" * self._is_cut + line).encode()  # so that what is there of a cut line is a line of its own
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+                self._is_cut = bool(left)
+        except OSError as problem:
+            if self._num_unsaid == 0:
+                said = {"event": "the log cannot be written", "error": str(problem)}
+                with contextlib.suppress(OSError):
+                    os.write(1, json_line(said).encode())
+            return False
+        return True

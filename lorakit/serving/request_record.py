@@ -1,7 +1,9 @@
 """Gather what is known of a request while it is answered, for its log line and for the metrics."""
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
@@ -11,6 +13,10 @@ CLIENT_LEFT: Final = 499
 """status of a request whose client left before the answer's end; nginx's"""
 RECORD_KEY: Final = "lorakit.record"
 """where a request's scope has its record"""
+DISCONNECT_SECONDS: Final = 0.5
+"""between two looks if a client that waits for a full answer is still there"""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(eq=False)
@@ -49,3 +55,15 @@ def record_of(request: Request) -> RequestRecord:
     """Return the record of a request."""
     record: RequestRecord = request.scope[RECORD_KEY]
     return record
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Return the result of ``work``; when the client leaves, cancel it, note that, and return None for nobody."""
+    task = asyncio.create_task(work)
+    while not (await asyncio.wait({task}, timeout=DISCONNECT_SECONDS))[0]:
+        if await request.is_disconnected():
+            task.cancel()
+            await asyncio.wait({task})
+            record_of(request).status = CLIENT_LEFT
+            return None
+    return task.result()

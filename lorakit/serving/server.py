@@ -4,10 +4,10 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Final
 
 import uvicorn
 
@@ -18,7 +18,9 @@ from lorakit.serving.adapter_folder import AdapterFolder
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.request_log import json_line
+from lorakit.serving.request_log import LineLog
+
+STANDARD_ERROR: Final = 2
 
 
 def serve(
@@ -42,7 +44,7 @@ def serve(
     port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
 
     Raises:
-        LorakitError: the address cannot be listened on, or the base has no tokenizer.
+        LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
     """
     if model.tokenizer is None:
         raise LorakitError(f"serve: {NO_TOKENIZER}")
@@ -50,15 +52,16 @@ def serve(
         listening = open_parts.enter_context(_listen(host, port))
         engine = ServingEngine(model, max_rows=max_rows, kv_memory_bytes=kv_memory_bytes, max_positions=max_positions)
         open_parts.callback(engine.close)
-        folder = None
+        folder, log = None, LineLog(STANDARD_ERROR)
         if adapters_dir is not None:
-            folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, _log)
+            folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, log)
             open_parts.callback(folder.close)
             folder.start()
+        pool.check_pinned()
         app = OpenAIServer(
             model, engine, name, api_keys, admin_key, adapter_root, pool=pool,
             failed_adapters=folder.failed if folder else dict,
-            log=_log, log_prompts=log_prompts,
+            log=log, log_lines_lost=lambda: log.num_lost, log_prompts=log_prompts,
         ).app  # fmt: skip
         address = f"[{host}]" if ":" in host else host
         names = ", ".join([name, *pool.names])
@@ -84,8 +87,3 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as problem:
         raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
-
-
-def _log(content: Mapping[str, Any]) -> None:
-    sys.stderr.write(json_line(content))
-    sys.stderr.flush()

@@ -50,6 +50,7 @@ from lorakit.training.model_checks import (
     check_causal,
     check_positions,
     check_row_lengths,
+    check_sequence,
     enable_packing,
     verify_chunked_loss,
 )
@@ -164,6 +165,8 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start
     verify_chunked_loss(job.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
         enable_packing(job.loss_model, job.batches, engine.device)
+    if engine.mesh.sequence.size > 1:
+        check_sequence(job.loss_model, job.batches, engine.device, engine.mesh)
     # last, so that the checks above do not compile
     return replace(job, compiled=CompiledLayers(model)) if recipe.train.compile else job
 

@@ -15,10 +15,13 @@ from lorakit.data import BatchSampler, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.head_exchange import token_counts
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
+from lorakit.parallel.mesh import Mesh
 
+SEQUENCE_LAYERS: Final = {"full_attention", "sliding_attention"}
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 """relative; other dtypes 8e-3, twice their rounding. Attention to a later token moves random BERTs by 1.3e-2"""
@@ -137,6 +140,38 @@ def _packed_attention_works(
             loss_model.kernel, kernel_probe.problem = None, f"is off by {difference:.1%} on this model"
         loss_model.kernel_problem = kernel_probe.problem
     return works
+
+
+def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh) -> None:
+    """Return if a line that is cut over ranks gives the logits of the full line. Collective.
+
+    Raises:
+        RunError: it does not, or the model has layers whose tokens meet elsewhere than in causal attention.
+    """
+    model, sequence = loss_model.model, mesh.sequence
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - SEQUENCE_LAYERS)
+    if others or not loss_model.packed_attention:
+        what = f"has layers of the kind {', '.join(others)}" if others else "has an attention of its own"
+        raise RunError(
+            f"parallel.sequence: {type(model).__name__} {what}, and tokens are exchanged in transformers' causal"
+            " attention alone, full or in a window; leave it out"
+        )
+    rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens
+    lengths = [row["input_ids"].shape[1] for row in rows]
+    counts = token_counts(sum(lengths), sequence.size)
+    start = sum(counts[: sequence.rank])
+    part = {key: torch.cat([row[key] for row in rows], 1).narrow(1, start, counts[sequence.rank]) for key in rows[0]}
+    was_training = loss_model.training
+    loss_model.eval()
+    full = _logits(loss_model, rows, row_lengths=RowLengths(lengths)).narrow(1, start, counts[sequence.rank])
+    difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths, is_part=True)), full)
+    loss_model.train(was_training)
+    if mesh.tokens.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
+        raise RunError(
+            f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
+            f" {difference:.1%} here); its tokens meet outside of attention. Leave it out"
+        )
 
 
 def verify_chunked_loss(loss_model: LossModel, batches: BatchSampler, device: torch.device, group: Group) -> None:

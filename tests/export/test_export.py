@@ -197,6 +197,7 @@ def test_an_edited_config_is_refused_until_it_is_allowed(run: Run, base: Path, t
         (["--vllm", "--merged"], "goes with --gguf-ready"),
         (["--gguf-ready", "--merged", "--out", "x"], "merges one adapter"),
         (["--vllm", "--out", "."], "exists already"),
+        (["--vllm", "--k8s", "--image", "i", "--claim", "c"], "vLLM does not know builtin:tiny; copy its folder"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run: Run, flags: list[str], words: str) -> None:

@@ -1,13 +1,16 @@
-"""Run an application on a real port, in a thread."""
+"""Run an application on a real port in a thread, or the command in a process."""
 
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+
+from tests.helpers.fork_server import ForkedProcess, start_python
 
 
 @contextmanager
@@ -22,3 +25,20 @@ def serving(app: Any) -> Iterator[str]:
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+@contextmanager
+def started(base: Path, *arguments: object, log: Path, port: int = 0) -> Iterator[tuple[ForkedProcess, str]]:
+    """Start `lorakit serve` with the base named `tiny`; yield its process and address.
+
+    log: its standard error; its standard output is the file beside it with the suffix `.out`.
+    """
+    command = ["serve", base, "--name", "tiny", "--port", port, "--dtype", "fp32", *arguments]
+    with (
+        log.open("w") as err, log.with_suffix(".out").open("w") as out,
+        start_python("-m", "lorakit.cli", *command, stdout=out.fileno(), stderr=err.fileno()) as process,
+    ):  # fmt: skip
+        while "http://" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, log.read_text().splitlines()[-1].split("/v1")[0]

@@ -97,9 +97,9 @@ def save_peft_patch(
     return base, folder / "patch" / ("" if name == "default" else name), model
 
 
-def save_trained_peft(folder: Path, base: Path, **config: Any) -> Any:
-    """Save a PEFT adapter on a base with every trainable tensor changed, and return the PEFT model."""
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**config)).eval()
+def save_trained_peft(folder: Path, base: Path, kind: Any = AutoModelForCausalLM, **config: Any) -> Any:
+    """Save a PEFT adapter on a base of a class with every trainable tensor changed, and return the PEFT model."""
+    model = get_peft_model(kind.from_pretrained(base), LoraConfig(**config)).eval()
     torch.manual_seed(3)
     for key, tensor in model.named_parameters():
         if tensor.requires_grad and ("lora_" in key or "modules_to_save" in key):

@@ -36,6 +36,7 @@ from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
+from lorakit.training.model_checks import check_sequence, enable_packing
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 Case = dict[str, Any]
@@ -132,7 +133,7 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
-        engine.group.rank, engine.group.size,
+        engine.mesh.data.rank, engine.mesh.data.size,
     )  # fmt: skip
 
 
@@ -140,6 +141,10 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     """Take the case's steps and return their losses, the tensors after them, and what every rank counted."""
     build(engine, base, case)
     batches = sampler(engine, rows, case)
+    if engine.mesh.sequence.size > 1:
+        loss_model = engine._loss_model  # type: ignore[attr-defined]
+        enable_packing(loss_model, batches, engine.device)
+        check_sequence(loss_model, batches, engine.device, engine.mesh)
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])

@@ -66,6 +66,16 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
     assert bank.blocks == ()
 
 
+def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
+    bank, add = LayerBank(torch.empty(0), (OUT, IN)), lambda number: bank.add(*factors_of(number, 4), 1.0, number)
+    stored = [add(number) for number in range(8)]
+
+    for number in range(8, 20):
+        del stored[0]
+        stored.append(add(number))
+        assert sum(len(block.owners) for block in bank.blocks) == 32
+
+
 def test_neighbours_are_read_as_a_range_and_distant_adapters_by_an_index() -> None:
     bank = LayerBank(torch.empty(0), (OUT, IN))
     stored = [bank.add(*factors_of(number, 8), 1.0, number) for number in range(16)]

@@ -25,7 +25,8 @@ groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1
 def mine(*choices):
     ranks = next(ranks for ranks in choices if rank in ranks)
     return Group(ranks.index(rank), 2, rank, groups[ranks])
-mesh = Mesh(data=mine((0, 2), (1, 3)), tensor=mine((0, 1), (2, 3)))
+data = mine((0, 2), (1, 3))
+mesh = Mesh(data=data, tokens=data, tensor=mine((0, 1), (2, 3)))
 counted = Collectives(4)
 for _ in range(3):
     with counted.counting():
@@ -53,9 +54,9 @@ def run_ranks(folder: Path, choice: str) -> list[dict[str, Any]]:
 @pytest.mark.spread
 def test_messages_are_counted_by_the_axis_they_go_along(tmp_path: Path) -> None:
     for rank, answer in enumerate(run_ranks(tmp_path, "along")):
-        assert answer["ranks"] == {"data": [rank % 2, rank % 2 + 2], "tensor": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        assert answer["ranks"] == {"tokens": [rank % 2, rank % 2 + 2], "tensor": [rank // 2 * 2, rank // 2 * 2 + 1]}
         assert answer["axes"] == {
-            "data": {"all_reduce": {"calls": 1, "bytes": 16}}, "tensor": {"all_reduce": {"calls": 2, "bytes": 16}},
+            "tokens": {"all_reduce": {"calls": 1, "bytes": 16}}, "tensor": {"all_reduce": {"calls": 2, "bytes": 16}},
         }  # fmt: skip
         assert answer["all"] == {"all_reduce": {"calls": 3, "bytes": 32}}
         assert answer["others"] == []
@@ -66,12 +67,15 @@ def test_messages_are_counted_by_the_axis_they_go_along(tmp_path: Path) -> None:
 def test_a_message_that_goes_along_no_axis_ends_the_run() -> None:
     sent = {"all_reduce": {"calls": 1, "bytes": 800}}
     layout = {
-        "engine": "DDP", "backend": "ddp", "mesh": {"data": 2}, "optimizer_bytes": 0,
-        "collectives_by_axis": {"data": sent}, "groups_of_no_axis": [],
+        "engine": "DDP", "backend": "ddp", "mesh": {"data": 2, "sequence": 1}, "optimizer_bytes": 0,
+        "collectives_by_axis": {"tokens": sent}, "groups_of_no_axis": [],
     }  # fmt: skip
     expected = ExpectedLayout("ddp", 2, 1000, 800, 1000)
     verify_step(expected, layout)
     with pytest.raises(RunError, match=r"among ranks \[\[0, 3\]\], which no axis"):
         verify_step(expected, layout | {"groups_of_no_axis": [[0, 3]]})
     with pytest.raises(RunError, match="800 bytes should meet in a step, 0 bytes do"):
-        verify_step(expected, layout | {"collectives_by_axis": {"data": {}}})
+        verify_step(expected, layout | {"collectives_by_axis": {"tokens": {}}})
+    shared = {"mesh": {"data": 1, "sequence": 2}, "collectives_by_axis": {"tokens": sent, "sequence": {}}}
+    with pytest.raises(RunError, match="the tokens of a row never meet"):
+        verify_step(expected, layout | shared)

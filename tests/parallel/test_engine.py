@@ -25,6 +25,7 @@ from lorakit.recipe import ParallelSection
 from lorakit.training.model_checks import (
     check_causal,
     check_positions,
+    check_sequence,
     enable_packing,
     loss_matches_logits,
     verify_chunked_loss,
@@ -297,6 +298,17 @@ def test_a_step_count_is_restored_beside_its_parameter() -> None:
 
 def test_only_the_axis_of_rows_is_larger_than_one() -> None:
     world = Group(2, 4, 0)
-    mesh = Mesh(data=world)
+    mesh = Mesh(data=world, tokens=world)
     assert mesh.sizes == {"data": 4, "pipeline": 1, "sequence": 1, "tensor": 1}
     assert (mesh.data.rank, mesh.data, mesh.tensor.rank) == (2, world, 0)
+
+
+def test_bases_whose_tokens_meet_elsewhere_are_not_cut(base: Path, batches: Any) -> None:
+    model = LossModel(load_base(base, torch.float32, CPU))
+    mesh = Mesh(data=Group(), tokens=Group(0, 2), sequence=Group(0, 2))
+    with pytest.raises(RunError, match="LlamaForCausalLM has an attention of its own"):
+        check_sequence(model, batches(4), CPU, mesh)
+    enable_packing(model, batches(4), CPU)
+    model.model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(RunError, match="LlamaForCausalLM has layers of the kind linear_attention"):
+        check_sequence(model, batches(4), CPU, mesh)

@@ -152,9 +152,23 @@ def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> No
     assert done.stdout.splitlines()[-1] == f"{expected} []"
 
 
-@pytest.mark.parametrize("axis", ["sequence", "pipeline", "tensor"])
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
 def test_an_axis_that_no_backend_splits_is_refused(axis: str) -> None:
     assert getattr(ParallelSection(**{axis: 1}), axis) == 1
     for backend in ("fsdp2", "auto"):
         with pytest.raises(ValueError, match=f"{axis}: 2 is not there yet"):
             ParallelSection(backend=backend, processes=2, **{axis: 2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "single"}, "sequence: 2 goes with ddp, zero1-3 or fsdp2, got backend `single`"),
+        ({"backend": "auto", "processes": 2}, "sequence: 2 goes with ddp, zero1-3 or fsdp2, got backend `auto`"),
+        ({"backend": "ddp", "processes": 3}, "sequence: 2 does not divide the 3 processes of a machine"),
+        ({"backend": "ddp", "processes": 6, "nodes": 2}, "sequence: 2 does not divide the 3 processes of a machine"),
+    ],
+)
+def test_processes_that_cannot_share_tokens_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSection(sequence=2, **settings)

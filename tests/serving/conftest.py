@@ -26,7 +26,7 @@ def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.fixture
 def three_adapters(base: Path, patches: dict[str, Path]) -> AdaptedModel:
-    """A model of the test's own, whose adapters it may replace."""
+    """A model of the test's own, whose adapters it may replace; a file says ``model = three_adapters`` to use it."""
     return lorakit.load(base, patches, dtype="float32")
 
 

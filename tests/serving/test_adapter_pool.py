@@ -54,12 +54,69 @@ def test_the_least_recently_used_adapters_are_on_disk(pool: AdapterPool) -> None
     assert {*pool.names} == {*NAMES} == {*pool.sources()}
 
 
+def test_an_adapter_gets_the_memory_of_the_one_that_leaves(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    def num_columns() -> int:
+        return sum(len(block.owners) for bank in empty._bank.layers.values() for block in bank.blocks)
+
+    pool = AdapterPool(empty, max_resident=2)
+    pool.load("a", copies["a"])
+    pool.load("b", copies["b"])
+    of_two = num_columns()
+
+    pool.load("c", copies["c"])
+    assert num_columns() == of_two
+    with pool.lease("a"):
+        assert num_columns() == of_two
+
+
 def test_an_adapter_that_a_request_is_about_to_use_stays(pool: AdapterPool) -> None:
     with pool.lease("a"), pool.lease("b"), pool.lease("c"):
         assert resident(pool) == {"a", "b", "c"}  # more than may be, for a moment
     assert len(resident(pool)) == 2
     with pool.lease(None):
         pass
+
+
+def test_a_pinned_adapter_stays_in_memory_until_it_is_unloaded(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    pool = AdapterPool(empty, max_resident=2, pinned=["a", "a"])
+    for name, folder in copies.items():
+        pool.load(name, folder)
+    pool.check_pinned()
+    assert resident(pool) == {"a", "d"}
+    with pool.lease("b"), pool.lease("c"):
+        assert resident(pool) == {"a", "b", "c"}
+    assert resident(pool) == {"a", "b"}  # whose lease ended last
+
+    pool.remove("a")
+    with pool.lease("b"), pool.lease("d"):
+        pass
+    assert resident(pool) == {"b", "d"}
+    with pytest.raises(LorakitError, match="--pin a: no adapter of that name is loaded"):
+        pool.check_pinned()
+
+    pool.load("a", copies["a"])  # the name is pinned, whichever patch it has
+    with pool.lease("b"), pool.lease("c"), pool.lease("d"):
+        pass
+    assert "a" in resident(pool)
+
+
+def test_the_server_says_which_adapters_are_pinned(empty: AdaptedModel, copies: dict[str, Path]) -> None:
+    pool = AdapterPool(empty, max_resident=1, pinned=["b"])
+    for name in ("a", "b", "c"):
+        pool.load(name, copies[name])
+    engine = ServingEngine(empty)
+    app = OpenAIServer(empty, engine, "tiny", admin_key="root", pool=pool).app
+    with serving(app) as address:
+        body = {"model": "a", "prompt": "hi", "max_tokens": 1}
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200  # beyond what is pinned
+        facts = {one["name"]: one for one in httpx.get(f"{address}/v1/adapters").json()["data"]}
+        headers = {"Authorization": "Bearer root"}
+        unload = httpx.post(f"{address}/v1/unload_lora_adapter", json={"lora_name": "b"}, headers=headers)
+        names = [one["name"] for one in httpx.get(f"{address}/v1/adapters").json()["data"]]
+    engine.close()
+    assert {name: one["pinned"] for name, one in facts.items()} == {"a": False, "b": True, "c": False}
+    assert facts["b"]["state"] == "loaded"
+    assert (unload.status_code, sorted(names)) == (200, ["a", "c"])
 
 
 def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(

@@ -5,8 +5,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,13 @@ import httpx
 import pytest
 
 from lorakit.cli import main
-from tests.helpers.fork_server import ForkedProcess, start_python
+from tests.helpers.http_server import started
 from tests.helpers.patches import make_patch
 
 LONG: Any = {
     "model": "tiny", "prompt": "hi", "max_tokens": 200, "min_tokens": 200, "stream": True,
     "stream_options": {"include_usage": True},
 }  # fmt: skip
-
-
-@contextmanager
-def started(base: Path, *arguments: object, log: Path) -> Iterator[tuple[ForkedProcess, str]]:
-    """Start the command with the base named `tiny`; yield its process and address. Its standard error is a file."""
-    command = ["serve", base, "--name", "tiny", "--port", 0, "--dtype", "fp32", *arguments]
-    with log.open("w") as stderr, start_python("-m", "lorakit.cli", *command, stderr=stderr.fileno()) as process:
-        while "http://" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield process, log.read_text().splitlines()[-1].split("/v1")[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -78,6 +65,9 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
         (["--api-key", "k", "--admin-key", "k"], "--admin-key: is also an API key"),
         (["--api-key", ""], "an empty key"),
         (["--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
+        (["--pin", "a"], "--pin: goes with --max-adapters"),
+        (["--max-adapters", "1", "--pin", "a", "--pin", "b"], "--pin: 2 adapters, a, b, and --max-adapters is 1"),
+        (["--max-adapters", "1", "--pin", "a", "--port", "0"], "--pin a: no adapter of that name is loaded"),
         (["--host", "nohost.invalid"], "--host nohost.invalid --port 8000:"),
         (["--kv-memory", "0"], "--kv-memory: gigabytes above 0, got 0.0"),
         (["--kv-memory", "inf"], "--kv-memory: gigabytes above 0, got inf"),
@@ -119,6 +109,7 @@ def test_keys_of_a_file_and_a_watched_folder_are_served(base: Path, tmp_path: Pa
     make_patch(base, tmp_path / "patches" / "one")
     (tmp_path / "keys").write_text("first\n\nsecond\n")
     arguments = ["--api-key-file", tmp_path / "keys", "--api-key", "third", "--adapters-dir", tmp_path / "patches"]
+    arguments += ["--max-adapters", "1", "--pin", "one"]
     log = tmp_path / "log"
     with started(base, *arguments, "--log-prompts", log=log) as (process, address):
         statuses = {

@@ -11,6 +11,7 @@ import pytest
 
 import lorakit
 from lorakit.cli import main
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.conversation import Conversation
@@ -32,7 +33,7 @@ def model(base: Path, patches: dict[str, Path]) -> AdaptedModel:
 @pytest.fixture
 def talk(model: AdaptedModel) -> Iterator[Conversation]:
     with contextlib.closing(ServingEngine(model, max_rows=1)) as engine:
-        yield Conversation(model, engine, max_tokens=12)
+        yield Conversation(model, engine, settings=SamplingSettings(max_tokens=12))
 
 
 def test_every_turn_is_answered_after_those_before_by_the_adapter_of_the_moment(
@@ -52,13 +53,19 @@ def test_every_turn_is_answered_after_those_before_by_the_adapter_of_the_moment(
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(talk: Conversation) -> None:
-    talk.max_tokens = 60
+    talk.settings = SamplingSettings(max_tokens=60)
     pieces = talk.answer("hello")
     text = "".join(next(pieces) for _ in range(3))
     pieces.close()
 
     assert talk.messages[-1] == {"role": "assistant", "content": text}
     assert "".join(talk.answer("hello"))  # the engine is free
+
+
+def test_an_answer_has_no_more_tokens_than_fit(talk: Conversation) -> None:
+    talk.settings = SamplingSettings(max_tokens=100_000, min_tokens=100)
+    talk.messages = [{"role": "user", "content": "so many words " * 8}]
+    assert "".join(talk.answer("more"))
 
 
 def test_a_conversation_that_is_too_long_is_refused_and_does_not_change(talk: Conversation) -> None:

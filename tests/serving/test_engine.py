@@ -1,7 +1,9 @@
 """Requests join and leave a running batch, and each gets the tokens that Python gives it alone."""
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,12 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.serving import alone, paused, prompts
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture
@@ -88,6 +88,22 @@ def test_a_request_keeps_the_adapter_that_had_the_name_when_it_came(
     assert after.ids() == expected["b"]
     with pytest.raises(LorakitError, match="adapter 'a' is not loaded"):
         engine.submit([9], "a")
+
+
+def test_an_unloaded_adapter_leaves_the_memory_when_its_requests_have_ended(
+    model: AdaptedModel, engine: ServingEngine
+) -> None:
+    adapter = weakref.ref(model.adapter("a"))
+
+    together = [engine.submit([9, 8, 7], name, SamplingSettings(max_tokens=4)) for name in ("a", "b", "a")]
+    for generation in together:
+        generation.ids()
+    del together, generation
+    model.unload_adapter("a")
+    engine.submit([9, 8, 7], "c", SamplingSettings(max_tokens=1)).ids()  # its step begins when theirs have ended
+
+    gc.collect()
+    assert adapter() is None
 
 
 def test_a_cancelled_request_frees_its_slot_and_changes_no_other(model: AdaptedModel, engine: ServingEngine) -> None:

@@ -5,6 +5,7 @@ import re
 import sys
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -71,6 +72,14 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
     ("response_format", "words"),
     [
         ({"type": "xml"}, "type is text, json_object, json_schema or regex, got 'xml'"),
+        ({}, "type is text, json_object, json_schema or regex, got None"),
+        ({"type": ["text"]}, "type is text, json_object, json_schema or regex, got ['text']"),
+        ({"type": "text", "schema": {}}, "'schema' is not known in type text"),
+        ({"type": "json_object", "schema": {"const": 1}}, "'schema' is not known in type json_object"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "strcit": True}},
+            "'strcit' is not known in json_schema",
+        ),
         ({"type": "regex", "pattern": "(a"}, "invalid regex"),
         ({"type": "regex"}, "has a text as pattern, got None"),
         ({"type": "json_schema"}, "type json_schema has"),
@@ -105,6 +114,41 @@ def test_openais_client_gets_what_it_asks_for(model: AdaptedModel, engine: Servi
             )  # fmt: skip
     assert len({choice.message.content for choice in reply.choices}) > 1
     assert all(json.loads(choice.message.content)["count"] for choice in reply.choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "regex", "pattern": "(a{1000}){1000}"}}, "lexer error: too many expressions"),
+        ({"stop_token_ids": list(range(3200)), "min_tokens": 2}, "no token is left that may come next"),
+    ],
+    ids=["grammar", "tokens"],
+)
+def test_settings_that_fail_later_are_the_requests_error(
+    model: AdaptedModel, engine: ServingEngine, fields: dict[str, Any], said: str
+) -> None:
+    body = {"model": "a", "prompt": PROMPT, "max_tokens": 4} | fields
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        reply = httpx.post(f"{address}/v1/completions", json=body)
+        streamed = httpx.post(f"{address}/v1/completions", json=body | {"stream": True})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert said in error["message"]
+    assert said in streamed.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_the_form_excludes_has_the_least_log_probability(
+    model: AdaptedModel, engine: ServingEngine, stream: bool
+) -> None:
+    body = {
+        "model": "a", "prompt": PROMPT, "response_format": REGEX, "logprobs": 50, "max_tokens": 4, "stream": stream
+    }  # fmt: skip
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        reply = httpx.post(f"{address}/v1/completions", json=body)
+    assert reply.status_code == 200
+    assert "-9999.0" in reply.text
+    assert "Infinity" not in reply.text  # which is no JSON
 
 
 def test_without_the_extra_it_is_named(engine: ServingEngine, monkeypatch: pytest.MonkeyPatch) -> None:

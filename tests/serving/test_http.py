@@ -140,6 +140,27 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
     assert "max_tokens: 1 or more" in ask(max_tokens=0, echo=False)["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_token_of_a_text_is_in_its_log_probabilities(served: str, model: AdaptedModel, stream: bool) -> None:
+    (end,) = model.prompts.end_ids
+    ids = model.prompts.token_ids("hi there", lorakit.patch.prompting.PromptForm(raw=True))
+    body = {"model": "a", "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {str(end): 100}}
+    reply = httpx.post(
+        f"{served}/v1/completions", json=body | {"stream": stream}, headers={"Authorization": "Bearer secret"}
+    )
+    events = reply.text.split("\n\n")[:-2] if stream else [reply.text]  # the last one is [DONE]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    tokens, values, offsets = (
+        [one for choice in choices if choice["logprobs"] for one in choice["logprobs"][name]]
+        for name in ("tokens", "token_logprobs", "text_offset")
+    )
+    assert "".join(choice["text"] for choice in choices) == "hi there"
+    assert tokens[-1] == model.tokenizer.decode([end])
+    assert len(tokens) == len(values) == len(offsets) == len(ids) + 1
+    assert values[-1] == pytest.approx(0, abs=1e-6)  # by its bias
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("name", ["a", "tiny", None])
 def test_tokens_are_those_of_a_completion_and_go_back_to_text(
     served: str, model: AdaptedModel, name: str | None
@@ -256,7 +277,15 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
         ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, None, "cannot be encoded"),
         ({"n": 0}, 400, "n", "from 1 to 16"),
         ({"top_logprobs": 3}, 400, "top_logprobs", "goes with logprobs"),
-        ({"stop": [1]}, 400, "stop", "up to 4 texts"),
+        ({"stop": [1]}, 400, "stop", "up to 16 texts"),
+        ({"stop": ["a"] * 17}, 400, "stop", "up to 16 texts"),
+        ({"stop_token_ids": [10**6], "min_tokens": 1}, 400, None, "stop_token_ids: token ids below"),
+        ({"stop_token_ids": [-1]}, 400, None, "got -1"),
+        ({"logit_bias": {"5": 10**400}}, 400, "logit_bias", "token ids to numbers"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, 400, "stream_options", "true or false"),
+        ({"seed": 2**63}, 400, None, "seed: from -2**63 below 2**63"),
+        ({"seed": -(2**63) - 1}, 400, None, "seed: from -2**63 below 2**63"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, 400, None, "'schema' is not known"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -281,12 +310,47 @@ def test_without_a_key_only_health_and_version_answer(served: str) -> None:
     assert httpx.get(f"{served}/version").json() == {"version": lorakit.__version__}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, b"x" * 9_000_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, b"x" * 9_000_000,
+        b'{"\\ud800": 1}', b'{"model": "\\uDFFF"}',  # half a character each
+        b'{"model": "a", "messages": [{"role": "user", "content": "hi", "x": %s1%s}]}' % (b"[" * 900, b"]" * 900),
+    ],
+)  # fmt: skip
 def test_a_hostile_body_is_a_400_or_413(served: str, content: bytes) -> None:
     headers = {"Authorization": "Bearer secret"}
     reply = httpx.post(f"{served}/v1/chat/completions", content=content, headers=headers)
     assert reply.status_code == (413 if len(content) > 8_000_000 else 400)
     assert reply.json()["error"]["message"]
+
+
+def test_a_whole_character_in_two_escapes_is_text(served: str, model: AdaptedModel) -> None:
+    reply = httpx.post(
+        f"{served}/tokenize", content=b'{"prompt": "\\ud83e\\udd17"}', headers={"Authorization": "Bearer secret"}
+    )
+    assert model.tokenizer.decode(reply.json()["tokens"]) == "\U0001f917"
+
+
+def test_many_lists_are_not_deep_ones(served: str) -> None:
+    body = {"model": "a", "prompt": ["[" * 200, *([5] for _ in range(120))], "max_tokens": 1}
+    reply = httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer secret"})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "model", "x" * 50_000, "response_format"])
+def test_an_error_does_not_repeat_a_long_value(served: str, field: str) -> None:
+    long = {"type": "x" * 50_000} if field == "response_format" else "x" * 50_000
+    body = {"model": "a", "messages": MESSAGES} | {field: long}
+    reply = httpx.post(f"{served}/v1/chat/completions", json=body, headers={"Authorization": "Bearer secret"})
+    assert reply.status_code in (400, 404)
+    assert len(reply.json()["error"]["message"]) < 2100
+
+
+def test_a_wrong_method_is_told_which_ones_there_are(served: str) -> None:
+    reply = httpx.get(f"{served}/v1/completions", headers={"Authorization": "Bearer secret"})
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+    assert reply.json()["error"]["message"] == "GET /v1/completions: no such route"
 
 
 @pytest.mark.parametrize("stream", [True, False])

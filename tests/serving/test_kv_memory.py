@@ -14,11 +14,9 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.serving import alone, paused, prompts
+from tests.serving.conftest import three_adapters
 
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
+model = three_adapters
 
 
 @pytest.fixture

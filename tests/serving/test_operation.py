@@ -209,7 +209,8 @@ def test_adapters_show_digest_rank_bytes_and_requests(client: httpx.Client, mode
     assert adapter is not None
     factors = [slot.factors for slot in adapter.slots.values() if slot.factors is not None]
     assert first == {
-        "name": "a", "state": "loaded", "digest": adapter.identity, "rank": 4, "requests": 2, "error": None,
+        "name": "a", "state": "loaded", "pinned": False, "digest": adapter.identity, "rank": 4, "requests": 2,
+        "error": None,
         "bytes": sum(one.A.nbytes + one.B.nbytes for one in factors),
         "prompting": {"raw": False, "system": None},
     }  # fmt: skip
@@ -225,7 +226,7 @@ def test_a_dead_or_stuck_engine_is_not_healthy_and_its_requests_end(
     engine = ServingEngine(model)
     waits = threading.Event()
 
-    def stuck() -> None:
+    def stuck(*, prefills: bool) -> None:
         waits.wait()
         raise MemoryError
 
@@ -259,6 +260,8 @@ def test_the_document_describes_every_route_and_field(model: AdaptedModel, engin
             assert "not supported" not in client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).text, name
     assert "/v1/load_lora_adapter" in document["paths"]
     assert chat["required"] == ["model", "messages"]
+    temperature = {"type": "number", "minimum": 0, "maximum": 100}
+    assert chat["properties"]["temperature"] == {"anyOf": [temperature, {"type": "null"}]}
 
 
 def test_a_full_queue_is_429_with_the_time_to_wait(model: AdaptedModel) -> None:

@@ -17,16 +17,14 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Adapter
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.serving import alone, paused
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 LONG = [7 * index % 2000 + 5 for index in range(100)]
 SETTINGS = SamplingSettings(max_tokens=8, logprobs=3)
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture

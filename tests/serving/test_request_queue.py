@@ -12,13 +12,11 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.serving import paused
+from tests.serving.conftest import three_adapters
+
+model = three_adapters
 
 ONE = SamplingSettings(max_tokens=1)
-
-
-@pytest.fixture
-def model(three_adapters: AdaptedModel) -> AdaptedModel:
-    return three_adapters
 
 
 @pytest.fixture

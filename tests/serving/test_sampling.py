@@ -57,6 +57,14 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(
     assert (drawn - expected).abs().max() < 4 * math.sqrt(0.25 / NUMBER)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-40, 5e-324])
+@pytest.mark.parametrize("values", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_a_temperature_near_0_is_greedy(temperature: float, values: dict[str, Any]) -> None:
+    logits = torch.linspace(-20, 20, 8)[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    sampler = Sampler(SamplingSettings(temperature=temperature, **values), [], frozenset())
+    assert {sampler.draw(logits)[0] for _ in range(20)} == {int(logits.argmax())}
+
+
 def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say() -> None:
     logits = torch.tensor([1.0, 0.9, 0.5, -0.5])
 
@@ -91,7 +99,7 @@ def test_logprobs_are_those_of_the_softmax() -> None:
     "values",
     [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0},
      {"min_tokens": 9, "max_tokens": 8}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"logit_bias": {99: 1.0}},
-     {"logit_bias": {1: 101.0}}, {"stop": ("",)}, {"seed": -1}, {"logprobs": -1}],
+     {"logit_bias": {1: 101.0}}, {"stop": ("",)}, {"seed": 2**63}, {"logprobs": -1}],
     ids=str,
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:

@@ -121,10 +121,14 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
     train(long_recipe, f"output={full}")
 
     for layout, at in (
-        (("single", 1), 5), (("zero2", 2), 12), (("fsdp2", 4), 18), (("ddp", 2), 24), (("zero3", 2), 30),
+        (("single", 1, 1), 5), (("zero2", 2, 1), 12), (("fsdp2", 4, 2), 18), (("ddp", 2, 2), 24), (("zero3", 2, 1), 30),
     ):  # fmt: skip
+        backend, processes, sequence = layout
         code, output = interrupted(
-            long_recipe, *parallel(*layout), at=at, action=lambda process: process.send_signal(signal.SIGTERM)
+            long_recipe,
+            *parallel(backend, processes, sequence=sequence),
+            at=at,
+            action=lambda process: process.send_signal(signal.SIGTERM),
         )
         assert code == 75, output
         assert "SIGTERM: saved after step" in output

@@ -1,0 +1,123 @@
+"""Exchange tokens for heads around attention: a rank with some tokens of all heads gets all tokens of some heads.
+
+Everything else in a transformer's layer works on single tokens, so a line of tokens that is cut over several ranks
+meets here alone (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). One message carries queries, keys and values
+there, and one the outputs back; backward sends the gradients the same two ways.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lorakit.errors import RunError
+
+HEAD_PARAMETERS: Final = ("sinks",)
+"""parameters of an attention module with a value for each head, which its attention function reads"""
+
+
+def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
+    """Return the tokens of a line that each rank has: neighbours, as evenly as they divide, the first ones more."""
+    return [num_tokens // num_ranks + (rank < num_tokens % num_ranks) for rank in range(num_ranks)]
+
+
+@final
+class HeadExchange:
+    """The ranks that share the tokens of a line. group: for tensors where the model computes."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self._group, self.rank, self.size = group, rank, size
+
+    def to_heads(
+        self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], num_tokens: int
+    ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+        """Give every rank all tokens of its part of the heads.
+
+        heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
+        line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
+
+        Raises:
+            RunError: the heads do not divide over the ranks.
+        """
+        repeats = self._repeats(module, heads)
+        query, key, value = heads[0], *(tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
+        counts, here = token_counts(num_tokens, self.size), query.shape[2]
+        # (ranks, tokens here, heads of that rank x size), side by side in one message
+        parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
+        sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
+        received = _all_to_all(sent, [here] * self.size, counts, self._group)
+        sizes = [part.shape[2:] for part in parts]
+        pieces = received.split([one.numel() for one in sizes], dim=1)
+        query, key, value = (
+            piece.unflatten(1, size).transpose(0, 1)[None] for piece, size in zip(pieces, sizes, strict=True)
+        )
+        return (module if repeats == 1 else _FewerGroups(module, repeats)), (query, key, value)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Give every rank all heads of its tokens, (1, tokens here, heads, size), for (1, tokens, heads here, size)."""
+        num_tokens, *shape = output.shape[1:]
+        counts = token_counts(num_tokens, self.size)
+        received = _all_to_all(output[0].flatten(1), counts, [counts[self.rank]] * self.size, self._group)
+        tokens: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
+        return tokens[None]
+
+    def _repeats(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor]) -> int:
+        """Return how often each head of keys and values is repeated, so that they divide over the ranks."""
+        name, num_heads, num_kv_heads = type(module).__name__, heads[0].shape[1], heads[1].shape[1]
+        if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
+            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
+        groups = num_heads // num_kv_heads
+        for repeats in range(1, groups + 1):
+            if groups % repeats == 0 and num_heads % self.size == 0 and num_kv_heads * repeats % self.size == 0:
+                return repeats
+        raise RunError(
+            f"parallel.sequence: {self.size} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
+            f" heads of keys and values; choose a divisor of {num_heads}"
+        )
+
+
+class _FewerGroups:
+    """An attention module as its attention function reads it, where keys and values are repeated already."""
+
+    def __init__(self, module: nn.Module, repeats: int) -> None:
+        self._module, self.num_key_value_groups = module, module.num_key_value_groups // repeats  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _all_to_all(
+    sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Send consecutive rows of (rows, width) to each rank, and return those that the ranks sent, in their order."""
+    result: Tensor = _AllToAll.apply(sent, sent_counts, received_counts, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+@final
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all of rows, whose backward is the one the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.arguments = sent_counts, received_counts, group
+        return _exchanged(sent, sent_counts, received_counts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        sent_counts, received_counts, group = ctx.arguments
+        return _exchanged(gradient, received_counts, sent_counts, group), None, None, None
+
+
+def _exchanged(
+    sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    received = sent.new_empty(sum(received_counts), *sent.shape[1:])
+    dist.all_to_all_single(received, sent.contiguous(), received_counts, sent_counts, group=group)
+    return received

@@ -1,0 +1,74 @@
+"""Run a model's linear layers by oneDNN's product instead of BLAS, where that is faster on this CPU.
+
+Invariant: the layers' weights are neither written nor copied, and the results differ by rounding alone. With a gradient
+a layer runs its own product.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorakit.ops._internals import has_onednn_linear, onednn_linear
+
+NUM_ROWS: Final = 8
+"""of the trial: few, as when a server decodes, because there the products differ most"""
+TRIAL_BYTES: Final = 1 << 28
+"""of weights in the trial: more than caches hold, because a weight that is in a cache is packed soon"""
+GAIN: Final = 0.9
+"""oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own"""
+
+Product = Callable[[Tensor, Tensor, None], Tensor]
+
+
+@final
+class OneDnnForward:
+    """The forward of one linear layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer  # a copied layer gets a forward of its own, because deepcopy copies this with it
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        if torch.is_grad_enabled() or input.dtype != weight.dtype:
+            return F.linear(input, weight, bias)
+        return onednn_linear(input, weight, bias)
+
+
+@torch.no_grad()
+def use_onednn(model: nn.Module) -> int:
+    """Have oneDNN compute a model's linear layers in float32 on the CPU if it is faster here; return their number.
+
+    torch's BLAS, MKL, packs the weight again for every product of few rows, and is slower on CPUs of another maker.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
+    if not has_onednn_linear() or not _is_faster(layers):
+        return 0
+    for layer in layers:
+        layer.__dict__["forward"] = OneDnnForward(layer)
+    return len(layers)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and "forward" not in layer.__dict__
+
+
+def _is_faster(layers: Sequence[nn.Linear]) -> bool:
+    sizes = itertools.accumulate((layer.weight.nbytes for layer in layers), initial=0)
+    weights = [layer.weight for layer, before in zip(layers, sizes, strict=False) if before < TRIAL_BYTES]
+    inputs = [weight.new_ones(NUM_ROWS, weight.shape[1]) for weight in weights]
+    products: tuple[Product, ...] = F.linear, onednn_linear
+    times = [math.inf] * len(products)
+    for _ in range(3):  # the best of some, in turn, because other processes disturb
+        for index, product in enumerate(products):
+            began = time.perf_counter()
+            for x, weight in zip(inputs, weights, strict=True):
+                product(x, weight, None)
+            times[index] = min(times[index], time.perf_counter() - began)
+    return times[1] < GAIN * times[0]

@@ -1,0 +1,141 @@
+"""Compute embeddings in the engine's thread, a bounded number of tokens at a time, so that no stream waits for long.
+
+Invariant: a vector depends on its input, base and adapter alone. Rows are padded on the right, where no token of a
+causal model attends to, so a batch needs no mask.
+"""
+
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorakit.base.pooling import LAST, Pooling
+from lorakit.decoding.request_queue import RequestQueue
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.lora.routing import Adapter, Route
+
+
+@dataclass(eq=False)
+class EmbeddingInput:
+    """An input that waits for its vector. adapter: as it was when the input came, whatever is loaded since.
+
+    vector: of its pooled hidden states, (width,) in float32 on the CPU; ``shaped`` makes the embedding of it.
+    """
+
+    ids: list[int]
+    adapter: Adapter | None
+    mode: str
+    client: str | None = None
+    number: int = 0
+    vector: Future[Tensor] = field(default_factory=Future)
+
+
+@final
+class Embedder:
+    """The inputs that wait, and the batch under way. changed: guards those that wait. max_waiting: of them."""
+
+    def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
+        self._model, self._changed = model, changed
+        self._waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
+        self._batch: list[EmbeddingInput] = []
+        self._steps: Iterator[None] = iter(())
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._waiting) + len(self._batch)
+
+    def add(self, inputs: Sequence[EmbeddingInput]) -> None:
+        """Add inputs; the caller has ``changed``.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        self._waiting.add(*inputs)
+
+    @torch.no_grad()
+    def step(self, budget: int) -> None:
+        """Compute so many tokens of the batch under way, or if there is none, of the next one."""
+        if not self._batch:
+            self._batch = self._take(budget)
+            self._steps = self._compute(self._batch, budget) if self._batch else iter(())
+        if next(self._steps, self) is self:
+            self._batch = []
+
+    def close(self) -> None:
+        """Cancel all inputs."""
+        with self._changed:
+            inputs, self._batch = [*self._batch, *self._waiting], []
+            for one in [*self._waiting]:
+                self._waiting.remove(one)
+        for one in inputs:
+            one.vector.cancel()
+
+    def _take(self, budget: int) -> list[EmbeddingInput]:
+        """Return the inputs whose padded rows are within the budget; one that is longer comes alone."""
+        batch: list[EmbeddingInput] = []
+        with self._changed:
+            while (one := self._waiting.first()) is not None:
+                longest = max(len(other.ids) for other in (*batch, one))
+                if batch and longest * (len(batch) + 1) > budget:
+                    break
+                self._waiting.remove(one)
+                if not one.vector.cancelled():
+                    batch.append(one)
+        return batch
+
+    def _compute(self, inputs: list[EmbeddingInput], budget: int) -> Iterator[None]:
+        """Compute the vectors of a batch; yields where a step ends. If it fails, each input is computed alone."""
+        try:
+            vectors = yield from self._pooled(inputs, budget)
+        except Exception as problem:
+            if len(inputs) == 1:
+                _give(inputs[0], problem)
+                return
+            for one in inputs:
+                yield from self._compute([one], budget)
+            return
+        for one, vector in zip(inputs, vectors, strict=True):
+            sound = bool(vector.isfinite().all())
+            _give(one, vector if sound else ArithmeticError("the embedding is not finite"))
+
+    def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
+        """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
+        longest, width = max(len(one.ids) for one in inputs), max(1, budget // len(inputs))
+        device = next(self._model.model.parameters()).device
+        ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
+        route, cache = Route(tuple(one.adapter for one in inputs)), None
+        pooled = [torch.zeros(()) for _ in inputs]
+        for start in range(0, longest, width):
+            if start and all(one.vector.cancelled() for one in inputs):
+                break
+            output = self._model.run_without_head(
+                route, ids[:, start : start + width], past_key_values=cache, use_cache=longest > width
+            )
+            cache = output.past_key_values
+            states = output.last_hidden_state.float().cpu()
+            for row, one in enumerate(inputs):
+                own = states[row, : max(0, len(one.ids) - start)]
+                pooled[row] = own[-1] if one.mode == LAST else pooled[row] + own.sum(0) / len(one.ids)
+            if start + width < longest:
+                yield
+        return pooled
+
+
+def shaped(vectors: Sequence[Tensor], pooling: Pooling, dimensions: int | None) -> Tensor:
+    """Return the embeddings of pooled states, (inputs, dimensions): cut first, then normalised if the base's are."""
+    embeddings = torch.stack([vector[:dimensions] for vector in vectors])
+    return F.normalize(embeddings, dim=-1) if pooling.normalize else embeddings
+
+
+def _give(one: EmbeddingInput, result: Tensor | Exception) -> None:
+    """Give an input its result, unless its client left."""
+    if one.vector.set_running_or_notify_cancel():
+        if isinstance(result, Exception):
+            one.vector.set_exception(result)
+        else:
+            one.vector.set_result(result)

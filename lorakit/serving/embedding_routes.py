@@ -1,0 +1,121 @@
+"""Answer requests for embeddings: from a request's body to its reply."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, final
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from torch import Tensor
+
+from lorakit.base.pooling import MODULES, Pooling, read_pooling
+from lorakit.errors import BaseModelError
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.body import read_body
+from lorakit.serving.embedding import shaped
+from lorakit.serving.engine import ServingEngine
+from lorakit.serving.openai_requests import EmbeddingRequest, RequestError, parse_embedding_request
+from lorakit.serving.request_log import Log
+from lorakit.serving.request_record import record_of, unless_client_leaves
+from lorakit.serving.served_models import ServedModels
+
+
+@final
+class EmbeddingRoutes:
+    """The route of embeddings. A base that has none is served without; its requests get the reason."""
+
+    def __init__(
+        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, log: Log | None
+    ) -> None:
+        self._model, self._pool, self._engine, self._models = model, pool, engine, models
+        self._pooling, self._refusal = _pooling_of(model, log)
+
+    async def embed(self, request: Request) -> Response:
+        """Reply with the embeddings of texts or token ids."""
+        record, body = record_of(request), await read_body(request)
+        wanted = parse_embedding_request(body)
+        record.model, record.prompt = wanted.model, body["input"]
+        adapter = self._models.adapter_name(wanted.model)
+        record.served = wanted.model
+        if self._pooling is None:
+            raise RequestError(self._refusal, param="model")
+        _check_dimensions(wanted.dimensions, self._pooling)
+        if not self._engine.is_alive:
+            raise RequestError("the engine has ended after an error; restart the server", status=503)
+        rows = [await self._token_ids(one) for one in wanted.inputs]
+        lease = self._pool.lease(adapter)
+        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
+        try:
+            futures = self._engine.embed(rows, self._pooling, adapter, request.headers.get("authorization"))
+        finally:
+            await run_in_threadpool(lease.__exit__, None, None, None)
+        record.num_prompt_tokens = sum(map(len, rows))
+        vectors = await unless_client_leaves(request, _results(futures))
+        if vectors is None:
+            return Response()  # nobody reads it
+        content = await run_in_threadpool(_reply, vectors, self._pooling, wanted, record.num_prompt_tokens)
+        return Response(content, media_type="application/json")
+
+    async def _token_ids(self, given: str | list[int]) -> list[int]:
+        """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
+        if not isinstance(given, str):
+            return given
+        await asyncio.sleep(0)  # so that streams go on between the texts of a long list
+        return list(self._model.tokenizer(given, verbose=False)["input_ids"])
+
+
+def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, str]:
+    """Return how a base pools; or None and the reason, which is logged if the base is laid out for embeddings."""
+    folder = model.folder
+    if folder is None:
+        return None, "a merged copy in memory has no embeddings; save it, and serve the folder"
+    try:
+        if model.model.base_model is model.model:
+            raise BaseModelError(f"{type(model.model).__name__} has no part without a head, so it has no embeddings")
+        return read_pooling(folder), ""
+    except BaseModelError as problem:
+        reason = str(problem)
+    if log is not None and (folder / MODULES).is_file():
+        log({"event": "no embeddings", "error": reason})
+    return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
+
+
+def _check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
+    if dimensions is None or dimensions in pooling.dimensions:
+        return
+    allowed = pooling.dimensions
+    if not allowed:
+        raise RequestError(
+            "dimensions: this base's config.json does not say that its embeddings may be cut (is_matryoshka or"
+            " matryoshka_dimensions); leave it out",
+            param="dimensions",
+        )
+    words = f"from 1 to {allowed[-1]}" if isinstance(allowed, range) else f"one of {', '.join(map(str, allowed))}"
+    raise RequestError(f"dimensions: {words}, got {dimensions}", param="dimensions")
+
+
+async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
+    results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+    for one in results:
+        if isinstance(one, asyncio.CancelledError):  # by the end of the engine, because nobody here did
+            raise RequestError("the server ended before the answer; ask again", status=503)
+        if isinstance(one, BaseException):
+            raise RequestError(f"the engine failed on this request: {type(one).__name__}", status=500)
+    return [one for one in results if isinstance(one, Tensor)]
+
+
+def _reply(vectors: Sequence[Tensor], pooling: Pooling, wanted: EmbeddingRequest, num_tokens: int) -> bytes:
+    """Return the body of a reply, vector by vector, because one call for all may hold the interpreter for seconds."""
+    rows = []
+    for index, embedding in enumerate(shaped(vectors, pooling, wanted.dimensions)):
+        value: Any = embedding.tolist()
+        if wanted.base64:
+            value = base64.b64encode(embedding.numpy().astype("<f4").tobytes()).decode()
+        rows.append(json.dumps({"object": "embedding", "index": index, "embedding": value}))
+    rest = json.dumps({"model": wanted.model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
+    return f'{{"object": "list", "data": [{", ".join(rows)}], {rest[1:]}'.encode()

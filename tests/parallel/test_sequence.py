@@ -1,0 +1,77 @@
+"""Ranks that share the tokens of a line take the steps of one process, with every backend."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from tests.helpers.bases import make_base
+from tests.helpers.ranks import Case, run_cases
+from tests.helpers.rows import write_uneven_rows
+from tests.parallel.test_backends import assert_same
+
+pytestmark = [pytest.mark.spread, pytest.mark.slow]
+
+PLAIN: Case = {"name": "plain", "steps": 3}
+CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
+ONE_ROW: Case = {"name": "one-row", "steps": 2, "micro_batch_size": 1, "batch_size": 3, "objective": "two terms"}
+WINDOW: Case = {"name": "window", "steps": 2, "base": "window"}
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW]
+SHARED: dict[tuple[str, int, int], list[Case]] = {
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW],
+    ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
+    ("ddp", 4, 2): [CUT, ONE_ROW],
+    ("zero2", 2, 2): [CUT],
+    ("zero3", 2, 2): [CUT],
+    ("fsdp2", 2, 2): [PLAIN, CUT],
+    ("fsdp2", 4, 2): [CUT],
+}
+"""(backend, processes, those that share a line) -> cases"""
+Results = Callable[[str, int, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Results:
+    folder = tmp_path_factory.mktemp("sequence")
+    make_base(folder / "base", tokenizer, num_hidden_layers=2)
+    torch.manual_seed(0)
+    window = MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.1, sliding_window=5,
+    )  # fmt: skip
+    MistralForCausalLM(window).save_pretrained(folder / "window")
+    tokenizer.save_pretrained(folder / "window")
+    write_uneven_rows(folder / "rows.jsonl", 20)
+
+    @functools.cache
+    def results(backend: str, processes: int, sequence: int) -> dict[str, Any]:
+        parallel = {"backend": backend, "sequence": sequence}
+        cases = ALONE if backend == "single" else SHARED[backend, processes, sequence]
+        return run_cases(folder, processes, [case | {"parallel": parallel} for case in cases])
+
+    return results
+
+
+@pytest.mark.xdist_group("sequence")
+@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
+def test_ranks_that_share_lines_take_the_steps_of_one_process(
+    results: Results, backend: str, processes: int, sequence: int
+) -> None:
+    alone, shared = results("single", 1, 1), results(backend, processes, sequence)
+
+    for case in SHARED[backend, processes, sequence]:
+        assert_same(shared[case["name"]], alone[case["name"]])
+
+
+@pytest.mark.xdist_group("sequence")
+def test_tokens_meet_in_attention_alone(results: Results) -> None:
+    """Two messages for each layer and direction, one of heads and one of outputs; nothing else goes along the axis."""
+    for rank in results("ddp", 4, 2)["one-row"]["ranks"]:
+        sent = rank["collectives_by_axis"]
+        assert rank["mesh"] == {"data": 2, "pipeline": 1, "sequence": 2, "tensor": 1}
+        assert sent["sequence"].keys() == {"all_to_all"}
+        assert sent["sequence"]["all_to_all"]["calls"] == 2 * 2 * 2 * 2  # micro-batches, layers, directions, messages
+        assert rank["groups_of_no_axis"] == []
