@@ -120,10 +120,11 @@ class ContinuousBatch:
         """Give slots to rows that wait, as many as a forward of ``budget`` tokens computes."""
         planned: set[bytes] = set()
         while _num_padded(self._prefilling) < budget and (row := self.waiting.first()) is not None:
-            missing = self._memory.missing_blocks(row.generation.adapter, row.tokens)
-            # one whose prefix is about to be computed waits, and reads it then
-            if row.generation.is_cancelled or not self._fits(row) or not planned.isdisjoint(missing[:1]):
+            if row.generation.is_cancelled or not self._fits(row):
                 return
+            missing = self._memory.missing_blocks(row.generation.adapter, row.tokens)
+            if not planned.isdisjoint(missing[:1]):
+                return  # its prefix is about to be computed, and it reads that then
             planned.update(missing)
             self.waiting.remove(row)
             self._prefilling.append(row)
