@@ -7,6 +7,7 @@ answers them in batches of 8 as they came, each as long as its longest; tokens t
 lorakit's engine computes 8 rows together, and once more 16, its default. Continuous batching computes all at once.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -116,6 +117,7 @@ def side(kind: str, base: str) -> None:
         return {"seconds": seconds, "tokens": sum(map(len, answers)), "answers": answers}
 
     serve(step)
+    os._exit(0)  # because the thread of transformers' continuous batching would keep the process
 
 
 def measure(shape: str, pairs: int) -> dict[str, Any]:
