@@ -1,12 +1,15 @@
 """The repeated layers of a model: listed, grouped for sharding, and recomputed in backward."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lorakit.errors import RunError
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 
 
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -31,6 +34,12 @@ def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
     )
     if uses == 1:
         yield embedding
+
+
+def other_layer_kinds(model: nn.Module) -> list[str]:
+    """Return the kinds of a model's layers besides full and sliding attention, such as those with a state."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    return sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
 
 
 def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:

@@ -148,14 +148,14 @@ class ContinuousBatch:
         for row in self._prefilling[1:]:
             both = [*rows, row]
             num_padded = _num_padded(both)
-            if num_padded > budget or num_padded - sum(len(one.pending) for one in both) > MAX_PADDING:
+            if num_padded > budget or num_padded - sum(one.num_pending for one in both) > MAX_PADDING:
                 break
             rows = both
         num_computed = min(budget, _num_padded(rows))
         results = self._compute(len(self._decoding), rows, budget)
         for row in rows:
-            row.num_stored += min(budget, len(row.pending))
-        done = [row for row in rows if not row.pending]  # all, or none of one
+            row.num_stored += min(budget, row.num_pending)
+        done = [row for row in rows if row.num_pending == 0]  # all, or none of one
         self._decoding += done
         del self._prefilling[: len(done)]
         for row, result in zip(rows, results, strict=True):
@@ -265,4 +265,4 @@ def _longest(rows: Sequence[Row]) -> int:
 
 def _num_padded(rows: Sequence[Row]) -> int:
     """Return the tokens of a forward that computes rows, each padded to the longest."""
-    return len(rows) * max((len(row.pending) for row in rows), default=0)
+    return len(rows) * max((row.num_pending for row in rows), default=0)

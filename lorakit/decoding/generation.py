@@ -124,6 +124,11 @@ class Row:
         return self.tokens[self.num_stored :]
 
     @property
+    def num_pending(self) -> int:
+        """Number of the tokens that are computed next."""
+        return len(self.tokens) - self.num_stored
+
+    @property
     def num_tokens_at_most(self) -> int:
         """Tokens of the prompt and of the longest answer."""
         return len(self.generation.prompt) + self.generation.settings.max_tokens

@@ -1,14 +1,12 @@
 """Which positions each new token of each row attends to, for a batch whose rows have different numbers of tokens."""
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
 from lorakit.errors import BaseModelError
-
-FULL: Final = "full_attention"
-SLIDING: Final = "sliding_attention"
 
 
 def attention_masks(model: nn.Module, positions: Tensor) -> Any:
@@ -38,9 +36,7 @@ def check_layer_kinds(model: nn.Module) -> None:
     Raises:
         BaseModelError: one has not, such as a state-space layer, whose state is not kept in slots.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
-    if others:
+    if others := other_layer_kinds(model):
         raise BaseModelError(
             f"base: {type(model).__name__} has layers of the kind {', '.join(others)}; serving keeps keys and values of"
             f" {FULL} and {SLIDING} layers alone. `lorakit generate` answers with this base"

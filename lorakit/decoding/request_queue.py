@@ -70,7 +70,11 @@ class RequestQueue(Generic[Request]):
 
     def first(self) -> Request | None:
         """Return the row that is next; None if none waits."""
-        return next(iter(self), None)
+        with self.changed:  # without a list of all, because it is asked at every step
+            if self._preempted:
+                return self._preempted[0]
+            rows = next(iter(self._clients.values()), None)
+            return None if rows is None else rows[0]
 
     def remove(self, row: Request) -> None:
         """Remove a row. If it was next, another client's turn is next."""

@@ -55,7 +55,6 @@ class SlotModel:
         self.cache = SlotCache(num_layers)
         self._check()
         self.cache.resize(0, 0)
-        self.forget()
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
@@ -113,7 +112,7 @@ class SlotModel:
         self.cache.resize(len(rows), max(map(len, prompts)))
         try:
             for slot, row in enumerate(rows):
-                while (count := min(3, len(row.pending) - 1)) > 0:
+                while (count := min(3, row.num_pending - 1)) > 0:
                     self.forward(slot, [row], count)
                     row.num_stored += count
             actual = self.forward(0, rows, 1)

@@ -310,7 +310,7 @@ class AdaptedModel:
             Generation(adapter, ids, replace(settings, seed=(seed + number) % MAX_SEED))
             for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))
         ]
-        answer_all(self, self._slots, generations, self.prompts.end_ids)
+        answer_all(self, self._slots, generations, self.prompts)
         return [one.ids() for one in generations]
 
     def _form(self, adapter: Adapter | None, raw: bool | None) -> PromptForm:

@@ -7,7 +7,7 @@ answers with transformers' own cache: rows of one length together, because paddi
 import itertools
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,7 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
+from lorakit.inference.prompts import PromptCodec
 from lorakit.lora.routing import Route
 
 MAX_ROWS: Final = 64
@@ -38,7 +39,7 @@ def slots_of(model: RoutedModel) -> SlotModel | None:
 
 
 def answer_all(
-    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], end_ids: Collection[int]
+    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], prompts: PromptCodec
 ) -> None:
     """Compute the tokens of every generation.
 
@@ -47,19 +48,20 @@ def answer_all(
     Raises:
         LorakitError: a row cannot be computed.
     """
+    ends = frozenset(prompts.end_ids)
     rows = [
-        Row(one, Sampler(one.settings, one.prompt, frozenset(end_ids)), list(one.prompt), frozenset(end_ids), number)
+        Row(one, Sampler(one.settings, one.prompt, ends), list(one.prompt), ends, number)
         for number, one in enumerate(generations)
     ]
-    num_steady = num_steady_positions(model.model.config) or math.inf
-    in_slots = [row for row in rows if slots is not None and row.num_tokens_at_most <= num_steady]
+    limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
+    in_slots = [row for row in rows if row.num_tokens_at_most <= limit]
     if slots is not None and in_slots:
         _answer_in_slots(slots.with_own_slots(), in_slots)
-    others = sorted((row for row in rows if row not in in_slots), key=_lengths)
+    others = sorted((row for row in rows if row.num_tokens_at_most > limit), key=_lengths)
     for _, alike in itertools.groupby(others, key=_lengths):
         batch = list(alike)
         for start in range(0, len(batch), MAX_ROWS):
-            _answer_with_generate(model, batch[start : start + MAX_ROWS])
+            _answer_with_generate(model, batch[start : start + MAX_ROWS], prompts)
 
 
 def _lengths(row: Row) -> tuple[int, int]:
@@ -76,7 +78,7 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
         batch.step()
 
 
-def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
+def _answer_with_generate(model: RoutedModel, rows: Sequence[Row], prompts: PromptCodec) -> None:
     """Answer rows of one length with transformers' `generate`."""
     num_prompt, settings = len(rows[0].tokens), rows[0].generation.settings
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
@@ -85,15 +87,15 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             generation_config=generation_settings(
-                max_new_tokens=settings.max_tokens, eos_token_id=sorted(rows[0].ends) or None, pad_token_id=0
+                max_new_tokens=settings.max_tokens, eos_token_id=prompts.end_ids or None, pad_token_id=0
             ),
             logits_processor=[_Drawn([row.sampler for row in rows])],
         )
     for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
-        num_drawn = next((index for index, token in enumerate(tokens) if token in row.ends), len(tokens))
-        for token in tokens[:num_drawn]:
+        answer = prompts.until_end(tokens)
+        for token in answer:
             row.generation.put(Token(token))
-        row.generation.finish(LENGTH if num_drawn == len(tokens) else STOP)
+        row.generation.finish(LENGTH if len(answer) == len(tokens) else STOP)
 
 
 @dataclass

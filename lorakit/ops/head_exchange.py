@@ -24,6 +24,13 @@ def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
     return [num_tokens // num_ranks + (rank < num_tokens % num_ranks) for rank in range(num_ranks)]
 
 
+def token_range(num_tokens: int, num_ranks: int, rank: int) -> range:
+    """Return the indices in a line of the tokens that a rank has."""
+    counts = token_counts(num_tokens, num_ranks)
+    start = sum(counts[:rank])
+    return range(start, start + counts[rank])
+
+
 @final
 class HeadExchange:
     """The ranks that share the tokens of a line. group: for tensors where the model computes."""

@@ -26,7 +26,7 @@ from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.dropout import TokenKeys, use_token_keys
-from lorakit.ops.head_exchange import HeadExchange, token_counts
+from lorakit.ops.head_exchange import HeadExchange, token_range
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.engine import (
     BuildOptimizer,
@@ -200,9 +200,8 @@ class BaseEngine(ABC):
         if sequence.size == 1:
             return batch
         line = batch.with_tokens(sequence.size)  # one for each rank, because a forward of no token is undefined
-        counts = token_counts(line.input_ids.shape[1], sequence.size)
-        start = sum(counts[: sequence.rank])
-        return line.part(start, start + counts[sequence.rank])
+        own = token_range(line.input_ids.shape[1], sequence.size, sequence.rank)
+        return line.part(own.start, own.stop)
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         sums = ScoreSums(self._objective)

@@ -12,7 +12,7 @@ from lorakit.planning.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Ma
 from lorakit.planning.memory import Setting
 from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
-from lorakit.planning.workload import Workload
+from lorakit.planning.workload import Workload, sharing_processes
 
 EFFICIENCY: Final = 0.7  # share of the data sheet's rate that matrix products of a full model reach
 FLOAT32_RATE: Final = 1 / 15  # of a GPU's 16-bit rate
@@ -90,9 +90,7 @@ def _waiting(
 
 def _exchanged_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtype: str) -> float:
     """Return the bytes of heads that a process sends in a step to those that share its lines, there and back."""
-    sequence = setting.parallel.sequence
-    if sequence == 1 or setting.num_processes % sequence:
-        return 0.0
+    sequence = sharing_processes(setting.parallel, setting.num_processes)
     tokens = work.tokens_per_step / setting.num_processes
     # queries, keys, values and outputs, at most of the attention's width each
     values = tokens * 4 * shapes.attention_width * shapes.num_layers

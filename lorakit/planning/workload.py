@@ -19,7 +19,7 @@ from lorakit.data.rows import SUFFIXES
 from lorakit.data.token_cache import load_split
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.activations import MicroBatch
-from lorakit.recipe import Recipe
+from lorakit.recipe import ParallelSection, Recipe
 from lorakit.recipe.schema import count_steps
 
 MAX_TOKENIZED_BYTES: Final = 20_000_000  # of row files: tokenising them takes seconds
@@ -74,11 +74,21 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
     """Return the workload of each of ``num_processes`` processes."""
-    sequence = sharing_processes(recipe, num_processes)
-    if sequence > 1:
-        alone = make_workload(without_sharing(recipe), rows, num_processes // sequence)
-        evaluation = None if alone.evaluation is None else _part(alone.evaluation, sequence)
-        return replace(alone, training=_part(alone.training, sequence), evaluation=evaluation)
+    sequence = sharing_processes(recipe.parallel, num_processes)
+    lines = _full_lines(recipe, rows, num_processes // sequence)
+    if sequence == 1:
+        return lines
+    evaluation = None if lines.evaluation is None else _part(lines.evaluation, sequence)
+    return replace(lines, training=_part(lines.training, sequence), evaluation=evaluation)
+
+
+def sharing_processes(parallel: ParallelSection, num_processes: int) -> int:
+    """Return how many processes share each line of tokens: ``sequence``, where so many processes can."""
+    return 1 if num_processes % parallel.sequence else parallel.sequence
+
+
+def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
+    """Return the workload of each of ``num_processes`` processes that share no line."""
     train, max_tokens = recipe.train, recipe.data.max_tokens
     size = train.micro_batch_size or min(8, train.batch_size)
     size = min(size, math.ceil(train.batch_size / num_processes))
@@ -102,17 +112,6 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Worklo
         row_tokens=mean,
         source=f"{len(rows.training):,}, of which the longest count",
     )
-
-
-def sharing_processes(recipe: Recipe, num_processes: int) -> int:
-    """Return how many processes share each line of tokens: ``parallel.sequence``, where so many processes can."""
-    sequence = recipe.parallel.sequence
-    return 1 if num_processes % sequence else sequence
-
-
-def without_sharing(recipe: Recipe) -> Recipe:
-    """Return a recipe whose processes have full lines."""
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"sequence": 1})})
 
 
 def _part(batch: MicroBatch, sequence: int) -> MicroBatch:

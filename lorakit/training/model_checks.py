@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorakit.base.layers import other_layer_kinds
 from lorakit.base.positions import num_positions
 from lorakit.data import BatchSampler, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.head_exchange import token_counts
+from lorakit.ops.head_exchange import token_range
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.mesh import Mesh
 
-SEQUENCE_LAYERS: Final = {"full_attention", "sliding_attention"}
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 """relative; other dtypes 8e-3, twice their rounding. Attention to a later token moves random BERTs by 1.3e-2"""
@@ -149,8 +149,7 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         RunError: it does not, or the model has layers whose tokens meet elsewhere than in causal attention.
     """
     model, sequence = loss_model.model, mesh.sequence
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - SEQUENCE_LAYERS)
+    others = other_layer_kinds(model)
     if others or not loss_model.packed_attention:
         what = f"has layers of the kind {', '.join(others)}" if others else "has an attention of its own"
         raise RunError(
@@ -159,12 +158,11 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         )
     rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens
     lengths = [row["input_ids"].shape[1] for row in rows]
-    counts = token_counts(sum(lengths), sequence.size)
-    start = sum(counts[: sequence.rank])
-    part = {key: torch.cat([row[key] for row in rows], 1).narrow(1, start, counts[sequence.rank]) for key in rows[0]}
+    own = token_range(sum(lengths), sequence.size, sequence.rank)
+    part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
     was_training = loss_model.training
     loss_model.eval()
-    full = _logits(loss_model, rows, row_lengths=RowLengths(lengths)).narrow(1, start, counts[sequence.rank])
+    full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
     difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths, is_part=True)), full)
     loss_model.train(was_training)
     if mesh.tokens.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
