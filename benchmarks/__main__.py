@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gathers, merge, mixed, pool, ragged, save, serving, startup, step, stream
+from benchmarks import axes, gathers, merge, mixed, pool, ragged, save, serving, startup, step, stream
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
 
@@ -22,6 +22,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
+    "axes": (axes.measure, axes),
     "mixed": (lambda: mixed.measure("1.1B", 5), mixed),
     "ragged": (lambda: ragged.measure("100M", 5), ragged),
     "stream": (lambda: stream.measure("100M", 7), stream),
@@ -46,6 +47,8 @@ TARGETS = (
     Target("C12", "gathers", "fsdp2: gathered / base", at_most=2.1),
     Target("C12", "gathers", "zero3: added up / adapter", at_most=1.05),
     Target("C12", "gathers", "fsdp2: added up / adapter", at_most=1.05),
+    Target("P2", "axes", "pipeline 2: base of a process / all", at_most=0.55),
+    Target("P2", "axes", "pipeline 2: idle share - (p - 1) / (m + p - 1)", at_most=0.001),
     Target("S1", "mixed", "8 adapters: tokens per second / base", at_least=0.9),
     Target("S2", "ragged", "ragged: tokens per second / generate", at_least=2.0),
     Target("S2", "ragged", "ragged: tokens per second / continuous batching", at_least=1.2),

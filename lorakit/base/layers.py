@@ -13,13 +13,19 @@ SLIDING: Final = "sliding_attention"
 
 
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of every ModuleList with more than one, unless the list is itself inside such a layer.
+    """Yield the layers of every list of layers, without those that another stage of a pipeline has."""
+    for layers in layer_lists(model):
+        yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
+
+
+def layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    """Yield every ModuleList with more than one layer, unless the list is itself inside such a layer.
 
     An expert inside a decoder layer is therefore no layer of its own.
     """
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
-            yield from module
+            yield module
 
 
 def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
@@ -27,8 +33,9 @@ def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
     yield from repeated_layers(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     # a tied embedding is in no group, because the output head reads it when the embedding's shards are freed already
+    weight = getattr(embedding, "weight", None)  # None: another stage of a pipeline has the embedding
     uses = sum(
-        parameter is embedding.weight
+        parameter is weight
         for module in model.modules()
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     )

@@ -18,6 +18,7 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.packed_attention import RowLengths
+from lorakit.ops.stage import Stage
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -46,6 +47,7 @@ class LossModel(nn.Module):
     `chunked`: compute logits for a chunk of label positions at a time, never tokens x vocabulary.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
+    `stage`: the layers that are here, where other processes have the others; None if all are.
     `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
     `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
     that is not the one of the tensors (a plan's are on meta).
@@ -58,6 +60,7 @@ class LossModel(nn.Module):
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
         self.exchange: HeadExchange | None = None
+        self.stage: Stage | None = None
         self.kernel_problem: str | None = None
 
     def forward(
@@ -65,23 +68,49 @@ class LossModel(nn.Module):
         labels: Tensor | None = None,
         row_lengths: RowLengths | None = None,
         label_positions: Tensor | None = None,
+        own_stage: bool = False,
+        hidden: Tensor | None = None,
         **inputs: Tensor,
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
 
-        A hit is 1 where the label has the largest logit, else 0, without gradient.
+        A hit is 1 where the label has the largest logit, else 0, without gradient. Where other processes have a part of
+        the model, all compute in turn, without gradient, and all return the last one's result.
+
+        own_stage: compute the part of the model that is here alone, for hidden (lines, tokens, width) of the stage
+        before; a stage that is not the last returns hidden states too.
         """
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel, row_lengths.exchange = self.kernel, self.exchange if row_lengths.is_part else None
             model_inputs["row_lengths"] = row_lengths
+        if self.stage is None or own_stage:
+            return self._outputs(model_inputs, labels, label_positions, hidden)
+        link = self.stage.link
+        with torch.no_grad():
+            if not link.is_first:
+                hidden = link.receive_hidden(inputs["input_ids"].shape)
+            result = self._outputs(model_inputs, labels, label_positions, hidden)
+            if not link.is_last:
+                link.send_hidden(result).wait()
+                result = None
+            tensors = link.from_last([result] if isinstance(result, Tensor) else result)
+            return tensors[0] if labels is None else tuple(tensors)
+
+    def _outputs(
+        self, model_inputs: dict[str, Any], labels: Tensor | None, label_positions: Tensor | None, hidden: Tensor | None
+    ) -> Any:
+        if self.stage is not None:
+            model_inputs = self.stage.inputs(model_inputs, hidden)
+            if not self.stage.link.is_last:
+                self.model.base_model(**model_inputs)  # type: ignore[operator]
+                return self.stage.output()
         if labels is None:
             logits: Tensor = self.model(**model_inputs).logits
             return logits
         if self.chunked:
             assert self.head is not None
-            hidden: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            return self.head(hidden, labels, label_positions)
+            return self.head(self.model.base_model(**model_inputs)[0], labels, label_positions)  # type: ignore[operator]
         logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
         return F.cross_entropy(logits.float(), labels, reduction="none"), hits
@@ -89,14 +118,22 @@ class LossModel(nn.Module):
 
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
     """Return what a `LossModel` says of a micro-batch. `model`: the engine's wrapper of it, or itself."""
-    inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
+    losses, hits = model(**loss_inputs(batch))
+    return Scores(losses, hits, batch.label_weights)
+
+
+def loss_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the arguments of a `LossModel` for a micro-batch."""
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids, "labels": batch.labels, "label_positions": batch.label_positions,
+    }  # fmt: skip
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
-    rows = {"row_lengths": RowLengths(batch.row_lengths, is_part=batch.start is not None)} if batch.row_lengths else {}
-    losses, hits = model(**inputs, **rows, label_positions=batch.label_positions)
-    return Scores(losses, hits, batch.label_weights)
+    if batch.row_lengths:
+        inputs["row_lengths"] = RowLengths(batch.row_lengths, is_part=batch.start is not None)
+    return inputs
 
 
 def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from lorakit.parallel._internals import DispatchMode, ranks_of_operation, tensor
 
 KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_scatter comes before reduce
     "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
-    "broadcast": "broadcast", "reduce": "reduce",
+    "broadcast": "broadcast", "reduce": "reduce", "send": "send", "recv": "receive",
 }  # fmt: skip
 COUNTED_PASSES: Final = 2
 Message = tuple[str, tuple[int, ...]]

@@ -47,13 +47,15 @@ class StepSettings:
     """The settings of an optimizer step, the same for the whole run.
 
     max_grad_norm: None means no clipping. learning_rate: maps a step, counted from 0, to its rate. scales_loss: True
-    for float16, whose small gradients would underflow unless the loss is scaled.
+    for float16, whose small gradients would underflow unless the loss is scaled. label_share: share of the rows' tokens
+    that have a label, by which a pipeline's stages are cut.
     """
 
     seed: int
     max_grad_norm: float | None
     learning_rate: Callable[[int], float]
     scales_loss: bool = False
+    label_share: float = 1.0
 
 
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]

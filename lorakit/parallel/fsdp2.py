@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,10 +26,11 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.engine import BuildOptimizer
-from lorakit.parallel.mesh import make_mesh
+from lorakit.parallel.mesh import Mesh, make_mesh
 from lorakit.parallel.process_group import init_process_group, message_timeout
+from lorakit.parallel.resident import move_buffers
 from lorakit.parallel.single import SingleEngine
-from lorakit.parallel.stepping import move_buffers, to_cpu
+from lorakit.parallel.stepping import to_cpu
 from lorakit.recipe import ParallelSection
 
 
@@ -41,13 +42,13 @@ class Fsdp2Engine(SingleEngine):
     def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
         self._accelerator, group = init_process_group(world, parallel, device)
         self._parallel = parallel
-        mesh = make_mesh(group, parallel.sequence, message_timeout(parallel))
+        mesh = make_mesh(group, parallel, message_timeout(parallel))
         super().__init__(device, group, parallel.backend, mesh)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
-        mesh = init_device_mesh(self.device.type, (self.mesh.tokens.size,))
+        mesh = token_mesh(self.mesh, self.device)
         offload = self._parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
         for module in gather_groups(model):
@@ -75,15 +76,16 @@ class Fsdp2Engine(SingleEngine):
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
         shards = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
         squares = sum((shard.float().square().sum() for shard in shards), torch.zeros((), device=self._shard_device))
-        norm = math.sqrt(self.mesh.tokens.all_reduce_sum(float(squares))[0])  # one message, not one per tensor
+        # one message, not one per tensor
+        norm = self.norm_over_stages(math.sqrt(self.mesh.tokens.all_reduce_sum(float(squares))[0]))
         for shard in shards if norm > limit else ():
             shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
-    def adapter_state_dict(self) -> dict[str, Tensor]:
+    def stage_adapter(self) -> dict[str, Tensor]:
         return {name: _full_tensor(tensor, self.device) for name, tensor in checkpoint_tensors(self._model).items()}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def stage_optimizer_state(self) -> dict[str, Tensor]:
         return {
             f"{name}.{part}": _full_tensor(value, self.device)
             for name, tensor in adapter_tensors(self._model).items()
@@ -123,6 +125,12 @@ class Fsdp2Engine(SingleEngine):
             "engine": f"FSDPModule ({num_groups} groups)" if num_groups else type(self._model).__name__,
             "backend": "fsdp2" if num_groups and all_sharded else "single",
         }
+
+
+def token_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return torch's mesh of the ranks with the same part of the model as this one. Collective over all ranks."""
+    ranks = mesh.grid.permute(1, 3, 0, 2).reshape(-1, mesh.tokens.size)  # pipeline, tensor; data, sequence
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("parts", "tokens"))["tokens"]
 
 
 def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, weights: LazyBase | None) -> None:

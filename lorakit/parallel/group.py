@@ -3,11 +3,12 @@
 Every method is collective: all ranks call it, in the same order. With one process nothing is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lorakit.errors import LorakitError
 
@@ -18,13 +19,20 @@ T = TypeVar("T")
 class Group:
     """All ranks of a run, as one of them uses it.
 
-    group: the torch process group for tensors on the CPU; None means the default one.
+    group: the torch process group for tensors on the CPU. device_group: the one for tensors where the model computes.
+    None means the default one.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, local_rank: int = 0, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self._group = rank, size, local_rank, group
+        self.device_group = device_group
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -32,11 +40,6 @@ class Group:
         if self.size == 1:
             return (self.rank,)
         return tuple(sorted(dist.get_process_group_ranks(self._group)))
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Torch's group of these ranks; None is the default one."""
-        return self._group
 
     @property
     def is_rank_0(self) -> bool:
@@ -62,6 +65,18 @@ class Group:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks, by name. Of a name that several have, the last one's. All on the CPU."""
+        if self.size == 1:
+            return dict(tensors)
+        merged: dict[str, Tensor] = {}
+        shapes = self.all_gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+        for rank, entries in enumerate(shapes):
+            for name, shape, dtype in entries:
+                merged[name] = tensors[name].contiguous() if rank == self.rank else torch.empty(shape, dtype=dtype)
+                dist.broadcast(merged[name], group=self._group, group_src=rank)
+        return merged
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.

@@ -103,6 +103,9 @@ class Source(Protocol):
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
         """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
 
+    def close(self) -> None:
+        """End what reads."""
+
 
 @final
 class FileSource:
@@ -116,6 +119,9 @@ class FileSource:
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
         return self._reader.submit(layer.read_into, slot, self._weights).result
+
+    def close(self) -> None:
+        self._reader.shutdown()
 
 
 @final
@@ -135,6 +141,9 @@ class HostSource:
             slot[: layer.nbytes].copy_(self._host[layer], non_blocking=True)
             filled = self._copies.record_event()
         return lambda: torch.cuda.current_stream().wait_event(filled)
+
+    def close(self) -> None:
+        self._host.clear()
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,10 @@ class LayerStream:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def close(self) -> None:
+        """End reading. The layers cannot be computed after that."""
+        self._source.close()
 
     def contains(self, tensor: Tensor) -> bool:
         """True if the tensor is a view of a slot."""

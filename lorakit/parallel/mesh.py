@@ -4,13 +4,20 @@ Whatever scales a loss, cuts batches, seeds dropout or counts rows names the axi
 ranks: with an axis beside `data`, those are different numbers.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lorakit.parallel.group import Group
+
+if TYPE_CHECKING:
+    from lorakit.recipe import ParallelSection
 
 AXES: Final = ("data", "pipeline", "sequence", "tensor")
 """from slowest to fastest: neighbouring ranks, on one machine, differ in the last axes first"""
@@ -18,7 +25,7 @@ AXES: Final = ("data", "pipeline", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run. `data` and `sequence` may be larger than 1; the recipe refuses the other axes above 1."""
+    """The ranks of a run."""
 
     data: Group
     """ranks with other rows"""
@@ -26,7 +33,11 @@ class Mesh:
     """ranks with other tokens and the same part of the model, `data` and `sequence` together: gradients and counts are
     summed over them, and a sharded base is sharded over them"""
     pipeline: Group = field(default_factory=Group)
-    """ranks with other layers"""
+    """ranks with other layers, in the layers' order"""
+    upstream: Group = field(default_factory=Group)
+    """the ranks of `pipeline`, for messages against the layers' order"""
+    grid: Tensor = field(default_factory=lambda: torch.arange(1).view(1, 1, 1, 1))
+    """all ranks, by axes"""
     sequence: Group = field(default_factory=Group)
     """ranks with other tokens of the same rows"""
     tensor: Group = field(default_factory=Group)
@@ -48,26 +59,34 @@ class Mesh:
         }
 
 
-def make_mesh(world: Group, sequence: int, timeout: timedelta) -> Mesh:
-    """Return the mesh of all ranks, of which each ``sequence`` neighbours share the tokens of a row. Collective.
+def make_mesh(world: Group, section: "ParallelSection", timeout: timedelta) -> Mesh:
+    """Return the mesh of all ranks, with the sizes of a recipe's `parallel` section. Collective.
 
     timeout: of a message.
     """
-    if sequence == 1:
-        return Mesh(data=world, tokens=world)
-    number, rank = divmod(world.rank, sequence)
-    # every rank makes every group, because torch requires it; `data` counts on the CPU, and `sequence` sends heads from
-    # where the model computes, through the default group's backend
-    neighbours = [
-        dist.new_group(list(range(first, first + sequence)), timeout=timeout)
-        for first in range(0, world.size, sequence)
-    ]
-    others = [
-        dist.new_group(list(range(first, world.size, sequence)), timeout=timeout, backend="gloo")
-        for first in range(sequence)
-    ]
+    others = (section.pipeline, section.sequence, section.tensor)
+    grid = torch.arange(world.size).view(-1, *others)
+    data = _make_group(world, grid, ("data",), timeout)
     return Mesh(
-        data=Group(number, world.size // sequence, group=others[rank]),
-        tokens=world,
-        sequence=Group(rank, sequence, group=neighbours[number]),
+        data=data,
+        tokens=data if section.sequence == 1 else _make_group(world, grid, ("data", "sequence"), timeout),
+        **{axis: _make_group(world, grid, (axis,), timeout) for axis in AXES[1:]},
+        upstream=_make_group(world, grid, ("pipeline",), timeout),
+        grid=grid,
     )
+
+
+def _make_group(world: Group, grid: Tensor, axes: Sequence[str], timeout: timedelta) -> Group:
+    """Return the group of the ranks that differ from this one along some axes alone. grid: ranks by axes."""
+    along = [AXES.index(axis) for axis in axes]
+    rows = grid.movedim(along, list(range(-len(axes), 0))).reshape(-1, math.prod(grid.shape[index] for index in along))
+    if rows.shape[1] in (1, world.size):
+        return Group() if rows.shape[1] == 1 else world
+    own = Group()
+    for ranks in rows.tolist():  # every rank makes every group, because torch requires it
+        device_group = dist.new_group(ranks, timeout=timeout)
+        # nccl sends tensors of GPUs only, and counts are on the CPU
+        group = device_group if dist.get_backend() == "gloo" else dist.new_group(ranks, timeout=timeout, backend="gloo")
+        if world.rank in ranks:
+            own = Group(ranks.index(world.rank), len(ranks), group=group, device_group=device_group)
+    return own

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lorakit.base.lazy import LazyBase
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
@@ -47,12 +48,20 @@ class SingleEngine(BaseEngine):
 
     def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
         """Scale the gradients down to a norm of `limit` if theirs is larger. Returns their norm before that."""
-        return float(torch.nn.utils.clip_grad_norm_(tensors, limit))
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        norm = self.norm_over_stages(float(get_total_norm(gradients)))
+        clip_grads_with_norm_(tensors, limit, torch.tensor(norm, device=self.device))
+        return norm
 
-    def adapter_state_dict(self) -> dict[str, Tensor]:
+    def norm_over_stages(self, norm: float) -> float:
+        """Return the norm of the gradients of all layers, of this rank's. Collective."""
+        pipeline = self.mesh.pipeline
+        return norm if pipeline.size == 1 else math.sqrt(pipeline.all_reduce_sum(norm * norm)[0])
+
+    def stage_adapter(self) -> dict[str, Tensor]:
         return {name: to_cpu(tensor) for name, tensor in checkpoint_tensors(self._model).items()}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def stage_optimizer_state(self) -> dict[str, Tensor]:
         return {
             f"{name}.{part}": state_to_cpu(value)
             for name, tensor in adapter_tensors(self._model).items()
@@ -64,9 +73,9 @@ class SingleEngine(BaseEngine):
         with torch.no_grad():
             for name, tensor in checkpoint_tensors(self._model).items():
                 tensor.copy_(adapter[name])
-        for name, parts in state.items():
+        for name in state.keys() & tensors.keys():
             self._optimizer.state[tensors[name]] = {
-                part: state_to_device(value, self.device) for part, value in parts.items()
+                part: state_to_device(value, self.device) for part, value in state[name].items()
             }
 
     def resident_bytes(self) -> dict[str, int]:

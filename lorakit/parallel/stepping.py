@@ -20,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
+from lorakit.base.stages import cut_model
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
-from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.ops.head_exchange import HeadExchange, token_range
+from lorakit.ops.stage import Stage, StageLink
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.engine import (
     BuildOptimizer,
@@ -39,6 +41,7 @@ from lorakit.parallel.engine import (
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.pipeline import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
 
@@ -76,15 +79,19 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def adapter_state_dict(self) -> dict[str, Tensor]: ...
+    def stage_adapter(self) -> dict[str, Tensor]:
+        """Return the full adapter tensors of this rank's layers, by name, in float32 on the CPU. Collective."""
 
     @abstractmethod
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the full optimizer state on the CPU, as `<tensor name>.<part>`. Collective."""
+    def stage_optimizer_state(self) -> dict[str, Tensor]:
+        """Return the full optimizer state of the same tensors, on the CPU, as `<tensor name>.<part>`. Collective."""
 
     @abstractmethod
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load full adapter tensors, and optimizer state as name -> part -> full tensor, into this rank's shards."""
+        """Load full adapter tensors, and optimizer state as name -> part -> full tensor, into this rank's shards.
+
+        Both are of all layers, also of those that other ranks have.
+        """
 
     @abstractmethod
     def resident_bytes(self) -> dict[str, int]:
@@ -122,14 +129,19 @@ class BaseEngine(ABC):
         self._loss_model, self._model = loss_model.train(), model
         if self.mesh.sequence.size > 1:
             sequence = self.mesh.sequence
-            loss_model.exchange = HeadExchange(sequence.process_group, sequence.rank, sequence.size)
+            loss_model.exchange = HeadExchange(sequence.device_group, sequence.rank, sequence.size)
         self._objective, self._settings = loss_model.objective, settings
+        self._num_micro_batches = 0
+        self._all_names = checkpoint_tensors(model).keys()
+        if self.mesh.pipeline.size > 1:
+            self._cut(loss_model)
         self._without_gradient, self._all_had_gradient = set(adapter_tensors(model)), False
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(model).values())
         self._expected = ExpectedLayout(
             self._backend,
+            self.group.size,
             self.mesh.tokens.size,
             sum(p.nbytes for p in base),
             adapter_bytes,
@@ -137,8 +149,28 @@ class BaseEngine(ABC):
         )
         with quiet_libraries():
             self._wrapped = self.wrap(loss_model, optimizer, weights)
+        self._stage_steps = StageSteps(self._wrapped, loss_model.stage)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+
+    def _cut(self, loss_model: LossModel) -> None:
+        """Leave in the model the layers of this rank's stage."""
+        model: Any = loss_model.model
+        width = model.config.get_text_config().hidden_size
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
+        pipeline = self.mesh.pipeline
+        link = StageLink(
+            pipeline.rank,
+            pipeline.size,
+            width,
+            dtype,
+            self.device,
+            pipeline.device_group,
+            self.mesh.upstream.device_group,
+        )
+        loss_model.stage = self.group.run_on_all(lambda: cut_model(model, link, self._settings.label_share))
+        if not link.is_last:
+            loss_model.head = None
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         counts = count_step(self._objective, micro_batches, self.mesh.data)
@@ -161,26 +193,45 @@ class BaseEngine(ABC):
 
     def _accumulate(self, index: int, micro_batches: Sequence[Batch], counts: StepCounts) -> LossReport:
         sums = ScoreSums(self._objective)
+        self._num_micro_batches = len(micro_batches)
+        under_way: dict[int, tuple[TokenKeys, StageForward, Tensor | None]] = {}
         devices = [self.device] if self.device.type == "cuda" else []
+        pipeline = self.mesh.pipeline
         with torch.random.fork_rng(devices):
-            for number, batch in enumerate(micro_batches):
-                # for dropout of the base's own; of all ranks' micro-batches, so that no two of them share a mask
-                position = number * self.mesh.tokens.size + self.mesh.tokens.rank
-                torch.manual_seed(_derived_seed(self._settings.seed, index, position))
-                part = self.part_of(batch)
-                keys = dropout_keys(part, self._settings.seed, index)
-                with use_token_keys(keys), self.micro_batch(last=number == len(micro_batches) - 1):
-                    scores = token_scores(self._wrapped, part.to(self.device))
-                    terms = self._objective.terms(scores)
-                    shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
-                    self.backward(reduce(torch.add, shares) * self._scale.value)
-                sums.add(scores, terms, batch)
+            for direction, number in one_forward_one_backward(pipeline.rank, pipeline.size, len(micro_batches)):
+                last = number == len(micro_batches) - 1
+                if direction == FORWARD:
+                    batch = micro_batches[number]
+                    torch.manual_seed(self._seed_of(index, number))
+                    part = self.part_of(batch)
+                    keys, loss = dropout_keys(part, self._settings.seed, index), None
+                    with use_token_keys(keys), self.micro_batch(last):
+                        forward = self._stage_steps.forward(part.to(self.device))
+                        if forward.scores is not None:
+                            terms = self._objective.terms(forward.scores)
+                            shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
+                            loss = reduce(torch.add, shares) * self._scale.value
+                            sums.add(forward.scores, terms, batch)
+                    under_way[number] = keys, forward, loss
+                else:
+                    keys, forward, loss = under_way.pop(number)
+                    with use_token_keys(keys), self.micro_batch(last):
+                        self._stage_steps.backward(forward, loss, self.backward)
+                    del forward, loss
+            self._stage_steps.wait()
         report = LossReport(*sums.reduce(self.mesh))
         if not math.isfinite(report.loss):  # raised before the update, so that the adapter stays as it was
-            pairs = zip(micro_batches, sums.terms, strict=True)
+            pairs = zip(micro_batches, sums.terms, strict=False)  # only the last stage has terms
             nonfinite = [batch for batch, terms in pairs if not all(map(torch.isfinite, terms))]
             raise NonFiniteStep(report.loss, math.nan, self._suspect_rows(micro_batches, nonfinite))
         return report
+
+    def _seed_of(self, index: int, number: int) -> int:
+        """Return the seed of a micro-batch for dropout of the base's own."""
+        # of all ranks' micro-batches and stages, so that no two of them share a mask
+        position = number * self.mesh.tokens.size + self.mesh.tokens.rank
+        stage = self.mesh.pipeline.rank
+        return _derived_seed(self._settings.seed, index, f"stage {stage} {position}" if stage else position)
 
     def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
         """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""
@@ -208,11 +259,18 @@ class BaseEngine(ABC):
         self._wrapped.eval()
         try:
             with torch.no_grad():
-                for batch in micro_batches:
-                    if self.group.any(stop()):  # decided together: forward is collective where the base is sharded
+                sent = StageForward(None)
+                for number, batch in enumerate(micro_batches):
+                    # decided together: forward is collective where the base is sharded. Once for as many micro-batches
+                    # as there are stages, because all wait here for the last one
+                    if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
                         return None
-                    scores = token_scores(self._wrapped, self.part_of(batch).to(self.device))
-                    sums.add(scores, self._objective.terms(scores), batch)
+                    forward = self._stage_steps.forward(self.part_of(batch).to(self.device))
+                    sent.wait()
+                    sent = forward
+                    if forward.scores is not None:
+                        sums.add(forward.scores, self._objective.terms(forward.scores), batch)
+                sent.wait()
         finally:
             self._wrapped.train()
         return LossReport(*sums.reduce(self.mesh))
@@ -224,17 +282,22 @@ class BaseEngine(ABC):
     def tensors_without_gradient(self) -> list[str]:
         # decided by the last exchange and not by this rank's set: a rank that skipped one alone would hang the others
         if not self._all_had_gradient:
-            self._without_gradient = set.intersection(*self.group.all_gather(self._without_gradient))
-            self._all_had_gradient = not self._without_gradient
-        return sorted(self._without_gradient)
+            self._without_gradient = set.intersection(*self.mesh.tokens.all_gather(self._without_gradient))
+            of_stages = self.mesh.pipeline.all_gather(self._without_gradient)
+            self._all_had_gradient = not any(of_stages)
+            return sorted(set.union(*of_stages))
+        return []
 
     def state_dict(self) -> EngineState:
-        return EngineState(self.adapter_state_dict(), self.optimizer_state() | self._scale.state())
+        optimizer = self.mesh.pipeline.all_gather_tensors(self.stage_optimizer_state())
+        return EngineState(self.adapter_state_dict(), optimizer | self._scale.state())
+
+    def adapter_state_dict(self) -> dict[str, Tensor]:
+        return self.mesh.pipeline.all_gather_tensors(self.stage_adapter())
 
     def load_state_dict(self, state: EngineState) -> None:
-        tensors = checkpoint_tensors(self._model)
-        if state.adapter.keys() != tensors.keys():
-            raise RunError(f"the checkpoint holds other tensors: {sorted(state.adapter.keys() ^ tensors.keys())[:4]}")
+        if state.adapter.keys() != self._all_names:
+            raise RunError(f"the checkpoint holds other tensors: {sorted(state.adapter.keys() ^ self._all_names)[:4]}")
         parts_by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in state.optimizer.items():
             name, _, part = key.rpartition(".")
@@ -259,6 +322,15 @@ class BaseEngine(ABC):
         others = self._collectives.groups() - set(axes.values())
         return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
 
+    def _stage_facts(self, stage: Stage) -> dict[str, Any]:
+        """Return the layers of this rank, and what it sends and receives for each micro-batch."""
+        link = stage.link
+        return {
+            "number": link.rank, "layers": [stage.layers.start, stage.layers.stop], "is_first": link.is_first,
+            "is_last": link.is_last, "sends_gradient": stage.sends_gradient,
+            "receives_gradient": stage.receives_gradient, "micro_batches": self._num_micro_batches,
+        }  # fmt: skip
+
     def layout(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
         resident = self.resident_bytes()  # first, because FSDP2 frees what forward left gathered there
@@ -268,6 +340,7 @@ class BaseEngine(ABC):
             "threads": torch.get_num_threads(),
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
+            **({"stage": self._stage_facts(stage)} if (stage := self._loss_model.stage) else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
             "collectives_of_a_step": self._collectives.counts(),
@@ -285,13 +358,6 @@ def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
 
 def _derived_seed(seed: int, step: int, part: int | str) -> int:
     return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{part}".encode()).digest()[:7], "little")
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move a model's buffers, such as the frequencies of rotary positions, to the device that computes."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, buffer.to(device))
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

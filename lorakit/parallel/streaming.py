@@ -4,7 +4,7 @@ Embedding, last norm, head, adapter and optimizer stay in memory. Layers come fr
 host memory on a GPU (layer_stream.py).
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,8 +18,8 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_ids, streamed_layers
+from lorakit.parallel.resident import fill_resident
 from lorakit.parallel.single import SingleEngine
-from lorakit.parallel.stepping import move_buffers
 
 
 class StreamingEngine(SingleEngine):
@@ -28,13 +28,8 @@ class StreamingEngine(SingleEngine):
     shards_base = True
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
-        layers = streamed_layers(loss_model.model)
-        if weights is None or not layers:
-            raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
-        source = HostSource(weights, layers) if self.device.type == "cuda" else FileSource(weights)
-        ids = streamed_ids(layers)
-        self._stream = LayerStream(layers, source, self.device)
-        fill_resident(loss_model, ids, weights, self.device)
+        assert weights is not None
+        self._stream = stream_layers(loss_model, weights, self.device, in_host_memory=self.device.type == "cuda")
         self._optimizer = build(adapter_tensors(loss_model.model))
         return loss_model
 
@@ -57,22 +52,19 @@ class StreamingEngine(SingleEngine):
         return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
 
 
-def fill_resident(loss_model: LossModel, streamed: Container[int], weights: LazyBase, device: torch.device) -> None:
-    """Allocate and read every parameter on meta that is not streamed, and move the others to the device.
+def stream_layers(
+    loss_model: LossModel, weights: LazyBase, device: torch.device, *, in_host_memory: bool = False
+) -> LayerStream:
+    """Fill a model on meta but for its layers, which are read when they compute, from files or from host memory.
 
-    A parameter that several modules share (a tied head) stays one parameter. streamed: ids of the streamed ones.
+    Raises:
+        RunError: the model has no layers to read.
     """
-    names = {id(tensor): name for name, tensor in loss_model.model.named_parameters()}
-    filled: dict[int, nn.Parameter] = {}
-    for module in loss_model.modules():
-        for key, tensor in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(tensor) in streamed:
-                continue
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-                continue
-            if id(tensor) not in filled:
-                filled[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-                weights.fill(names[id(tensor)], 0, filled[id(tensor)].detach())
-            module.register_parameter(key, filled[id(tensor)])
-    move_buffers(loss_model.model, device)
+    layers = streamed_layers(loss_model.model)
+    if not layers:
+        raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
+    ids = streamed_ids(layers)
+    source = HostSource(weights, layers) if in_host_memory else FileSource(weights)
+    stream = LayerStream(layers, source, device)
+    fill_resident(loss_model, weights, device, ids)
+    return stream

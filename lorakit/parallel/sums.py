@@ -53,7 +53,14 @@ class ScoreSums:
         self._counts.append([*self.objective.counts(batch), *(count for _, count in metrics)])
 
     def reduce(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics over all ranks. Collective. Every rank has added equally many micro-batches."""
+        """Return loss and metrics over all ranks. Collective.
+
+        Every rank has added equally many micro-batches, or none where the last stage is another's.
+        """
+        return mesh.pipeline.all_gather(self._over_tokens(mesh) if self.terms else (math.nan, {}))[-1]
+
+    def _over_tokens(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
+        """Return loss and metrics over the ranks with the same stage."""
         columns = [*zip(*self.terms, strict=True), *zip(*self._metrics, strict=True)]
         # all in one tensor, because each transfer from a GPU waits for it
         totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()

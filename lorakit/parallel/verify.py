@@ -18,10 +18,12 @@ SLACK_BYTES: Final = 4096  # flat buffers are padded, and AdamW stores a step co
 class ExpectedLayout:
     """The requested backend, and the bytes that follow from it.
 
-    base_bytes, adapter_bytes: full size, over all ranks. resident_base_bytes: the most of the base on one rank.
+    num_processes: all. num_ranks: those with the same layers. base_bytes, adapter_bytes: of these layers, full size.
+    resident_base_bytes: the most of the base on one rank.
     """
 
     backend: str
+    num_processes: int
     num_ranks: int
     base_bytes: int
     adapter_bytes: int
@@ -52,7 +54,7 @@ def _refuse(expected: ExpectedLayout, layout: Mapping[str, Any], problems: Itera
     differences = list(problems)
     if differences:
         raise RunError(
-            f"parallel.backend: {expected.backend} with {expected.num_ranks} processes was asked for, and"
+            f"parallel.backend: {expected.backend} with {expected.num_processes} processes was asked for, and"
             f" {layout['engine']} is not that: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its"
             " engine's mistake: choose another backend, and report it"
         )
@@ -61,7 +63,7 @@ def _refuse(expected: ExpectedLayout, layout: Mapping[str, Any], problems: Itera
 def _layout_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
     if layout["backend"] != expected.backend:
         yield f"it works as {layout['backend']}"
-    if layout["world_size"] != expected.num_ranks:
+    if layout["world_size"] != expected.num_processes:
         yield f"{layout['world_size']} processes take part"
     shards_base = expected.backend in SHARDS_BASE
     limit = expected.resident_base_bytes
@@ -70,10 +72,12 @@ def _layout_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Ite
 
 
 def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
-    if expected.num_ranks == 1:
-        return
     if layout["groups_of_no_axis"]:
         yield f"something is sent among ranks {layout['groups_of_no_axis']}, which no axis of {layout['mesh']} joins"
+    if "stage" in layout:
+        yield from _pipeline_problems(layout)
+    if expected.num_ranks == 1:
+        return
     sent = layout["collectives_by_axis"]["tokens"]  # gradients and the parts of the base belong to this axis
     if layout["mesh"]["sequence"] > 1 and not layout["collectives_by_axis"]["sequence"].get("all_to_all"):
         yield "the tokens of a row never meet, because nothing is sent along the axis `sequence`"
@@ -91,3 +95,12 @@ def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Itera
         resident = layout["optimizer_bytes"]
         if resident > 1.5 * shard + 16 * SLACK_BYTES:
             yield f"a process holds {resident:,} bytes of optimizer state, {shard:,.0f} would be its part"
+
+
+def _pipeline_problems(layout: Mapping[str, Any]) -> Iterator[str]:
+    stage, sent = layout["stage"], layout["collectives_by_axis"]["pipeline"]
+    neighbours = (not stage["is_last"]) + stage["sends_gradient"], (not stage["is_first"]) + stage["receives_gradient"]
+    for kind, number in zip(("send", "receive"), neighbours, strict=True):
+        actual, wanted = sent.get(kind, {}).get("calls", 0), number * stage["micro_batches"]
+        if actual != wanted:
+            yield f"stage {stage['number']} should {kind} {wanted} messages in a step, and there are {actual}"

@@ -32,7 +32,8 @@ from lorakit.parallel.engine import BuildOptimizer
 from lorakit.parallel.mesh import make_mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import init_process_group, message_timeout
-from lorakit.parallel.stepping import BaseEngine, move_buffers, to_cpu
+from lorakit.parallel.resident import move_buffers
+from lorakit.parallel.stepping import BaseEngine, to_cpu
 from lorakit.parallel.zero3 import full_tensor, local_tensors, make_adapter_persistent, partition, set_full_value
 from lorakit.parallel.zero3_saved import save_weights_by_reference
 from lorakit.recipe import ParallelSection
@@ -57,7 +58,7 @@ class ZeroEngine(BaseEngine):
         plugin = DeepSpeedPlugin(hf_ds_config=self._config)
         self._accelerator, group = init_process_group(world, parallel, device, deepspeed_plugin=plugin)
         drop_transformers_config(plugin)  # transformers would shard the base while building it
-        mesh = make_mesh(group, parallel.sequence, message_timeout(parallel))
+        mesh = make_mesh(group, parallel, message_timeout(parallel))
         super().__init__(device, group, parallel.backend, mesh)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
@@ -100,7 +101,7 @@ class ZeroEngine(BaseEngine):
             return math.nan
         return float(self._wrapped.get_global_grad_norm())  # type: ignore[operator]
 
-    def adapter_state_dict(self) -> dict[str, Tensor]:
+    def stage_adapter(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {
@@ -108,7 +109,7 @@ class ZeroEngine(BaseEngine):
             for name, tensor in adapter_tensors(self._model).items()
         } | {name: to_cpu(full_tensor(tensor)) for name, tensor in fixed_tensors(self._model).items()}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def stage_optimizer_state(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = self._steps()

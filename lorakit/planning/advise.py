@@ -121,7 +121,9 @@ def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -
         if others:
             count = 2 * best.work.micro_batches
             gathers = f"; {_listed(others)} would gather the base of {base} {count} times a step"
-        return f"the full base of {base} fits each process, so a step sends only the adapter's {adapter}{gathers}"
+        stages = estimator.recipe.parallel.pipeline
+        part = f"the full base of {base}" if stages == 1 else f"a stage of {stages} of the base of {base}"
+        return f"{part} fits each process, so a step sends only the adapter's {adapter}{gathers}"
     unsharded = [candidate for candidate in candidates if not LAYOUTS[candidate.backend].splits_base]
     why = f"a full base of {base} does not fit each process ({_listed(unsharded)})"
     if others and layout.package is None and LAYOUTS[others[0].backend].package is not None:

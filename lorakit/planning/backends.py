@@ -6,7 +6,7 @@ are those of rank 0, which has the largest shards.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from lorakit.planning.communication import (
     Gathered,
@@ -60,6 +60,8 @@ class Layout:
     traffic: Callable[[ModelShapes, int, int], Traffic] | None = None
     """(shapes, N, m) -> traffic of a step."""
     splits_base: bool = False
+    has_stages: bool = False
+    """Whether it goes with `parallel.pipeline`."""
     single_process: bool = False
     """The backend has one process, whatever the recipe requests."""
     package: str | None = None
@@ -78,7 +80,9 @@ def _sharded_gradients(rule: ShardRule) -> Callable[[ModelShapes, int], int]:
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
     "single": Layout(single_process=True),
-    "ddp": Layout(messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(2.0)),
+    "ddp": Layout(
+        messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(2.0), has_stages=True
+    ),
     "zero1": Layout(
         optimizer=flat_shard, one_counter=True, messages=zero12_messages, traffic=all_reduce_traffic(3.0),
         package="deepspeed",
@@ -95,7 +99,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "fsdp2": Layout(
         base=row_shard, adapter=row_shard, optimizer=row_shard, gradients=_sharded_gradients(row_shard),
         gathered=fsdp2_gathered, traffic=all_gather_traffic(with_adapter=True), splits_base=True,
-        offloads_adapter=True,
+        offloads_adapter=True, has_stages=True,
     ),
 }  # fmt: skip
 SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
@@ -103,13 +107,16 @@ SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
 
 
 def supported_backends(recipe: Recipe) -> tuple[str, ...]:
-    """Return the backends that the recipe's other sections allow, whatever its own `parallel` section is."""
+    """Return the backends that the recipe's other sections allow, and its axes but for a single process."""
     return tuple(name for name in LAYOUTS if _accepts(recipe, name))
 
 
 def _accepts(recipe: Recipe, backend: str) -> bool:
+    parallel: dict[str, Any] = {"backend": backend}
+    if recipe.parallel.pipeline > 1 and not LAYOUTS[backend].single_process:
+        parallel |= {"pipeline": recipe.parallel.pipeline, "processes": recipe.parallel.pipeline}
     try:
-        Recipe.model_validate(recipe.model_dump() | {"parallel": {"backend": backend}})
+        Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
     except ValueError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +16,7 @@ from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.model_shapes import ModelShapes, read_shapes
 from lorakit.planning.process_overhead import CUDA_CONTEXT, measure_process_bytes
 from lorakit.planning.speed import StepTime, step_time
+from lorakit.planning.stages import num_stages, stages_of
 from lorakit.planning.workload import KnownRows, Workload, inspect_rows, make_workload
 from lorakit.recipe import Recipe
 
@@ -84,15 +85,28 @@ class Estimator:
         recipe = apply_changes(self.recipe, changes)
         dtype = str(changes.get("base.dtype", self.dtype))
         checkpointing = recipe.train.activation_checkpointing == "layers"
-        shapes = self._shapes(dtype)
-        work = make_workload(recipe, self._rows(), num_processes)
+        number = num_stages(recipe.parallel, backend, num_processes)
+        work = make_workload(recipe, self._rows(), num_processes // number)
         setting = self._setting(recipe, backend, num_processes, dtype, work, checkpointing)
+        # of the processes with the same layers, over which tensors are sharded and tokens are divided
+        of_stage = replace(setting, num_processes=num_processes // number)
         training = self._live(dtype, checkpointing, work.training)
         evaluation = None if work.evaluation is None else self._live(dtype, False, work.evaluation, training=False)
-        memory = memory_of(shapes, setting, training, evaluation, self._process_bytes(setting, dtype))
-        step = step_time(shapes, setting, work, self.machine, dtype, checkpointing=checkpointing)
+        memories, steps = [], []
+        for stage in stages_of(self._shapes(dtype), number, work.micro_batches, self._label_share()):
+            evaluating = None if evaluation is None else stage.live(evaluation)
+            process = self._process_bytes(setting, dtype)
+            memories.append(memory_of(stage.shapes, of_stage, stage.live(training), evaluating, process))
+            step = step_time(stage.shapes, of_stage, work, self.machine, dtype, checkpointing=checkpointing)
+            steps.append(replace(step, waiting=step.waiting + stage.idle * step.computing))
+        memory, step = max(memories, key=lambda one: one.peak), max(steps, key=lambda one: one.total)
         shortfall, missing = self._shortfall(setting, memory), self._missing_package(setting)
         return Candidate(backend, num_processes, changes, checkpointing, work, memory, shortfall, missing, step)
+
+    def _label_share(self) -> float:
+        """Return the share of the training rows' tokens that have a label; 1 where the rows are not known."""
+        rows = self._rows().training
+        return 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
 
     def _setting(
         self, recipe: Recipe, backend: str, num_processes: int, dtype: str, work: Workload, checkpointing: bool

@@ -37,7 +37,7 @@ class ParallelSection(Section):
     """Neighbouring processes that share the tokens of each packed line, for rows too long for one. Goes with every
     backend of several processes and `data.packing`; the base's attention heads must divide by it."""
     pipeline: Count = 1
-    """Processes that share the layers. Only 1 is there yet."""
+    """Processes that share the layers, each a part of them, for bases too large for one. Goes with ddp and fsdp2."""
     tensor: Count = 1
     """Processes that share each weight. Only 1 is there yet."""
     rendezvous: Name | None = None
@@ -93,6 +93,13 @@ class ParallelSection(Section):
 
 
 def _axis_problems(section: ParallelSection) -> Iterator[str]:
+    if section.pipeline > 1 and section.backend not in ("ddp", "fsdp2"):
+        yield f"pipeline: {section.pipeline} goes with ddp or fsdp2, got backend `{section.backend}`"
+    elif section.processes % (section.pipeline * section.sequence):
+        yield (
+            f"pipeline: {section.pipeline} stages of sequence: {section.sequence} processes do not divide the"
+            f" {section.processes} processes"
+        )
     if section.sequence > 1 and section.backend in ("auto", "single"):
         yield f"sequence: {section.sequence} goes with ddp, zero1-3 or fsdp2, got backend `{section.backend}`"
     elif section.processes // section.nodes % section.sequence:
@@ -100,12 +107,11 @@ def _axis_problems(section: ParallelSection) -> Iterator[str]:
             f"sequence: {section.sequence} does not divide the {section.processes // section.nodes} processes of a"
             " machine; processes that share tokens are on one machine, because they send each other every layer's heads"
         )
-    for axis in ("pipeline", "tensor"):
-        if (size := getattr(section, axis)) > 1:
-            yield (
-                f"{axis}: {size} is not there yet, as no backend splits work along that axis; leave it out. For a base"
-                " larger than a process there are zero3 and fsdp2"
-            )
+    if section.tensor > 1:
+        yield (
+            f"tensor: {section.tensor} is not there yet, as no backend splits work along that axis; leave it out. For a"
+            " base larger than a process there are zero3, fsdp2 and pipeline"
+        )
 
 
 def _auto_problems(section: ParallelSection) -> Iterator[str]:

@@ -23,6 +23,7 @@ from lorakit.base.load import load_skeleton, load_tokenizer, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
+from lorakit.base.stages import structure_of
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset, find_sources
 from lorakit.data.token_cache import load_split
@@ -51,6 +52,7 @@ from lorakit.training.model_checks import (
     check_positions,
     check_row_lengths,
     check_sequence,
+    check_stages,
     enable_packing,
     verify_chunked_loss,
 )
@@ -142,7 +144,8 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(rows, eval_rows), start.facts() if start else None)
-    patches = RunPatches(recipe, model, facts)
+    # a pipeline's stage has some of the layers alone
+    patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
     job = Job(
         recipe=recipe,
         output=output,
@@ -161,6 +164,11 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start
     )
     _prepare_engine(job)
     # after the engine has filled the base, and before a step: what the checks choose is read in every forward
+    if engine.mesh.pipeline.size > 1:
+        check_stages(
+            job.loss_model, job.batches, engine.device, engine.mesh,
+            lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows, patch).base,
+        )  # fmt: skip
     check_causal(job.loss_model, job.batches, engine.device)
     verify_chunked_loss(job.loss_model, job.batches, engine.device, group)
     if recipe.data.packing:
@@ -372,5 +380,8 @@ def _prepare_engine(job: Job) -> None:
         warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
     )
     scales_loss = job.dtype.dtype is torch.float16
-    step_settings = StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss)
+    counts = job.batches.rows.counts
+    step_settings = StepSettings(
+        settings.seed, settings.max_grad_norm, rate, scales_loss, counts.label_tokens / counts.tokens
+    )
     job.engine.prepare(job.loss_model, optimizer, step_settings, job.adapted.base.weights)

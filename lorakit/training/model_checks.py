@@ -4,6 +4,7 @@ Configs and class names are not trusted for any of it, because models differ in 
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.base.layers import other_layer_kinds
+from lorakit.base.loading import LoadedBase
 from lorakit.base.positions import num_positions
 from lorakit.data import BatchSampler, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
@@ -21,6 +23,7 @@ from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, e
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.streaming import stream_layers
 
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
@@ -169,6 +172,42 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         raise RunError(
             f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
             f" {difference:.1%} here); its tokens meet outside of attention. Leave it out"
+        )
+
+
+def check_stages(
+    loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh, load: Callable[[], LoadedBase]
+) -> None:
+    """Return if the stages of a pipeline give the logits of the full model. Collective.
+
+    load: returns the full model, on meta. One process computes it, with two layers in memory at a time.
+
+    Raises:
+        RunError: they do not, or the model cannot be called in stages.
+    """
+    model, row = loss_model.model, _probe_rows(batches, device)[:1]
+    was_training = loss_model.training
+    loss_model.eval()
+    try:
+        actual = _logits(loss_model, row)
+    except (TypeError, AttributeError, KeyError, IndexError, AssertionError, ValueError) as problem:
+        raise RunError(
+            f"parallel.pipeline: {type(model).__name__} cannot be called in stages ({type(problem).__name__}:"
+            f" {str(problem)[:200]}); leave it out"
+        ) from problem
+    loss_model.train(was_training)
+    difference = 0.0
+    if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.tokens.rank == 0:
+        base = load()
+        assert base.weights is not None
+        full = LossModel(base.model).eval()
+        stream = stream_layers(full, base.weights, device)
+        difference = _relative_difference(actual, _logits(full, row))
+        stream.close()
+    if mesh.pipeline.any(not difference <= _tolerance(actual)):  # `not <=`, so that NaN is refused
+        raise RunError(
+            f"parallel.pipeline: the stages of {type(model).__name__} give other outputs than the full model (off by"
+            f" {difference:.1%} here); something besides hidden states goes from layer to layer. Leave it out"
         )
 
 

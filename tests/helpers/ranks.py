@@ -21,7 +21,7 @@ import torch
 from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_tokenizer
-from lorakit.base.loading import load_for_training
+from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
@@ -36,7 +36,7 @@ from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
-from lorakit.training.model_checks import check_sequence, enable_packing
+from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 Case = dict[str, Any]
@@ -101,11 +101,16 @@ def as_rank(rank: int, size: int, port: int) -> dict[str, str]:
 # --- in a rank ------------------------------------------------------------------------------------------------------
 
 
+def load(engine: Engine, base: Path, case: Case) -> LoadedBase:
+    section = BaseSection(model="base", quantize=case.get("quantize", "none"))
+    dtype = MODEL_DTYPES[case.get("dtype", "float32")]
+    return load_for_training(section, base, dtype, engine.device, sharded=engine.shards_base)
+
+
 def build(engine: Engine, base: Path, case: Case) -> None:
     """Give the case's model to the engine."""
+    loaded = load(engine, base, case)
     dtype = MODEL_DTYPES[case.get("dtype", "float32")]
-    section = BaseSection(model="base", quantize=case.get("quantize", "none"))
-    loaded = load_for_training(section, base, dtype, engine.device, sharded=engine.shards_base)
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
@@ -141,9 +146,13 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     """Take the case's steps and return their losses, the tensors after them, and what every rank counted."""
     build(engine, base, case)
     batches = sampler(engine, rows, case)
-    if engine.mesh.sequence.size > 1:
-        loss_model = engine._loss_model  # type: ignore[attr-defined]
+    loss_model = engine._loss_model  # type: ignore[attr-defined]
+    if engine.mesh.pipeline.size > 1:
+        check_stages(loss_model, batches, engine.device, engine.mesh, partial(load, engine, base, case))
+        verify_chunked_loss(loss_model, batches, engine.device, engine.group)
+    if engine.mesh.sequence.size > 1 or (engine.mesh.pipeline.size > 1 and case.get("packing", True)):
         enable_packing(loss_model, batches, engine.device)
+    if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
     first = 0
     if "resume" in case:

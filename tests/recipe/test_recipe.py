@@ -152,7 +152,21 @@ def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> No
     assert done.stdout.splitlines()[-1] == f"{expected} []"
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "zero3", "processes": 2}, "pipeline: 2 goes with ddp or fsdp2, got backend `zero3`"),
+        ({"backend": "single"}, "pipeline: 2 goes with ddp or fsdp2, got backend `single`"),
+        ({"backend": "ddp", "processes": 3}, "pipeline: 2 stages of sequence: 1 processes do not divide the 3"),
+        ({"backend": "ddp", "processes": 6, "sequence": 2}, "2 stages of sequence: 2 processes do not divide the 6"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSection(pipeline=2, **settings)
+
+
+@pytest.mark.parametrize("axis", ["tensor"])
 def test_an_axis_that_no_backend_splits_is_refused(axis: str) -> None:
     assert getattr(ParallelSection(**{axis: 1}), axis) == 1
     for backend in ("fsdp2", "auto"):

@@ -121,12 +121,13 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
     train(long_recipe, f"output={full}")
 
     for layout, at in (
-        (("single", 1, 1), 5), (("zero2", 2, 1), 12), (("fsdp2", 4, 2), 18), (("ddp", 2, 2), 24), (("zero3", 2, 1), 30),
+        (("single", 1, 1, 1), 5), (("zero2", 2, 1, 1), 12), (("fsdp2", 4, 2, 1), 18), (("ddp", 4, 2, 2), 24),
+        (("zero3", 2, 1, 1), 30), (("fsdp2", 2, 1, 2), 35),
     ):  # fmt: skip
-        backend, processes, sequence = layout
+        backend, processes, sequence, pipeline = layout
         code, output = interrupted(
             long_recipe,
-            *parallel(backend, processes, sequence=sequence),
+            *parallel(backend, processes, sequence=sequence, pipeline=pipeline),
             at=at,
             action=lambda process: process.send_signal(signal.SIGTERM),
         )
@@ -143,12 +144,12 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
     for name in other.entries:
         assert (one.read(name) - other.read(name)).norm() <= 1e-3 * other.read(name).norm()
     layouts = [start["parallel"]["backend"] for start in json.loads((out / "run.json").read_text())["starts"]]
-    assert layouts == ["single", "zero2", "fsdp2", "ddp", "zero3", "single"]
+    assert layouts == ["single", "zero2", "fsdp2", "ddp", "zero3", "fsdp2", "single"]
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize(("backend", "pipeline"), [("ddp", 2), ("fsdp2", 1), ("zero3", 1)])
 def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
-    long_recipe: Path, base: Path, tmp_path: Path, backend: str
+    long_recipe: Path, base: Path, tmp_path: Path, backend: str, pipeline: int
 ) -> None:
     patch = make_patch(base, tmp_path / "patch", rank=3, method="dora")
     content = json.loads(long_recipe.read_text())
@@ -157,10 +158,10 @@ def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     long_recipe.write_text(json.dumps(content))
     alone, out = tmp_path / "alone", tmp_path / "out"
     train(long_recipe, f"output={alone}")
-    train(long_recipe, *parallel(backend, 2))
+    train(long_recipe, *parallel(backend, 2, pipeline=pipeline))
     shutil.rmtree(patch)
 
-    for path, more in ((alone, ()), (out, parallel(backend, 2))):
+    for path, more in ((alone, ()), (out, parallel(backend, 2, pipeline=pipeline))):
         train(long_recipe, f"output={path}", "train.steps=6", *more)
 
     one, two = (

@@ -1,0 +1,114 @@
+"""What the two stages of a pipeline hold and send, and the share of a step in which they idle (P2): counted, not timed.
+
+python -m benchmarks.axes [--keep]
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import program, python, scratch, table
+from benchmarks.models import make_base
+from benchmarks.step import Row, Rows
+
+STAGES, MICRO_BATCHES, NUM_TOKENS = 2, 6, 16
+
+
+def rank(base: str) -> None:
+    """One of two stages: three steps; the first process prints what each has of the base."""
+    from lorakit.base.loading import load_for_training
+    from lorakit.data import collate
+    from lorakit.launch.environment import detect_world
+    from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+    from lorakit.objectives.cross_entropy import LossModel
+    from lorakit.parallel import StepSettings, open_engine
+    from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.parallel.process_group import destroy_process_group
+    from lorakit.recipe import BaseSection, ParallelSection
+
+    torch.set_num_threads(1)
+    section = ParallelSection(backend="ddp", processes=STAGES, pipeline=STAGES)
+    engine = open_engine(section, detect_world(os.environ))
+    loaded = load_for_training(BaseSection(model=base), Path(base), torch.bfloat16, engine.device, sharded=True)
+    spec = AdapterSpec(rank=16)
+    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
+    adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
+    whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
+    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
+    rows = Rows(Row(np.arange(NUM_TOKENS), np.ones(NUM_TOKENS, bool)) for _ in range(MICRO_BATCHES))
+    for step in range(2):  # the second one's messages are counted
+        engine.step(step, [collate(rows, [index], packing=True) for index in range(MICRO_BATCHES)])  # type: ignore[arg-type]
+    layouts = engine.group.all_gather(engine.layout())
+    if engine.rank == 0:
+        print(json.dumps({"base_bytes": whole, "layouts": layouts}), flush=True)
+    destroy_process_group()
+
+
+def idle_share(num_stages: int, num_micro_batches: int) -> float:
+    """The share of a step in which a stage idles, by playing the stages' orders: a backward takes two forwards."""
+    from lorakit.parallel.pipeline import FORWARD, one_forward_one_backward
+
+    orders = [list(one_forward_one_backward(stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
+    ends: dict[tuple[int, str, int], float] = {}
+    free, following = [0.0] * num_stages, [0] * num_stages
+    while any(next_one < len(order) for next_one, order in zip(following, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            direction, number = order[min(following[stage], len(order) - 1)]
+            source = stage - 1 if direction == FORWARD else stage + 1
+            waits = 0 <= source < num_stages and (source, direction, number) not in ends
+            if waits or following[stage] == len(order):
+                continue
+            begin = max(free[stage], ends.get((source, direction, number), 0.0))
+            free[stage] = ends[stage, direction, number] = begin + (1.0 if direction == FORWARD else 2.0)
+            following[stage] += 1
+    return 1 - 3.0 * num_micro_batches / max(free)
+
+
+def measure() -> dict[str, Any]:
+    """One run of two stages."""
+    base = make_base(scratch(), "1.1B", torch.bfloat16)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES), "-m", "benchmarks.axes")
+    done = subprocess.run(python(*launcher, str(base)), capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(done.stderr[-3000:])
+    result: dict[str, Any] = json.loads(lines[-1])
+    return {"shape": "1.1B", **result}
+
+
+def rates(result: dict[str, Any]) -> dict[str, float]:
+    """The figures that the targets speak of."""
+    largest = max(layout["base_bytes"] for layout in result["layouts"])
+    expected = (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
+    return {
+        "pipeline 2: base of a process / all": largest / result["base_bytes"],
+        "pipeline 2: idle share - (p - 1) / (m + p - 1)": abs(idle_share(STAGES, MICRO_BATCHES) - expected),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    lines = [("stage", "layers", "base, bytes", "of all", "messages of a step")]
+    for layout in result["layouts"]:
+        stage, sent = layout["stage"], layout["collectives_by_axis"]["pipeline"]
+        calls = ", ".join(f"{kind} {sent[kind]['calls']}" for kind in ("send", "receive") if kind in sent)
+        share = layout["base_bytes"] / result["base_bytes"]
+        layers = f"{stage['layers'][0]} to {stage['layers'][1] - 1}"
+        lines.append((str(stage["number"]), layers, f"{layout['base_bytes']:,}", f"{share:.3f}", calls))
+    table(lines)
+    print(f"idle share of {STAGES} stages and {MICRO_BATCHES} micro-batches: {idle_share(STAGES, MICRO_BATCHES):.3f}")
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        rank(*sys.argv[1:])
+    else:
+        program("axes", measure, show)

@@ -1,0 +1,137 @@
+"""Cut a model into a pipeline's stages: each has some of the layers, the first the embedding, the last the head."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakit.base.layers import layer_lists
+from lorakit.base.quantized import count_parameters
+from lorakit.errors import RunError
+from lorakit.lora.inject import adapter_tensors, replace_module
+from lorakit.ops.stage import Stage, StageLink
+
+
+def cut_model(model: nn.Module, link: StageLink, label_share: float) -> Stage:
+    """Leave in a model the layers of this process's stage, the embedding in the first and the head in the last.
+
+    label_share: of the tokens, those that go through the head.
+
+    Raises:
+        RunError: the model cannot be cut so.
+    """
+    _check_trainable(model)
+    ranges = split_layers(model, link.size, label_share)
+    stage = Stage(decoder_layers(model), ranges[link.rank], link, first_trained_stage(model, ranges))
+    if not link.is_first:
+        replace_module(model, model.get_input_embeddings(), nn.Module())  # type: ignore[operator]
+    if not link.is_last:
+        replace_module(model, model.get_output_embeddings(), nn.Module())  # type: ignore[operator]
+    return stage
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of a decoder's layers.
+
+    Raises:
+        RunError: there is not exactly one such list, or the model cannot be called without its head.
+    """
+    lists = list(layer_lists(model))
+    if len(lists) != 1 or getattr(model, "base_model", model) is model:
+        raise RunError(
+            f"parallel.pipeline: {type(model).__name__} is not one list of layers between an embedding and a head, so"
+            " it cannot be cut into stages; leave it out"
+        )
+    return lists[0]
+
+
+def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[range]:
+    """Return the indices of each stage's layers, such that the slowest stage is as fast as can be.
+
+    Cost is the number of weights that a token goes through: forward, and backward from the first layer on that has
+    something to train. The head's is counted for the label_share of the tokens.
+
+    Raises:
+        RunError: fewer layers than stages, or the model cannot be cut.
+    """
+    layers = decoder_layers(model)
+    trains = [_trains(layer) for layer in layers]
+    first = 0 if _trains(model.get_input_embeddings()) else (*trains, True).index(True)  # type: ignore[operator]
+    head = count_parameters(model.get_output_embeddings())  # type: ignore[operator]
+    return split_costs([count_parameters(layer) for layer in layers], head * label_share, first, num_stages)
+
+
+def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num_stages: int) -> list[range]:
+    """Return what `split_layers` does. num_weights: of each layer. head: weights of the head that a token goes through.
+
+    first_trained: index of the first layer through which gradients go.
+
+    Raises:
+        RunError: fewer layers than stages.
+    """
+    if len(num_weights) < num_stages:
+        raise RunError(
+            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}"
+        )
+    costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
+    costs[-1] += 2.0 * head
+    return _partition(costs, num_stages)
+
+
+def _check_trainable(model: nn.Module) -> None:
+    """Return if each trainable tensor is in one stage alone.
+
+    Raises:
+        RunError: some are in several, where their gradients would not meet.
+    """
+    layers, parts = decoder_layers(model), (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    uses = [id(p) for module in (*layers, *parts) for p in module.parameters()]
+    shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
+    if shared:
+        raise RunError(
+            f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
+            " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
+            " leave out pipeline"
+        )
+
+
+def first_trained_stage(model: nn.Module, stages: Sequence[range]) -> int:
+    """Return the number of the first stage that has something to train."""
+    layers = decoder_layers(model)
+    if _trains(model.get_input_embeddings()):  # type: ignore[operator]
+        return 0
+    trained = (any(_trains(layers[index]) for index in stage) for stage in stages)
+    return next((number for number, trains in enumerate(trained) if trains), len(stages) - 1)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _partition(costs: Sequence[float], num_parts: int) -> list[range]:
+    """Return ranges of neighbours whose largest sum is the smallest possible, none of them empty."""
+    best = {(0, 0): (0.0, 0)}  # (items, parts) -> the largest sum, and where the last part begins
+    for parts in range(1, num_parts + 1):
+        for stop in range(parts, len(costs) - (num_parts - parts) + 1):
+            best[stop, parts] = min(
+                (max(best[start, parts - 1][0], sum(costs[start:stop])), start)
+                for start in range(parts - 1, stop)
+                if (start, parts - 1) in best
+            )
+    stop, ranges = len(costs), list[range]()
+    for parts in range(num_parts, 0, -1):
+        start = best[stop, parts][1]
+        ranges.insert(0, range(start, stop))
+        stop = start
+    return ranges
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device: its modules and the shapes of its tensors, without their values."""
+    memo: dict[int, Any] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    return copy.deepcopy(model, memo)

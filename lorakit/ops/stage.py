@@ -1,0 +1,155 @@
+"""A stage of a pipeline: some of a model's layers, and the messages to the stages before and after.
+
+Hidden states go to the next stage, their gradients to the one before. Every stage makes the same micro-batches, so each
+knows the shape of what it receives and no shape is sent.
+
+Received hidden states enter where the layer before this stage's first one would be called, and not as `inputs_embeds`,
+because some models change what comes from the embedding (Granite multiplies it, GPT-2 adds positions).
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lorakit.errors import RunError
+
+
+@final
+class LayerElsewhere(nn.Module):
+    """A layer that another stage has. It returns the hidden states that it gets, or those that were received.
+
+    Models choose a layer's mask by its index and its plain attributes, so the list of layers has its length, and
+    attributes such as `attention_type` are those of the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool) and name != "training":
+                setattr(self, name, value)
+        self.stage: Stage | None = None
+
+    def forward(self, hidden_states: Tensor, *inputs: Any, **settings: Any) -> Tensor:
+        return hidden_states if self.stage is None else self.stage.pass_on(hidden_states)
+
+
+@final
+class Stage:
+    """The layers of a decoder that this process has; the others are replaced. layers: their indices.
+
+    first_trained: the first stage with something to train; gradients go back as far as there.
+    """
+
+    def __init__(self, decoder: nn.ModuleList, layers: range, link: "StageLink", first_trained: int) -> None:
+        self.layers, self.link = layers, link
+        self.sends_gradient = link.rank > first_trained
+        self.receives_gradient = link.rank >= first_trained and not link.is_last
+        self._received: Tensor | None = None
+        self._output: Tensor | None = None
+        before = after = None
+        for index, layer in enumerate(list(decoder)):
+            if index in layers:
+                continue
+            decoder[index] = other = LayerElsewhere(layer)
+            if index < layers.start:
+                before = other
+            elif after is None:
+                after = other
+        for border in (before, after):
+            if border is not None:
+                border.stage = self
+
+    def inputs(self, inputs: dict[str, Any], hidden: Tensor | None) -> dict[str, Any]:
+        """Return the model's inputs at this stage. hidden: received from the stage before; None at the first."""
+        self._received = hidden
+        if hidden is None:
+            return inputs
+        # zeros that take no memory, because nothing that comes from the embedding gets past `pass_on`
+        nothing = hidden.new_zeros(1).expand(hidden.shape)
+        return {**{key: value for key, value in inputs.items() if key != "input_ids"}, "inputs_embeds": nothing}
+
+    def pass_on(self, hidden: Tensor) -> Tensor:
+        """Return the received hidden states before this stage's layers, and note those behind them."""
+        if self._received is not None:
+            hidden, self._received = self._received, None
+            return hidden
+        self._output = hidden
+        return hidden
+
+    def output(self) -> Tensor:
+        """Return the hidden states behind this stage's layers, once."""
+        output, self._output = self._output, None
+        assert output is not None
+        return output
+
+
+@final
+class StageLink:
+    """A process's neighbours in its pipeline. rank, size: of the pipeline. width: values of a token's hidden state.
+
+    forward_group, backward_group: torch groups of the pipeline's ranks. There are two, because on GPUs the messages of
+    a group wait for each other: a stage that sends a hidden state may have to receive a gradient first.
+    """
+
+    def __init__(
+        self, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device,
+        forward_group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self._width, self._dtype, self._device = rank, size, width, dtype, device
+        self._forward_group, self._backward_group = forward_group, backward_group
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def receive_hidden(self, shape: Sequence[int]) -> Tensor:
+        """Return what the stage before sends for tokens of this shape, (lines, tokens, width)."""
+        hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self._device)
+        dist.recv(hidden, group=self._forward_group, group_src=self.rank - 1)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> dist.Work:
+        """Begin to send hidden states, (lines, tokens, width), to the next stage.
+
+        Raises:
+            RunError: they are not what the next stage waits for.
+        """
+        if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
+            raise RunError(
+                f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
+                f" and its config says {self._width} values in {self._dtype} for a token; leave it out"
+            )
+        return _work(dist.isend(hidden.detach().contiguous(), group=self._forward_group, group_dst=self.rank + 1))
+
+    def receive_gradient(self, hidden: Tensor) -> Tensor:
+        """Return the gradient of the hidden states that were sent to the next stage."""
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        dist.recv(gradient, group=self._backward_group, group_src=self.rank + 1)
+        return gradient
+
+    def send_gradient(self, gradient: Tensor) -> dist.Work:
+        """Begin to send a gradient to the stage before."""
+        return _work(dist.isend(gradient.contiguous(), group=self._backward_group, group_dst=self.rank - 1))
+
+    def from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
+        shapes = [None if tensors is None else [(tensor.shape, tensor.dtype) for tensor in tensors]]
+        dist.broadcast_object_list(shapes, group=self._forward_group, group_src=self.size - 1, device=self._device)
+        assert shapes[0] is not None
+        received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes[0]]
+        for mine, theirs in zip(received, tensors or received, strict=True):
+            mine.copy_(theirs)
+            dist.broadcast(mine, group=self._forward_group, group_src=self.size - 1)
+        return received
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # torch returns None to ranks outside of the group
+    return work
