@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.machine import program, python, scratch, table
 from benchmarks.models import make_base
-from benchmarks.step import Row, Rows
+from benchmarks.sides import Row, Rows
 
 STAGES, MICRO_BATCHES, NUM_TOKENS = 2, 6, 16
 
