@@ -4,6 +4,7 @@
 # puts an earlier result of the same hardware beside it.
 # `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
 # lm-eval, in an environment of its own, .conformance; once this is installed it takes four to seven minutes.
+# `make docs` builds the documentation site into build/site, in an environment of its own, .docs; a warning is an error.
 # `make attack` kills, stops, cuts off and starves runs of several processes; it takes a quiet machine and a while.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test attack conformance bench lint clean
+.PHONY: install quickstart test attack conformance docs bench lint clean
 
 install: .venv/installed
 
@@ -61,6 +62,17 @@ attack: .venv/installed-test
 conformance: .conformance/installed
 	.conformance/bin/python -m pytest -W default conformance
 
+# An environment of its own, because the site is made from files: neither torch nor lorakit is installed for it.
+.docs/installed: $(addprefix scripts/docs_site/,constraints.txt requirements.txt)
+	$(PYTHON) -m venv .docs
+	.docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c scripts/docs_site/constraints.txt -r scripts/docs_site/requirements.txt
+	@touch $@
+
+docs: .docs/installed
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet --strict -f scripts/docs_site/mkdocs.yml
+	@echo "build/site/index.html is the site's first page"
+
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))
 
@@ -70,4 +82,4 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .conformance build dist *.egg-info merged adapters/quickstart
+	rm -rf .venv .conformance .docs build dist *.egg-info merged adapters/quickstart

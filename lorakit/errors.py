@@ -7,6 +7,7 @@ LorakitError                    exit code 2: one block, no traceback
 ├── DataError                   rows that cannot be trained on
 ├── AdapterNotLoadedError       a name under which no adapter is loaded
 ├── PatchError                  a patch that is truncated, in an unsupported form, or of another base
+├── HubError                    a repository of the hub that cannot be read or written
 ├── MergeError                  a merge that would lose or misplace part of an adapter
 ├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
 ├── PeerFailure                 another process of the run failed; the exit code is that process's
@@ -45,6 +46,10 @@ class DataError(LorakitError):
 
 class PatchError(LorakitError):
     """A patch that is truncated, in an unsupported form, or of another base."""
+
+
+class HubError(LorakitError):
+    """A repository of the hub that cannot be read or written."""
 
 
 class MergeError(LorakitError):

@@ -42,6 +42,7 @@ ONLY = {  # the only importers of a package
     "yaml": {"recipe"},
     "pydantic": {"recipe"},
     "datasets": {"data"},
+    "huggingface_hub": {"files"},
     "transformers": {"ops", "base", "decoding"},
     "rich": {"run"},
     "matplotlib": {"run"},

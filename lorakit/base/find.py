@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from lorakit.errors import BaseModelError, did_you_mean
+from lorakit.errors import BaseModelError, HubError, did_you_mean
+from lorakit.files.hub import download
 
 BUILTIN: Final = {"builtin:tiny": "tiny"}
 HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -64,16 +65,12 @@ def find_tokenizer(name: str | None, base: Path) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as problem:
-        reason = str(problem).strip().splitlines()[0]
+        return download(name, revision, HUB_FILES)
+    except HubError as problem:
         beside = Path(name).parent.glob("*") if Path(name).parent.is_dir() else []
         near = did_you_mean(Path(name).name, (path.name for path in beside if path.is_dir()))
         raise BaseModelError(
             f"base: no folder {Path(name).absolute()}.{near} And the hub gave no {name!r}"
-            f" (revision {revision or 'main'}): {reason}"
+            f" (revision {revision or 'main'}): {problem}"
         ) from None

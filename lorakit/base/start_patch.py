@@ -19,6 +19,7 @@ from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import tied_head
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
+from lorakit.patch.find import find_patch
 from lorakit.patch.onto_model import adapter_from_patch
 from lorakit.recipe import AdapterSection, Recipe
 
@@ -80,7 +81,7 @@ def find_start(recipe: Recipe) -> Start | None:
             " start_from out and raise train.steps or train.epochs to go on with that run"
         )
     try:
-        patch = open_patch(section.start_from)
+        patch = open_patch(find_patch(section.start_from))
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
     fixed, given = _settings_of(patch), section.model_fields_set
@@ -106,7 +107,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
         other layers than the recipe.
     """
     try:
-        patch = read_patch(start.folder)
+        patch = read_patch(find_patch(start.folder))
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
     if patch.identity != start.digest:

@@ -28,7 +28,13 @@ def add_export_command(add_command: AddCommand) -> None:
     """Add `export`."""
     export = add_command("export", _export, "write what vLLM, Kubernetes, llama.cpp or Ollama need to serve adapters")
     add_base_argument(export)
-    export.add_argument("--adapter", action="append", default=[], metavar="NAME=DIR", help="patch; may be repeated")
+    export.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="patch, also ORG/NAME[@REVISION] on the hub; may be repeated",
+    )
     add_revision_option(export)
     add_mismatch_option(export)
     kind = export.add_mutually_exclusive_group()
@@ -53,12 +59,13 @@ def _export(options: argparse.Namespace) -> int:
     from lorakit.base.find import find_base
     from lorakit.files.base_files import open_base_files
     from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
+    from lorakit.patch.find import find_patch
 
     folder = find_base(options.base, options.revision)
     identity = BaseIdentity(open_base_files(folder))
     patches = {}
     for name, path in parse_named(options.adapter, "--adapter").items():
-        patches[name] = read_patch(path, allow_edited_config=options.allow_edited_config)
+        patches[name] = read_patch(find_patch(path), allow_edited_config=options.allow_edited_config)
         if not options.allow_base_mismatch:
             check_base(patches[name], identity)
         if note := unverified_note(patches[name], options.base):

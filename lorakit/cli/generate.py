@@ -75,7 +75,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a base, its adapters, and how they are loaded."""
     add_base_argument(parser)
     parser.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=DIR", help="patch to load; may be repeated"
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="patch to load, a folder or ORG/NAME[@REVISION] on the hub; may be repeated",
     )
     add_revision_option(parser)
     add_mismatch_option(parser)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lorakit.cli import chat, convert, export, generate, inspect, launch, merge, plan, serve, train
+from lorakit.cli import chat, convert, export, generate, inspect, launch, merge, plan, push, runs, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure
 from lorakit.version import VERSION
@@ -65,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_merge_commands(add_command)
     convert.add_convert_command(add_command)
     export.add_export_command(add_command)
+    push.add_push_command(add_command)
     inspect.add_inspect_commands(add_command)
+    runs.add_run_commands(add_command)
     return parser
 
 

@@ -69,6 +69,7 @@ def _serve(options: argparse.Namespace) -> int:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
     _check_pins(options.pin, options.max_adapters)
     model = load_model(options, {})
+    from lorakit.patch.find import find_patch
     from lorakit.planning.gpus import GB
     from lorakit.planning.machine import free_memory
     from lorakit.serving.adapter_pool import AdapterPool
@@ -77,7 +78,7 @@ def _serve(options: argparse.Namespace) -> int:
     pool = AdapterPool(model, options.max_adapters, options.pin)
     for adapter, path in adapters.items():
         pool.load(
-            adapter, path, allow_base_mismatch=options.allow_base_mismatch,
+            adapter, find_patch(path), allow_base_mismatch=options.allow_base_mismatch,
             allow_edited_config=options.allow_edited_config, allow_template_change=options.allow_template_change,
         )  # fmt: skip
         if note := pool.sources()[adapter].note:

@@ -37,6 +37,7 @@ from lorakit.patch import (
     unverified_note,
     with_head_names,
 )
+from lorakit.patch.find import find_patch
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
@@ -143,6 +144,8 @@ class AdaptedModel:
     ) -> None:
         """Load a patch under a name; ``replace``: also where an adapter has that name, which it replaces.
 
+        ``path``: a folder, or on the hub ``ORGANISATION/NAME`` or ``ORGANISATION/NAME@REVISION``.
+
         The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
         with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
         ``allow_edited_config``: accept a rank or alpha other than those that were saved. ``allow_template_change``:
@@ -151,7 +154,7 @@ class AdaptedModel:
         Raises:
             PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(path, caps, allow_edited_config=allow_edited_config)
+        patch = read_patch(find_patch(path), caps, allow_edited_config=allow_edited_config)
         self.add_patch(
             name, patch, replace=replace, allow_base_mismatch=allow_base_mismatch,
             allow_template_change=allow_template_change,

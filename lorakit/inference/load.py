@@ -30,7 +30,7 @@ def load(
     allow_edited_config: bool = False,
     allow_template_change: bool = False,
 ) -> AdaptedModel:
-    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches.
+    """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
     ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one.

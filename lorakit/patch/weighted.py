@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorakit.errors import MergeError
+from lorakit.patch.find import find_patch
 from lorakit.patch.patch import Patch
 from lorakit.patch.read import open_patch
 
@@ -37,6 +38,6 @@ def open_weighted(
         if not isinstance(weight, int | float) or not math.isfinite(weight):
             raise MergeError(f"{path}: the weight must be a finite number, got {weight!r}")
     return [
-        WeightedPatch(index, open_patch(path, allow_edited_config=allow_edited_config), float(weight))
+        WeightedPatch(index, open_patch(find_patch(path), allow_edited_config=allow_edited_config), float(weight))
         for index, (path, weight) in enumerate(pairs)
     ]

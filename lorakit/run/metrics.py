@@ -1,7 +1,8 @@
-"""Write metrics.jsonl, one JSON line per step or evaluation, and draw loss.png from it."""
+"""Write metrics.jsonl, one JSON line per step or evaluation; draw the losses of one run or of several from it."""
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,39 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     if losses:
+        axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+Curve = Sequence[tuple[int, float]]
+"""(step, value)"""
+
+
+def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
+    """Draw the losses of several runs over steps: running means in training, and beside them the held-out losses.
+
+    ``curves``: name of a run -> its (training, held-out) losses.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [number for number in (0, 1) if number == 0 or any(pair[1] for pair in curves.values())]
+    figure = Figure(figsize=(7 * len(panels), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel in panels:
+        axes = figure.add_subplot(1, len(panels), panel + 1)
+        for name, pair in curves.items():
+            x, y = zip(*pair[panel], strict=True) if pair[panel] else ((), ())
+            values = running_mean(list(y)) if panel == 0 else y
+            # "_" hides a name from the legend, and "$" begins a formula
+            label = f" {name}".replace("$", r"\$")
+            axes.plot(x, values, linewidth=1.4, marker="o" if panel or len(x) == 1 else None, markersize=4, label=label)
+        losses = [loss for pair in curves.values() for _, loss in pair[panel]]
+        if losses and 0 < min(losses) < max(losses):  # a logarithmic axis of one value has no length
+            axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("held-out loss" if panel else "loss per label token, running mean")
+        axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(picture, dpi=120)
 

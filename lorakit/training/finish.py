@@ -151,7 +151,7 @@ def discard(output: Path) -> None:
     for name in OTHERS:
         _discard_patch(output / name)
     remove_patch(output)
-    for name in ("metrics.jsonl", "loss.png", "README.md"):
+    for name in ("metrics.jsonl", "loss.png", "report.html", "README.md"):
         (output / name).unlink(missing_ok=True)
     Checkpoints(output / "checkpoints", 1).remove()
     (output / RECORD).unlink(missing_ok=True)

@@ -39,6 +39,10 @@ class Page:
         )
         self._call("Page.navigate", url=address)
 
+    def prefer(self, scheme: str) -> None:
+        """Set the user's colour scheme, light or dark."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def evaluate(self, script: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
         reply = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)

@@ -1,0 +1,100 @@
+"""Push a patch to the hub: its files alone, without the paths of this machine.
+
+A patch on disk names its base as its recipe did, because lorakit and PEFT load the base by that name. What is pushed
+names it as others find it (decision 0045).
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import HubError
+from lorakit.files.hub import is_repository_name, upload
+from lorakit.patch import Patch, read_patch, write_patch
+
+CARD: Final = "README.md"
+
+
+def push_patch(
+    folder: str | Path, name: str, *, base: str | None = None, private: bool = False, message: str | None = None
+) -> str:
+    """Push a patch into a repository of the hub in one commit, and return the commit's address.
+
+    The repository is made if there is none. The patch is read and checked first, so a damaged one is not pushed.
+    ``base``: the name that the pushed patch gives its base; None is the name it has, which must be no path.
+
+    Raises:
+        PatchError: the folder holds no patch, or a damaged one.
+        HubError: its base is named by a path, or the hub refuses. TemporaryFailure: the hub was not reached.
+    """
+    if not is_repository_name(name):
+        raise HubError(f"{name!r}: a repository of the hub is named as ORGANISATION/NAME")
+    folder = Path(folder)
+    patch = read_patch(folder)
+    recorded = patch.config.base_model
+    if base is None and recorded is not None and (_is_path(recorded) or Path(recorded).is_dir()):
+        raise HubError(
+            f"{folder}: names its base by a path of this machine, {recorded}; name it as others find it:"
+            " --base ORGANISATION/NAME (or --base with that path, to publish the path)"
+        )
+    message = message or f"Push {folder.resolve().name} with lorakit"
+    with tempfile.TemporaryDirectory() as staging:
+        ready = write_pushed(patch, Path(staging) / name.rpartition("/")[2], base)
+        return upload(ready, name, private=private, message=message)
+
+
+def write_pushed(patch: Patch, out: Path, base: str | None) -> Path:
+    """Write a patch as it is pushed, and return its folder. ``base``: as of `push_patch`.
+
+    Of other paths than the base's, the last part stays. The text of the card is the user's but for these names.
+    """
+    names = {path: Path(path).name for path in _paths([patch.metadata, patch.config.raw])}
+    recorded = patch.config.base_model
+    if recorded is not None:
+        names[recorded] = base or recorded
+    config = replace(patch.config, raw=_renamed(patch.config.raw, names))
+    card = patch.folder / CARD
+    text = _card(card.read_text(encoding="utf-8"), names, base or recorded) if card.is_file() else None
+    return write_patch(out, replace(patch, config=config, metadata=_renamed(patch.metadata, names)), card=text)
+
+
+def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
+    """Return a card with other names; without the field `base_model` where that is no name of the hub's.
+
+    The hub refuses a card whose `base_model` is no repository.
+    """
+    if names:
+        longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+        text = re.sub(rf"(?<![\w/.~-])(?:{longest_first})(?![\w/-]|\.\w)", lambda match: names[match[0]], text)
+    # a recipe in the card has keys that the patch's own facts leave out, such as parallel.nvme_path
+    text = re.sub(r'"([^"\n]+)"', lambda match: f'"{Path(match[1]).name}"' if _is_path(match[1]) else match[0], text)
+    if base is None or not is_repository_name(base):
+        head, line, rest = text.partition("\n---\n")
+        text = re.sub(r"(?m)^base_model:.*\n?", "", head) + line + rest
+    return text
+
+
+def _paths(value: Any) -> set[str]:
+    """Return all paths of this machine among the texts in nested values."""
+    if isinstance(value, str):
+        return {value} if _is_path(value) else set()
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return set().union(*(_paths(each) for each in value)) if isinstance(value, list | tuple) else set()
+
+
+def _is_path(name: str) -> bool:
+    """True for a name that means a file or folder of this machine: absolute, of a home folder, or with dots."""
+    return name.startswith(("/", "~", "./", "../")) or name in (".", "..")
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Return nested values with other texts for those in ``names``."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, Mapping):
+        return {key: _renamed(each, names) for key, each in value.items()}
+    return [_renamed(each, names) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,109 @@
+"""Download files from the hub and upload files to it, through huggingface_hub, with one-line errors.
+
+Tokens are huggingface_hub's concern: they are read where it reads them, and no message or file here has one.
+Imports no torch.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from lorakit.errors import HubError, TemporaryFailure
+
+LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+REPOSITORY: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+REASON_LETTERS: Final = 300
+TRY_LATER: Final = (408, 409, 412, 429)
+"""besides 5xx: statuses after which the same request may succeed; 409 and 412 are another commit at the same time"""
+
+
+def is_repository_name(name: str) -> bool:
+    """True for text of the form ORGANISATION/NAME."""
+    return REPOSITORY.fullmatch(name) is not None
+
+
+def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the folder of a repository's files in the user's cache; what is there already is not downloaded.
+
+    Raises:
+        HubError: no such repository or revision, or no access to it, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        with _one_line_errors(name, writes=False):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except TemporaryFailure as problem:
+        raise HubError(str(problem)) from None
+
+
+def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Upload all files of a folder in one commit, into a new repository or an existing one, and return its address.
+
+    Raises:
+        HubError: no token, no access, or ``private`` and a public repository of that name exists. Nothing is committed.
+        TemporaryFailure: the hub cannot be reached, or the upload was cut off. Nothing is committed.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise HubError(f"{name}: the hub needs a token with write access; {LOGIN}")
+    api = huggingface_hub.HfApi()
+    with _one_line_errors(name, writes=True):
+        # None is public, or private where the organisation's setting is that
+        api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(name).private:  # it existed, and `exist_ok` leaves it as it was
+            raise HubError(f"{name}: exists and is public; make it private on the hub, or choose another name")
+        commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+    return str(commit.commit_url)
+
+
+@contextmanager
+def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into those of lorakit."""
+    import huggingface_hub.errors as errors
+
+    # the client's own errors are of httpx, or of httpx2 after version 2.0: a base of all errors with a status
+    client_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    try:
+        yield
+    except (HubError, TemporaryFailure):
+        raise
+    except (client_error, OSError, ValueError, RuntimeError) as problem:
+        raise _explained(name, problem, writes=writes) from None
+
+
+def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError | TemporaryFailure:
+    causes = [problem]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    status = next((code for each in causes if (code := _status(each))), None)
+    texts = [_first_line(each) for each in causes]
+    nothing = "; nothing was committed, and the same command tries again" if writes else ""
+    what = "may not write there" if writes else "may not read it"
+    if status == 401:
+        seen = "your token is not accepted" if writes else "no such repository, or it is private and your token missing"
+        return HubError(f"{name}: {seen} (401); {LOGIN}")
+    if status == 403:
+        return HubError(f"{name}: the hub says that your token {what} (403): {texts[0]}")
+    if status == 404:
+        return HubError(f"{name}: the hub has no such repository or revision, or does not show it to you (404)")
+    if status is not None and status < 500 and status not in TRY_LATER:
+        return HubError(f"{name}: the hub refused ({status}): {texts[0]}")
+    if status is not None:
+        return TemporaryFailure(f"{name}: the hub could not answer ({status}){nothing}")
+    if isinstance(problem, ValueError):  # of names and of the card, which huggingface_hub checks
+        return HubError(f"{name}: {' '.join(str(problem).split())[:REASON_LETTERS]}")
+    return TemporaryFailure(f"{name}: the hub was not reached, or the connection broke: {texts[-1]}{nothing}")
+
+
+def _status(problem: BaseException) -> int | None:
+    code = getattr(getattr(problem, "response", None), "status_code", None)
+    return code if isinstance(code, int) else None
+
+
+def _first_line(problem: BaseException) -> str:
+    said = getattr(problem, "server_message", None) or str(problem) or type(problem).__name__
+    return next(iter(str(said).strip().splitlines()), type(problem).__name__)[:REASON_LETTERS]

@@ -1,0 +1,207 @@
+"""Compare runs: their figures in one table, the differences of their recipes, data and bases, and one picture.
+
+Figures that are not of the same thing, such as losses of other held-out rows, are shown with a note that says so.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import RunError
+from lorakit.files.atomic import write_file
+from lorakit.inspection.run_facts import RunFacts, duration, last, lowest, or_dash, read_run
+from lorakit.run.metrics import draw_runs
+from lorakit.run.record import flatten
+
+Say = Callable[[str], None]
+DIGEST_LETTERS: Final = 12
+BASE_PARTS: Final = ("config", "tokenizer", "chat_template", "tokenizer_settings", "rounded_to", "packed", "unadapted")
+"""of a base's fingerprint, each by its digest; the weights are compared layer by layer"""
+
+
+def compare_runs(
+    folders: Sequence[str | Path], say: Say = print, *, picture: str | Path | None = None
+) -> dict[str, Any]:
+    """Print a comparison of runs and return its figures. ``picture``: a .png to draw the losses in.
+
+    Runs may be finished, interrupted or under way.
+
+    Raises:
+        RunError: fewer than two runs, one of them twice, or a folder that is not a run's.
+    """
+    if len(folders) < 2:
+        raise RunError(f"{len(folders)} run; name at least two (`lorakit show RUN` describes one)")
+    if picture is not None and Path(picture).suffix != ".png":
+        raise RunError(f"--out {picture}: the picture is a PNG; write it as NAME.png")
+    runs = [read_run(folder) for folder in folders]
+    names = _names(runs)
+    figures = [_figures(run) for run in runs]
+    _print_columns(say, [HEADER, *((name, *_cells(row)) for name, row in zip(names, figures, strict=True))])
+    differences = {
+        "recipe": _differing([_recipe(run) for run in runs]),
+        "data": _differing([_data(run) for run in runs]),
+        "base": _differing(_bases(runs)),
+    }
+    for title, table in differences.items():
+        say("")
+        if not table:
+            say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
+            continue
+        rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
+        _print_columns(say, [[f"{title} differs in", *names], *rows])
+    notes = _notes(runs, names)
+    for number, note in enumerate(notes):
+        say(f"{'' if number else chr(10)}note: {note}")
+    if picture is not None:
+        curves = {name: (run.curve("loss"), run.curve("eval_loss")) for name, run in zip(names, runs, strict=True)}
+        draw_runs(curves, Path(picture))
+        say(f"\ndrawn in {picture}")
+    return {"runs": [{"name": n} | row for n, row in zip(names, figures, strict=True)], **differences, "notes": notes}
+
+
+def write_comparison(figures: Mapping[str, Any], file: str | Path) -> None:
+    """Write what `compare_runs` returned as JSON."""
+    write_file(Path(file), json.dumps(figures, indent=1, allow_nan=False) + "\n")
+
+
+def _names(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the shortest ends of the folders' paths that tell them apart.
+
+    Raises:
+        RunError: one folder is named twice.
+    """
+    paths = [run.folder.resolve() for run in runs]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise RunError(f"{runs[number].folder}: this run is named twice")
+    names = [path.name for path in paths]
+    for length in range(2, max(len(path.parts) for path in paths) + 1):
+        if len(set(names)) == len(names):
+            break
+        names = ["/".join(path.parts[-length:]) for path in paths]
+    return names
+
+
+def _figures(run: RunFacts) -> dict[str, Any]:
+    losses, eval_losses = run.curve("loss"), run.curve("eval_loss")
+    trained = [point for point in eval_losses if point[0] > 0]
+    best, least, tokens, seconds = lowest(trained), lowest(losses), run.total("tokens"), run.seconds
+    return {
+        "folder": str(run.folder),
+        "state": run.state,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "tokens": tokens,
+        "label_tokens": run.total("label_tokens"),
+        "loss": last(losses),
+        "lowest_loss": least[1] if least else None,
+        "eval_loss_at_start": eval_losses[0][1] if eval_losses and eval_losses[0][0] == 0 else None,
+        "eval_loss": last(trained),
+        "best_eval_loss": best[1] if best else None,
+        "best_step": best[0] if best else None,
+        "seconds": None if seconds is None else round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "processes": len(run.ranks) or None,
+    }
+
+
+HEADER: Final = (
+    "run", "state", "step", "tokens", "loss", "lowest", "held out", "best", "at step", "time", "tok/s", "memory",
+)  # fmt: skip
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one run, below HEADER."""
+
+    def loss(value: float) -> str:
+        return f"{value:.4f}"
+
+    return [
+        row["state"],
+        f"{row['step']} of {or_dash(row['total_steps'], str)}",
+        or_dash(row["tokens"], "{:,}".format),
+        *(or_dash(row[key], loss) for key in ("loss", "lowest_loss", "eval_loss", "best_eval_loss")),
+        or_dash(row["best_step"], str),
+        or_dash(row["seconds"], duration),
+        or_dash(row["tokens_per_second"], "{:,.0f}".format),
+        or_dash(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.2f} GB"),
+    ]
+
+
+def _recipe(run: RunFacts) -> dict[str, Any]:
+    """Return the recipe by dotted keys, without the output folder, which differs always."""
+    return {key: value for key, value in flatten(dict(run.section("recipe"))).items() if key != "output"}
+
+
+def _data(run: RunFacts) -> dict[str, Any]:
+    """Return counts and digest of the rows by dotted keys. The digest covers tokens and labels, not names of files."""
+    facts = {key: value for key, value in flatten(dict(run.section("data"))).items() if not key.endswith(".sources")}
+    return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in facts.items()}
+
+
+def _bases(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+    """Return the parts of each run's base, by digests. Weights are those of the layers that all runs adapt."""
+    bases = [run.section("base") for run in runs]
+    parts = [
+        {"architecture": base.get("architecture")}
+        | {key: value if isinstance(value := base.get(key), str) else _digest(value) for key in BASE_PARTS}
+        for base in bases
+    ]
+    weights = [base["weights"] if isinstance(base.get("weights"), dict) else {} for base in bases]
+    shared = sorted(set.intersection(*(set(table) for table in weights)))
+    rounding = {json.dumps([base.get("scheme"), base.get("rounded_to")]) for base in bases}
+    if shared and len(rounding) == 1:  # else equal weights have other digests
+        for part, table in zip(parts, weights, strict=True):
+            part[f"weights of {len(shared)} layers"] = _digest({name: table[name] for name in shared})
+    return parts
+
+
+def _digest(value: Any) -> str | None:
+    if value is None:
+        return None
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGEST_LETTERS]
+
+
+def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> the value of each table, of the keys whose values are not all the same."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    values = {key: [table.get(key) for table in tables] for key in keys}
+    return {key: row for key, row in values.items() if len({_text(value) for value in row}) > 1}
+
+
+def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
+    """Return which figures are not of the same thing, and the best run where they are."""
+    notes = []
+    train_rows, eval_rows = (
+        {json.dumps(flatten(dict(run.section("data"))).get(f"{part}.digest")) for run in runs}
+        for part in ("train", "eval")
+    )
+    objectives = {json.dumps(run.section("recipe").get("objective"), sort_keys=True) for run in runs}
+    if len(objectives) > 1:
+        notes.append("the objectives differ, so the losses are not of the same thing")
+    if len(train_rows) > 1:
+        notes.append("the training rows differ, so `loss` and `lowest` are of other rows")
+    bests = [best for run in runs if (best := lowest([p for p in run.curve("eval_loss") if p[0] > 0]))]
+    if len(eval_rows) > 1 and bests:
+        notes.append("the held-out rows differ, so `held out` and `best` do not compare")
+    elif len(bests) == len(runs) and len(objectives) == 1:
+        number = min(range(len(runs)), key=lambda each: bests[each][1])
+        unfinished = [name for name, run in zip(names, runs, strict=True) if not run.is_finished]
+        more = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
+        notes.append(
+            f"the lowest held-out loss is {names[number]}'s, {bests[number][1]:.4f} at step {bests[number][0]}{more}"
+        )
+    return notes
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _print_columns(say: Say, rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,210 @@
+"""Write one HTML page about a run: curves, settings, rows, memory, engine, environment.
+
+The page is one file without scripts. Its policy forbids the browser to load anything, and every text of the run is
+escaped, because recipes and rows may hold any text.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import RunError
+from lorakit.files.atomic import write_file
+from lorakit.inspection.line_chart import ChartLine, line_chart
+from lorakit.inspection.run_facts import RunFacts, duration, is_number, last, lowest, or_dash, read_run
+from lorakit.recipe.schema import default_values
+from lorakit.run.metrics import running_mean
+from lorakit.run.record import flatten
+
+REPORT_FILE: Final = "report.html"
+STYLE: Final = Path(__file__).parent.parent / "assets" / "report" / "report.css"
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+NOT_CURVES: Final = {"step", "loss", "eval_loss", "eval_perplexity", "tokens", "label_tokens"}
+SHOWN: Final = {  # the keys of run.json with a section of their own; all others are at the end of the page
+    "recipe", "data", "base", "engine", "ranks", "fused", "starts", "status", "steps", "total_steps", "tokens",
+    "label_tokens", "results", "peak_memory_bytes", "facts_of_end", "dtype", "dtype_why", "lorakit", "stopped_early",
+}  # fmt: skip
+BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page about a run and return its path. ``out``: None is report.html in the run's folder.
+
+    Raises:
+        RunError: the folder is not that of a run, or ``out`` is a folder.
+    """
+    run = read_run(folder)
+    path = run.folder / REPORT_FILE if out is None else Path(out)
+    if path.is_dir():
+        raise RunError(f"--out {path}: is a folder; name a file in it, such as {path / REPORT_FILE}")
+    write_file(path, report_page(run))
+    return path
+
+
+def report_page(run: RunFacts) -> str:
+    """Return the page about a run as HTML."""
+    name = run.folder.resolve().name
+    sections = [
+        ("", _tiles(run)),
+        ("Curves", _charts(run)),
+        ("Recipe", _recipe(run)),
+        ("Rows", _rows(run)),
+        ("Base", _table(_base(run))),
+        ("What ran", _table(_observed(run))),
+        ("Memory", _memory(run)),
+        ("Starts", _starts(run)),
+        ("Other facts", _other(run)),
+    ]
+    body = "".join(
+        f"<section>{f'<h2>{title}</h2>' if title else ''}{html}</section>" for title, html in sections if html
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{STYLE.read_text()}</style></head>"
+        f'<body><h1>{escape(name)} <span class="state">{escape(_state(run))}</span></h1>{body}'
+        f"<footer>lorakit {_text(run.record.get('lorakit'))}, {escape(str(run.folder))}</footer></body></html>\n"
+    )
+
+
+def _state(run: RunFacts) -> str:
+    early = run.record.get("stopped_early")
+    return f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
+
+
+def _tiles(run: RunFacts) -> str:
+    eval_losses = run.curve("eval_loss")
+    trained = [point for point in eval_losses if point[0] > 0]
+    best, seconds, tokens = lowest(trained), run.seconds, run.total("tokens")
+    tiles = [
+        ("held-out loss", or_dash(last(trained), "{:.4f}".format)),
+        ("best held-out loss", f"{best[1]:.4f} at step {best[0]}" if best else "-"),
+        ("held-out loss at the start", f"{eval_losses[0][1]:.4f}" if eval_losses and eval_losses[0][0] == 0 else "-"),
+        ("training loss, last step", or_dash(last(run.curve("loss")), "{:.4f}".format)),
+        ("tokens", or_dash(tokens, "{:,}".format)),
+        ("label tokens", or_dash(run.total("label_tokens"), "{:,}".format)),
+        ("time of the steps", or_dash(seconds, duration)),
+        ("tokens per second", f"{tokens / seconds:,.0f}" if tokens and seconds else "-"),
+        ("peak memory of a process", or_dash(run.peak_memory_bytes, _bytes)),
+    ]
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles if value != "-")
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _charts(run: RunFacts) -> str:
+    losses = run.curve("loss")
+    means = running_mean([loss for _, loss in losses])
+    mean = [(step, value) for (step, _), value in zip(losses, means, strict=True)]
+    charts = [
+        ("loss per label token", [("step", losses, "thin"), ("running mean", mean, "main"),
+                                  ("held out", run.curve("eval_loss"), "held-out")]),
+    ]  # fmt: skip
+    keys = dict.fromkeys(key for line in run.lines for key in line if key not in NOT_CURVES)
+    for key in keys:
+        if key.startswith("eval_") and key.removeprefix("eval_") in keys:
+            continue  # drawn beside the training rows'
+        pair = [("step", run.curve(key), "main"), ("held out", run.curve(f"eval_{key}"), "held-out")]
+        charts.append((key.replace("_", " "), pair))
+    drawn = []
+    for title, series in charts:
+        lines = [ChartLine(label, points, kind) for label, points, kind in series if points]
+        if lines:
+            drawn.append(f"<figure>{line_chart(title, lines, log='loss' in title)}</figure>")
+    return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step is done yet.</p>"
+
+
+def _recipe(run: RunFacts) -> str:
+    """Return the keys of the recipe that differ from the defaults, and the others folded."""
+    recipe, defaults = flatten(dict(run.section("recipe"))), flatten(default_values())
+    changed = {key: value for key, value in recipe.items() if key not in defaults or defaults[key] != value}
+    rest = {key: value for key, value in recipe.items() if key not in changed}
+    return _table(changed) + _folded(f"{len(rest)} keys with their default values", _table(rest))
+
+
+def _rows(run: RunFacts) -> str:
+    data = {part: facts for part, facts in run.section("data").items() if isinstance(facts, Mapping)}
+    keys = dict.fromkeys(key for facts in data.values() for key in facts)
+    lines = [[key.replace("_", " "), *(_cell(facts.get(key)) for facts in data.values())] for key in keys]
+    return _grid(["", *data], lines)
+
+
+def _base(run: RunFacts) -> dict[str, Any]:
+    """Return the base's facts without the digests of its layers, which are long and in run.json."""
+    return {key: value for key, value in run.section("base").items() if not isinstance(value, dict | list)}
+
+
+def _observed(run: RunFacts) -> dict[str, Any]:
+    """Return what the run counted and measured of itself."""
+    facts: dict[str, Any] = {}
+    if run.record.get("dtype"):
+        facts["dtype"] = f"{run.record['dtype']} ({run.record.get('dtype_why')})"
+    for part, counts in run.section("fused").items():
+        if isinstance(counts, Mapping):
+            unknown = f"; not recognised: {_cell(counts['unknown'])}" if counts.get("unknown") else ""
+            facts[f"fused {part}"] = f"{counts.get('fused')} of {counts.get('total')}{unknown}"
+    engine = {key: value for key, value in run.section("engine").items() if key not in BYTES and value not in ({}, [])}
+    return facts | engine
+
+
+def _memory(run: RunFacts) -> str:
+    used = [key for key in BYTES if any(is_number(rank.get(key)) for rank in run.ranks)]
+    names = [key.removesuffix("_bytes").replace("_", " ") for key in used]
+    lines = [
+        [str(number), *(_bytes(rank[key]) if is_number(rank.get(key)) else "-" for key in used)]
+        for number, rank in enumerate(run.ranks)
+    ]
+    return _grid(["process", *names], lines) if used else ""
+
+
+def _starts(run: RunFacts) -> str:
+    recorded = run.record.get("starts")
+    starts = [start for start in recorded if isinstance(start, Mapping)] if isinstance(recorded, list) else []
+    lines = []
+    for start in starts:
+        parallel, packages = (start.get(key) for key in ("parallel", "versions"))
+        how = f"{parallel.get('processes')}, {parallel.get('backend')}" if isinstance(parallel, Mapping) else "-"
+        named = packages.items() if isinstance(packages, Mapping) else ()
+        lines.append(
+            [_cell(start.get("time")), _cell(start.get("host")), how, ", ".join(f"{name} {v}" for name, v in named)]
+        )
+    return _grid(["time", "host", "processes", "versions"], lines) if lines else ""
+
+
+def _other(run: RunFacts) -> str:
+    rest = {key: value for key, value in run.record.items() if key not in SHOWN}
+    return _folded(f"{len(rest)} other entries of run.json", _table(rest)) if rest else ""
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    return _grid((), [[key, _cell(value)] for key, value in values.items()]) if values else ""
+
+
+def _grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column is of names. All cells are plain text, which is escaped here."""
+    return f"<div class='wide'><table>{''.join(_grid_rows(header, lines))}</table></div>" if lines else ""
+
+
+def _grid_rows(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    if header:
+        yield f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>"
+    for first, *cells in lines:
+        yield f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _folded(title: str, html: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{html}</details>" if html else ""
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _text(value: Any) -> str:
+    return escape(_cell(value))
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

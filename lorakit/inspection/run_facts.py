@@ -1,0 +1,140 @@
+"""Read the output folder of a run: its record, its steps, and whether it has ended.
+
+Nothing is written, and a run that is under way is not disturbed. Values of another type than a run
+writes count as absent.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from lorakit.errors import RunError
+from lorakit.files.base_files import read_json
+from lorakit.run.lock import is_locked
+from lorakit.run.metrics import read_metrics
+from lorakit.run.record import RECORD
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of one run, as far as it has come."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    """run.json"""
+    lines: Sequence[Mapping[str, Any]]
+    """metrics.jsonl"""
+    is_running: bool
+    """True if a process holds the folder's lock"""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.record.get("status") == "finished"
+
+    @property
+    def state(self) -> str:
+        if self.is_running:
+            return "running"
+        if not self.is_finished:
+            return "interrupted"
+        return "stopped early" if self.record.get("stopped_early") else "finished"
+
+    @property
+    def step(self) -> int:
+        """The last step; of an unfinished run the last one in its metrics."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.record.get("total_steps")
+        return total if isinstance(total, int) else None
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of every line of the metrics that has this key as a finite number."""
+        return [(line["step"], float(line[key])) for line in self.lines if is_number(line.get(key))]
+
+    def total(self, key: str) -> int | None:
+        """Return the sum over all steps of a count; None if no step has it."""
+        values = [value for _, value in self.curve(key)]
+        return int(sum(values)) if values else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all steps that count, without evaluations and saving; None before the first step."""
+        pairs = [(line.get("tokens"), line.get("tokens_per_second")) for line in self.lines]
+        seconds = [tokens / rate for tokens, rate in pairs if is_number(tokens) and is_number(rate) and rate > 0]
+        return sum(seconds) if seconds else None
+
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        """The engine's facts on every rank, rank 0 first."""
+        ranks = [self.record.get("engine"), *(self.record.get("ranks") or [])]
+        return [rank for rank in ranks if isinstance(rank, Mapping)]
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The peak of the process that took most; None until the run has ended."""
+        peaks = [rank["peak_memory_bytes"] for rank in self.ranks if is_number(rank.get("peak_memory_bytes"))]
+        return max(peaks, default=None)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a mapping of the record; an empty one if there is none of that name."""
+        value = self.record.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+
+def read_run(folder: str | Path) -> RunFacts:
+    """Return the facts of the run in an output folder.
+
+    Raises:
+        RunError: no run is there, or its record is damaged.
+    """
+    folder = Path(folder)
+    if not (folder / RECORD).is_file():
+        if not folder.is_dir():
+            raise RunError(f"{folder}: no such folder; looked for {folder.absolute()}")
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/{RECORD}"))
+        more = f". There are runs inside: {', '.join(inside[:5])}" if inside else ""
+        raise RunError(
+            f"{folder}: holds no {RECORD}, so it is not the output folder of a run, or of one that has not begun its"
+            f" first step{more}"
+        )
+    record = read_json(folder / RECORD)
+    if not isinstance(record.get("recipe"), dict):
+        raise RunError(f"{folder / RECORD}: holds no recipe, so it is not the record of a run")
+    return RunFacts(folder, record, read_metrics(folder / METRICS), is_locked(folder))
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def last(curve: Sequence[tuple[int, float]]) -> float | None:
+    """Return the last value of a curve; None if it is empty."""
+    return curve[-1][1] if curve else None
+
+
+def lowest(curve: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return step and value of the lowest point, the earliest of equal ones; None if the curve is empty."""
+    return min(curve, key=lambda point: point[1], default=None)
+
+
+def or_dash(value: Any, form: Callable[[Any], str]) -> str:
+    """Return a value as text; ``-`` for None."""
+    return "-" if value is None else form(value)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``41 s``, ``12 min 5 s`` or ``3 h 20 min``."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{rounded} s"
+    minutes, rest = divmod(rounded, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

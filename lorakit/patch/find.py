@@ -1,0 +1,39 @@
+"""Find the folder of a patch: a folder, or a repository of the hub, as ORGANISATION/NAME or ORGANISATION/NAME@REVISION.
+
+A folder comes first. Where the first part of a name is a folder here, the hub is not searched: that is a mistyped path.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from lorakit.errors import HubError, PatchError
+from lorakit.files.hub import download, is_repository_name
+from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.patch import SIDECAR, TENSOR_FILE
+
+PATCH_FILES: Final = (TENSOR_FILE, CONFIG_FILE, SIDECAR, "README.md")
+"""the files of a patch; all others of a folder or a repository are not"""
+
+
+def find_patch(name: str | Path) -> Path:
+    """Return the folder of a patch; that of the hub is downloaded first. A ``Path`` is a folder always.
+
+    A name that is neither is returned as a path, so that reading it raises the error that says so.
+
+    Raises:
+        PatchError: the hub gave none of that name.
+    """
+    folder = Path(name)
+    if isinstance(name, Path) or folder.is_dir():
+        return folder
+    repository, _, revision = name.partition("@")
+    if not is_repository_name(repository) or Path(repository).parent.is_dir():
+        return folder
+    try:
+        snapshot = download(repository, revision or None, PATCH_FILES)
+    except HubError as problem:
+        raise PatchError(f"{name}: no folder {folder.absolute()}, and on the hub {problem}") from None
+    missing = [file for file in (CONFIG_FILE, TENSOR_FILE) if not (snapshot / file).is_file()]
+    if missing:
+        raise PatchError(f"{name}: this repository of the hub is no patch that lorakit reads: it has no {missing[0]}")
+    return snapshot

@@ -1,0 +1,161 @@
+"""One page about a run: complete, safe to open, and readable."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from lorakit.errors import RunError
+from lorakit.inspection.html_report import write_report
+from lorakit.inspection.line_chart import ChartLine, line_chart
+from tests.helpers import chromium
+from tests.helpers.runs import change_metrics, copy_run, interrupted_copy
+
+HOSTILE = "</style></table><script>document.title='taken'</script><img src=x onerror=alert(1)>\"'&"
+VOID = {"meta", "line", "circle", "polyline"}
+
+
+class Tags(HTMLParser):
+    """The tags, attributes and texts of a page, which must be nested properly."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_shows_figures_curves_settings_rows_memory_and_environment(finished_run: Path, tmp_path: Path) -> None:
+    path = write_report(finished_run, tmp_path / "page.html")
+    page = Tags(path.read_text())
+    record = json.loads((finished_run / "run.json").read_text())
+
+    assert page.tags.count("svg") == 5  # loss, learning rate, gradient norm, tokens per second, accuracy
+    for text in (
+        "finished, step 6 of 6", f"{record['results']['eval_loss']:.4f}", "train.learning_rate", "0.01",
+        record["data"]["train"]["digest"], "fused mlp", "2 of 2", "world_size", record["starts"][0]["host"],
+        f"{record['peak_memory_bytes'] / 1e6:.2f} MB",
+    ):  # fmt: skip
+        assert any(text in part for part in page.texts), text
+    assert any(f"torch {record['starts'][0]['versions']['torch']}" in part for part in page.texts)
+
+
+def test_the_page_loads_nothing(finished_run: Path, tmp_path: Path) -> None:
+    text = write_report(finished_run, tmp_path / "page.html").read_text()
+    page = Tags(text)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "style") or name.startswith("on")]
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def hostile_copy(run: Path, copy: Path) -> Path:
+    """Copy a run, with hostile text in every string of its record, in its keys, metrics and name."""
+
+    def spoil(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: spoil(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [spoil(each) for each in value]
+        return f"{value}{HOSTILE}" if isinstance(value, str) else value
+
+    def change(record: dict[str, Any]) -> None:
+        spoilt = spoil(record)
+        for part in ("data", "engine", "fused", "recipe"):
+            spoilt[part][HOSTILE] = spoilt[part].get("mlp", HOSTILE)
+        record |= spoilt | {HOSTILE: HOSTILE, "stopped_early": HOSTILE}
+
+    copy_run(run, copy, change)
+    change_metrics(copy, lambda line: line.update({HOSTILE: 1.0}))
+    return copy
+
+
+def test_hostile_text_of_a_run_is_text_on_its_page(finished_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<"
+    folder.mkdir()
+    path = write_report(hostile_copy(finished_run, folder / "b><i onclick=x>"))
+    page = Tags(path.read_text())
+    assert not {"script", "img", "b", "i"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert any(HOSTILE in text for text in page.texts)
+    assert ("aria-label", HOSTILE) in page.attributes
+
+
+@pytest.mark.skipif(chromium.COMMAND is None, reason="needs Chromium")
+def test_a_browser_shows_the_page_without_errors_in_both_colour_schemes(finished_run: Path, tmp_path: Path) -> None:
+    path = write_report(hostile_copy(finished_run, tmp_path / "run"))
+    with chromium.open_page() as page:
+        page.open(path.as_uri(), width=360)
+        page.wait("document.querySelectorAll('svg').length == 6")
+        assert page.evaluate("document.title") == "run"
+        assert page.evaluate("document.documentElement.scrollWidth <= 360")
+        assert page.evaluate("[...document.querySelectorAll('svg')].every(each => each.clientHeight > 100)")
+        colours = []
+        for scheme in ("light", "dark"):
+            page.prefer(scheme)
+            colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert colours[0] != colours[1]
+        assert page.errors == []
+
+
+def test_an_interrupted_run_has_a_page_by_default_in_its_folder(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = interrupted_copy(finished_run, tmp_path / "half", 3)
+    assert main(["report", str(half)]) == 0
+    assert str(half / "report.html") in capsys.readouterr().out
+    assert "interrupted, step 3 of 6" in (half / "report.html").read_text()
+    (half / "metrics.jsonl").unlink()
+    assert "No step is done yet" in write_report(half).read_text()
+
+
+def test_what_is_no_run_or_no_file_is_refused(finished_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"holds no run\.json"):
+        write_report(tmp_path)
+    with pytest.raises(RunError, match="is a folder; name a file in it"):
+        write_report(finished_run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 1e-9)], [(0, 1e30), (5, 1e-30)], [(3, 5.0), (4, 5.0)]]
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_a_chart_of_any_values_lies_within_its_frame(points: list[tuple[float, float]], log: bool) -> None:
+    page = Tags(line_chart("loss", [ChartLine("step", points, "main")], log=log))
+    (drawn,) = (value for name, value in page.attributes if name == "points")
+    for pair in (drawn or "").split():
+        x, y = map(float, pair.split(","))
+        assert 0 <= x <= 640
+        assert 0 <= y <= 250
+
+
+def test_a_long_line_keeps_its_peaks_and_its_page_stays_small() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[54_321] = (54_321, 9.0)
+    chart = line_chart("loss", [ChartLine("step", points, "main")])
+    assert len(chart) < 40_000
+    assert min(float(pair.split(",")[1]) for pair in chart.split('points="')[1].split('"')[0].split()) == 26.0

@@ -1,0 +1,55 @@
+"""docs/coming-from.md: its recipes are files that pass `lorakit check`, and its keys exist."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from lorakit.recipe import load_recipe
+from lorakit.recipe.schema import Recipe
+from tests.helpers.rows import write_uneven_rows
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+RECIPES = sorted((ROOT / "recipes" / "coming-from").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_translated_recipe_is_on_the_page_and_passes_check(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, recipe = path.read_text().split("\n", 1)
+    assert first == "# yaml-language-server: $schema=../../docs/recipe.schema.json"
+    assert f"```yaml\n# recipes/coming-from/{path.name}\n{recipe}```" in PAGE
+
+    rows = write_uneven_rows(tmp_path / "rows.jsonl", 400)
+    here = ["base.model=builtin:tiny", "data.max_tokens=128", f"data.train={rows}", "train.log_to=[]"]
+    held_out = [f"data.eval={rows}"] if load_recipe(path).data.eval else []
+    assert main(["check", str(path), *here, *held_out]) == 0, capsys.readouterr().err
+    assert "nothing is wrong with this recipe" in capsys.readouterr().out
+
+
+def keys(value: Any, prefix: str = "") -> set[str]:
+    """Return the dotted keys of a section and of those in it."""
+    found = set()
+    for name, field in value.model_fields.items():
+        found |= {f"{prefix}{name}"}
+        if hasattr(field.annotation, "model_fields"):
+            found |= keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def test_every_key_on_the_page_exists() -> None:
+    known = keys(Recipe)
+    sections = "|".join(Recipe.model_fields)
+    named = set(re.findall(rf"`((?:{sections})\.\w+)", PAGE))
+    assert len(named) > 40
+    assert named <= known
+
+
+def test_every_program_has_a_recipe() -> None:
+    assert {path.stem for path in RECIPES} == {"trl", "axolotl", "llama-factory", "unsloth"}
+    for title in ("TRL", "axolotl", "LLaMA-Factory", "unsloth"):
+        assert f"\n## {title}\n" in PAGE
