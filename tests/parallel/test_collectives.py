@@ -70,7 +70,7 @@ def test_a_message_that_goes_along_no_axis_ends_the_run() -> None:
         "engine": "DDP", "backend": "ddp", "mesh": {"data": 2, "sequence": 1}, "optimizer_bytes": 0,
         "collectives_by_axis": {"tokens": sent}, "groups_of_no_axis": [],
     }  # fmt: skip
-    expected = ExpectedLayout("ddp", 2, 1000, 800, 1000)
+    expected = ExpectedLayout("ddp", 2, 2, 1000, 800, 1000)
     verify_step(expected, layout)
     with pytest.raises(RunError, match=r"among ranks \[\[0, 3\]\], which no axis"):
         verify_step(expected, layout | {"groups_of_no_axis": [[0, 3]]})
