@@ -15,17 +15,25 @@ if TYPE_CHECKING:
     from lorakit.formats.convert import convert
     from lorakit.inference.adapted_model import AdaptedModel
     from lorakit.inference.load import load
+    from lorakit.inference.own_model import load_patch, merge_into, remove
     from lorakit.inspection.diff import diff
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merging.merge import merge
+    from lorakit.objectives.objective import Objective
     from lorakit.ops.fuse import fuse_model
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
+    from lorakit.run.result import TrainResult
+    from lorakit.training.callbacks import Callback, StopTraining
     from lorakit.training.start import train
 
 _MODULES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model",
+    "Callback": "lorakit.training.callbacks",
     "Caps": "lorakit.patch",
+    "Objective": "lorakit.objectives.objective",
+    "StopTraining": "lorakit.training.callbacks",
+    "TrainResult": "lorakit.run.result",
     "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
     "convert": "lorakit.formats.convert",
@@ -34,17 +42,21 @@ _MODULES: Final = {
     "fuse_model": "lorakit.ops.fuse",
     "inject": "lorakit.lora",
     "load": "lorakit.inference.load",
+    "load_patch": "lorakit.inference.own_model",
     "load_recipe": "lorakit.recipe",
     "merge": "lorakit.merging.merge",
+    "merge_into": "lorakit.inference.own_model",
     "read_patch": "lorakit.patch",
+    "remove": "lorakit.inference.own_model",
     "save_patch": "lorakit.patch",
     "train": "lorakit.training.start",
     "write_patch": "lorakit.patch",
 }
 
 __all__ = [
-    "AdaptedModel", "Caps", "LorakitError", "__version__", "adapter_tensors", "combine", "convert", "diff", "extract",
-    "fuse_model", "inject", "load", "load_recipe", "merge", "read_patch", "save_patch", "train", "write_patch",
+    "AdaptedModel", "Callback", "Caps", "LorakitError", "Objective", "StopTraining", "TrainResult", "__version__",
+    "adapter_tensors", "combine", "convert", "diff", "extract", "fuse_model", "inject", "load", "load_patch",
+    "load_recipe", "merge", "merge_into", "read_patch", "remove", "save_patch", "train", "write_patch",
 ]  # fmt: skip
 
 

@@ -48,6 +48,8 @@ ONLY = {  # the only importers of a package
     "matplotlib": {"run"},
     "llguidance": {"decoding"},
     "prometheus_client": {"serving"},
+    "rouge_score": {"inference"},
+    "sacrebleu": {"inference"},
 }
 BANNED = {  # words with a plainer standard one: DESIGN's list of words, and what stands there instead
     "whole": "full", "learnt": "trainable or label", "kept": "saved or resident", "told": "the noun", "asked": "requested",

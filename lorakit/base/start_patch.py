@@ -84,7 +84,7 @@ def find_start(recipe: Recipe) -> Start | None:
         patch = open_patch(find_patch(section.start_from))
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
-    fixed, given = _settings_of(patch), section.model_fields_set
+    fixed, given = patch_settings(patch), section.model_fields_set
     _check_given(section, fixed, recipe.base.model)
     taken = {key: value for key, value in fixed.items() if key not in given}
     if given & set(SELECTION):
@@ -175,7 +175,7 @@ def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Pat
     )
 
 
-def _settings_of(patch: Patch) -> dict[str, Any]:
+def patch_settings(patch: Patch) -> dict[str, Any]:
     """Return the keys of the `adapter` section as a patch has them."""
     config, raw = patch.config, patch.config.raw
     linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)

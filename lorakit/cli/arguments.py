@@ -77,6 +77,14 @@ def add_revision_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
+def add_metric_option(parser: argparse.ArgumentParser) -> None:
+    """Add functions that measure answers."""
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="FILE.py:FUNCTION",
+        help="measure answers with FUNCTION(predicted, expected) -> number too; the file's code runs; may be repeated",
+    )  # fmt: skip
+
+
 def add_mismatch_option(parser: argparse.ArgumentParser) -> None:
     """Add the option that accepts a patch of another base."""
     parser.add_argument("--allow-base-mismatch", action="store_true", help="accept a patch trained on another base")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lorakit.cli.arguments import (
     AddCommand,
     add_base_argument,
+    add_metric_option,
     add_mismatch_option,
     add_revision_option,
     parse_named,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE = ("none", "nf4", "fp4", "int8")
+MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu")
 
 
 def add_generate_commands(add_command: AddCommand) -> None:
@@ -69,6 +71,11 @@ def add_generate_commands(add_command: AddCommand) -> None:
         help="for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name",
     )  # fmt: skip
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
+    score.add_argument(
+        "--measure", action="append", default=[], choices=MEASURES, metavar="NAME",
+        help=f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}; may be repeated",
+    )  # fmt: skip
+    add_metric_option(score)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,12 +194,14 @@ def load_model(options: argparse.Namespace, adapters: dict[str, str]) -> "Adapte
 
 def _score(options: argparse.Namespace) -> int:
     from lorakit.data import find_sources
+    from lorakit.inference.measures import chosen_measures, load_metrics
     from lorakit.inference.score import score
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
     predictions = None if options.predictions is None else Path(options.predictions)
     # mistakes before the base is loaded
+    measures = chosen_measures(options.measure, load_metrics(options.metric))
     for path in data:
         find_sources(path, "test")
     if predictions is not None and predictions.exists():
@@ -210,6 +219,7 @@ def _score(options: argparse.Namespace) -> int:
         ignore_keys=options.ignore_keys,
         skip_bad_rows=options.on_bad_rows == "skip",
         predictions=predictions,
+        measures=measures,
         say=print_line,
     )
     return 0

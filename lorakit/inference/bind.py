@@ -128,14 +128,12 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
         )
 
 
-def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
-    """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
-    for module in merged.modules():  # else the copy would follow the routes of the base
-        remove_forward_hooks(module, SlotHook)
-        TokenwiseForward.remove(module)
-    remove_forward_pre_hooks(merged, PassHook)
+def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, Tensor]:
+    """Return parameter -> the weight of a base with the patch merged in, for all that the patch changes.
+
+    Raises:
+        PatchError: a layer is quantised, or a value does not fit the base's dtype.
+    """
     changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
     for name, layer in patch.layers.items():
         if layer.num_experts:
@@ -152,7 +150,18 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
         old = model.get_parameter(f"{name}.weight")
         merged_rows = merged_weight(old, EMBEDDING, [rows_update(token_rows.tensor, token_rows.tokens)], old.dtype)
         changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
-    for name, tensor in changed.items():
+    return changed
+
+
+def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
+    """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
+    for module in merged.modules():  # else the copy would follow the routes of the base
+        remove_forward_hooks(module, SlotHook)
+        TokenwiseForward.remove(module)
+    remove_forward_pre_hooks(merged, PassHook)
+    for name, tensor in merged_tensors(patch, model, base).items():
         module_name, _, key = name.rpartition(".")
         merged.get_submodule(module_name).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return merged

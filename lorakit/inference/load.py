@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +17,9 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
 from lorakit.patch.prompting import merged_form
 
+SPREADING: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+"""values of transformers' device_map that spread a base over devices"""
+
 
 def load(
     base: str | Path,
@@ -26,6 +30,7 @@ def load(
     revision: str | None = None,
     tokenizer: str | Path | None = None,
     device: str | torch.device | None = None,
+    device_map: object = None,
     allow_base_mismatch: bool = False,
     allow_edited_config: bool = False,
     allow_template_change: bool = False,
@@ -33,7 +38,8 @@ def load(
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
     ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
-    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one.
+    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. ``device_map``: the same by
+    transformers' name, for one device; a base is not spread over several.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
 
     Raises:
@@ -45,7 +51,7 @@ def load(
         raise LorakitError(
             f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
         )
-    folder, on = find_base(str(base), revision), _device(device)
+    folder, on = find_base(str(base), revision), _device(_one_device(device, device_map))
     model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
@@ -56,6 +62,23 @@ def load(
             allow_template_change=allow_template_change,
         )  # fmt: skip
     return adapted
+
+
+def _one_device(device: str | torch.device | None, device_map: Any) -> str | torch.device | None:
+    """Return the device that both arguments name.
+
+    Raises:
+        LorakitError: both are given, or ``device_map`` names no device, or several.
+    """
+    if device_map is None:
+        return device
+    chosen = device_map.get("") if isinstance(device_map, Mapping) and len(device_map) == 1 else device_map
+    if device is not None or not isinstance(chosen, str | torch.device) or chosen in SPREADING:
+        raise LorakitError(
+            f"device_map: {device_map!r}: lorakit loads a base on one device; say device='cuda:0' (None is the GPU if"
+            " there is one), and quantize='nf4' where it does not fit"
+        )
+    return chosen
 
 
 def _device(device: str | torch.device | None) -> torch.device:

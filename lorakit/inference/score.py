@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lorakit.data import find_sources
 from lorakit.data.chat_template import ChatTemplate
@@ -19,6 +19,8 @@ from lorakit.data.rows import BadRow, read_rows
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.measures import Measure
+from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
 SHOWN_ROWS: Final = 10
@@ -27,6 +29,13 @@ SHOWN_WRONG: Final = 5
 """wrong answers of one adapter on one file"""
 SHOWN_CHARACTERS: Final = 60
 """of an answer, in a line of the terminal"""
+
+
+class Answering(Protocol):
+    """A model whose prompts can be encoded."""
+
+    tokenizer: Any
+    prompts: PromptCodec
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Prediction:
         return self.text == self.row.expected
 
 
+NO_MEASURES: Final[Mapping[str, Measure]] = {}
 Answered = dict[tuple[str, str | None], list[Prediction]]
 """(file, adapter) -> its answers to the rows of the file"""
 
@@ -80,24 +90,28 @@ def score(
     ignore_keys: Collection[str] = (),
     skip_bad_rows: bool = False,
     predictions: Path | None = None,
+    measures: Mapping[str, Measure] = NO_MEASURES,
     say: Callable[[str], None] = print,
 ) -> Answered:
     """Return the greedy answers to the rows of each file in ``data``, and print the shares of exact ones.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
     ``skip_bad_rows``: leave out rows that cannot be asked, and name them. ``predictions``: a file for all answers.
+    ``measures``: besides exact match, by name.
 
     Raises:
         DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
     eval_rows = {
-        path: read_eval_rows(model, path, max_new_tokens=max_new_tokens, limit=limit, ignore_keys=ignore_keys)
+        path: read_eval_rows(
+            model, path, max_new_tokens=max_new_tokens, limit=limit, ignore_keys=ignore_keys, measures=measures
+        )
         for path in data
     }
     _check(eval_rows, skip_bad_rows)
-    answered = _score(model, data, eval_rows, max_new_tokens, say)
+    answered = _score(model, data, eval_rows, max_new_tokens, measures, say)
     if predictions is not None:
-        _write_predictions(predictions, answered, eval_rows)
+        _write_predictions(predictions, answered, eval_rows, measures)
     for path, adapters in data.items():
         # without the base's beside those of adapters
         for adapter in [name for name in adapters if name is not None] or adapters:
@@ -107,22 +121,27 @@ def score(
         if rows.problems:
             total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
             say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
-            say(_listed(rows.problems))
+            say(listed(rows.problems))
     return answered
 
 
 def read_eval_rows(
-    model: AdaptedModel,
-    path: str,
+    model: Answering,
+    path: str | tuple[str, ...],
     *,
     max_new_tokens: int = 128,
     limit: int | None = None,
     ignore_keys: Collection[str] = (),
+    split: str = "test",
+    measures: Mapping[str, Measure] = NO_MEASURES,
 ) -> EvalRows:
-    """Read the rows of a file (folder, hub data set) as ``data.eval`` is read, each with its prompt and answer."""
+    """Read the rows of files (folders, hub data sets) as ``data.eval`` is read, each with its prompt and answer.
+
+    A row whose answer one of the ``measures`` cannot be of is a problem.
+    """
     template = ChatTemplate(model.tokenizer)
     read = EvalRows([], {}, [])
-    lines = ((source.name, line, row) for source in find_sources(path, "test") for line, row in read_rows(source))
+    lines = ((source.name, line, row) for source in find_sources(path, split) for line, row in read_rows(source))
     for name, line, row in itertools.islice(lines, limit):
         location = f"{name}:{line}"
         try:
@@ -132,13 +151,15 @@ def read_eval_rows(
             if question.weight == 0:
                 read.zero_weight.append(location)
             else:
-                read.rows.append(_eval_row(model, location, question, max_new_tokens))
+                read.rows.append(_eval_row(model, location, question, max_new_tokens, measures))
         except (BadRow, LorakitError) as problem:
             read.problems[location] = str(problem)
     return read
 
 
-def _eval_row(model: AdaptedModel, location: str, question: Question, max_new_tokens: int) -> EvalRow:
+def _eval_row(
+    model: Answering, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
+) -> EvalRow:
     """Return a row with its tokens.
 
     Raises:
@@ -158,7 +179,10 @@ def _eval_row(model: AdaptedModel, location: str, question: Question, max_new_to
             f"its prompt has {len(ids)} tokens; with max_new_tokens {max_new_tokens} at most {limit - max_new_tokens}"
             " fit this base"
         )
-    return EvalRow(location, question, ids, expected.strip())
+    expected = expected.strip()
+    if problems := [text for measure in measures.values() if (text := measure.problem(expected)) is not None]:
+        raise BadRow(problems[0])
+    return EvalRow(location, question, ids, expected)
 
 
 def _score(
@@ -166,18 +190,23 @@ def _score(
     data: Mapping[str, Sequence[str | None]],
     eval_rows: Mapping[str, EvalRows],
     max_new_tokens: int,
+    measures: Mapping[str, Measure],
     say: Callable[[str], None],
 ) -> Answered:
     """Ask every row, and print a line for each file and adapter when it is answered."""
     width = max(map(len, [*data, "exact match"]))
     names = max(len(name or "") for adapters in data.values() for name in [*adapters, "answered by"])
-    say(f"{'exact match':<{width}}  {'answered by':<{names}}  {'right':>6}  {'rows':>6}  {'share':>6}")
+    others = {name: measure for name, measure in measures.items() if name != "exact_match"}
+    heads = "".join(f"  {name:>6}" for name in others)
+    say(f"{'exact match':<{width}}  {'answered by':<{names}}  {'right':>6}  {'rows':>6}  {'share':>6}{heads}")
     answered: Answered = {}
     for path, adapters in data.items():
         for adapter in adapters:
             answers = predict(model, eval_rows[path].rows, adapter, max_new_tokens)
             right, rows = sum(answer.correct for answer in answers), len(answers)
-            say(f"{path:<{width}}  {adapter or 'base':<{names}}  {right:>6}  {rows:>6}  {right / rows:>6.1%}")
+            texts = [answer.text for answer in answers], [answer.row.expected for answer in answers]
+            values = "".join(f"  {measure(*texts):>{max(6, len(name))}.1%}" for name, measure in others.items())
+            say(f"{path:<{width}}  {adapter or 'base':<{names}}  {right:>6}  {rows:>6}  {right / rows:>6.1%}{values}")
             answered[path, adapter] = answers
     return answered
 
@@ -198,18 +227,19 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
     if problems and not skip_bad_rows:
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
         raise DataError(
-            f"data: {len(problems)} of {total} rows cannot be asked:\n{_listed(problems)}\n"
+            f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"
             "Mend them, or leave them out, named and counted, with --on-bad-rows skip."
             " --ignore-keys is data.ignore_keys here; --max-new-tokens is the room for an answer"
         )
     for path, rows in eval_rows.items():
         if not rows.rows:
             zero = f", {len(rows.zero_weight)} of weight 0" if rows.zero_weight else ""
-            listed = f"\n{_listed(rows.problems)}" if rows.problems else ""
-            raise DataError(f"{path}: no rows to score{zero}{listed}")
+            reasons = f"\n{listed(rows.problems)}" if rows.problems else ""
+            raise DataError(f"{path}: no rows to score{zero}{reasons}")
 
 
-def _listed(problems: Mapping[str, str]) -> str:
+def listed(problems: Mapping[str, str]) -> str:
+    """Return a line for each of the first problems, and the number of the others."""
     lines = [f"  {location}: {problem}" for location, problem in itertools.islice(problems.items(), SHOWN_ROWS)]
     more = [f"  ... and {len(problems) - SHOWN_ROWS} more"] if len(problems) > SHOWN_ROWS else []
     return "\n".join([*lines, *more])
@@ -252,9 +282,12 @@ def _shortened(expected: str, got: str) -> list[str]:
     return cut
 
 
-def _write_predictions(path: Path, answered: Answered, eval_rows: Mapping[str, EvalRows]) -> None:
+def _write_predictions(
+    path: Path, answered: Answered, eval_rows: Mapping[str, EvalRows], measures: Mapping[str, Measure]
+) -> None:
     """Write a JSON line for each answer, and one for each row that was left out."""
     lines: list[dict[str, Any]] = []
+    of_rows = {name: measure.of_row for name, measure in measures.items() if measure.of_row is not None}
     for answer in itertools.chain.from_iterable(answered.values()):
         question = answer.row.question
         prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
@@ -262,6 +295,7 @@ def _write_predictions(path: Path, answered: Answered, eval_rows: Mapping[str, E
             {"row": answer.row.location, "adapter": answer.adapter, **prompt}
             | ({"tools": question.tools} if question.tools else {})
             | {"expected": answer.row.expected, "predicted": answer.text, "correct": answer.correct}
+            | {name: of_row(answer.text, answer.row.expected) for name, of_row in of_rows.items()}
         )
     for rows in eval_rows.values():
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]

@@ -4,6 +4,7 @@ Sharding engines gather a module's own parameters before its forward, so the ada
 The base's tensors keep their names: ``q_proj.weight`` is still ``q_proj.weight`` (decision 0001).
 """
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -20,6 +21,9 @@ class AdapterModule(nn.Module):
         super().__init__()
         self._trainable: dict[str, str] = {}  # name in the adapter -> name of the parameter here
         self._fixed: dict[str, str] = {}
+        # without its parameters, because engines shard and free those that are here; in a tuple, so that it is no child
+        self._original = (_without_parameters(base),)
+        self._dtypes = {name: tensor.dtype for name, tensor in base._parameters.items() if tensor is not None}
         for name, tensor in base._parameters.items():  # with the entries that are None, such as `bias`
             self.register_parameter(name, tensor)
         self.train(base.training)
@@ -44,6 +48,21 @@ class AdapterModule(nn.Module):
         self.register_parameter(name, nn.Parameter(tensor.detach().to(torch.float32, copy=True)))
         self._trainable[name] = name
 
+    def full_tensors(self) -> tuple[str, ...]:
+        """Return the names of the base's tensors that are trained in full here."""
+        return tuple(name for name in self._trainable if name in self._dtypes)
+
+    def original(self) -> nn.Module:
+        """Return the base's own layer, with its tensors that are here; those trained in full in the base's dtype."""
+        layer = copy.copy(self._original[0])
+        parameters = {name: self._parameters.get(name) for name in layer._parameters}
+        for name in self.full_tensors():
+            trained = self.get_parameter(name).detach().to(self._dtypes[name])
+            parameters[name] = nn.Parameter(trained, requires_grad=False)
+        layer.__dict__["_parameters"] = parameters
+        layer.__dict__["_buffers"] = {name: self._buffers.get(name, b) for name, b in layer._buffers.items()}
+        return layer.train(self.training)
+
     def adapter_tensors(self) -> dict[str, nn.Parameter]:
         """Return the trainable tensors by name, looked up in each call, because engines replace parameter objects."""
         return {name: self.get_parameter(attribute) for name, attribute in self._trainable.items()}
@@ -51,3 +70,9 @@ class AdapterModule(nn.Module):
     def fixed_tensors(self) -> dict[str, nn.Parameter]:
         """Return the adapter's tensors that are not trainable, by name."""
         return {name: self.get_parameter(attribute) for name, attribute in self._fixed.items()}
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    shell = copy.copy(module)
+    shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
+    return shell

@@ -59,7 +59,6 @@ class TrainableModule(FunctionalWrapper):
     def __init__(self, base: nn.Module, trainable: tuple[str, ...]) -> None:
         super().__init__(base)
         self.tied_name: str | None = None
-        self._dtypes = {name: self.get_parameter(name).dtype for name in self._parameter_names}
         for name in trainable:
             self.make_trainable(name)
         self.release_original()

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -221,6 +221,39 @@ def check_base(
         raise PatchError(
             f"{patch.folder}: was trained with another {changed} than {identity.files.folder} has, so the same prompt"
             f" is another text; put the trained one back{option}"
+        )
+
+
+def _read_flat(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat[start:stop].cpu()
+
+
+def check_live_base(patch: Patch, model: nn.Module) -> None:
+    """Raise an error if the weights of a model in memory are not those that the patch was trained on.
+
+    Only adapted weights are compared, by samples. A patch without a fingerprint passes.
+
+    Raises:
+        PatchError: other weights, also if they differ by the rounding of another dtype, or are quantised.
+    """
+    recorded = patch.metadata.get("base")
+    if recorded is None:
+        return
+    dtype = parse_dtype(recorded.get("rounded_to"))
+    names = [name for name, layer in patch.layers.items() if not layer.num_experts]
+    differing = []
+    for name in names:
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        flat = weight.detach().reshape(-1).to(dtype or weight.dtype)
+        actual = sample_digest(tuple(weight.shape), partial(_read_flat, flat))
+        if recorded["weights"].get(name) != actual:
+            differing.append(name)
+    if differing:
+        raise PatchError(
+            f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(names)} adapted"
+            f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
+            " training, counts as another. If you mean it all the same: allow_base_mismatch=True"
         )
 
 

@@ -76,7 +76,7 @@ class TokenRows:
 
     tokens: tuple[int, ...]
     """token ids"""
-    tensor: Tensor
+    tensor: Tensor = field(repr=False)
     """(tokens, width)"""
 
 

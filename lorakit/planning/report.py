@@ -97,7 +97,10 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
             helps = f"; fits with {change.overrides()}, {_peak(change)}" if change else ""
             lines.append(f"{candidate.backend:<11} needs {candidate.lacks}{helps}")
     if refused := [name for name in LAYOUTS if name not in estimator.backends]:
-        lines.append(f"left out    {', '.join(refused)}: refused with optimizer {estimator.recipe.train.optimizer}")
+        settings = estimator.recipe.train
+        reasons = [] if settings.optimizer == "adamw" else [f"optimizer {settings.optimizer}"]
+        reasons += [] if settings.eval_generate is None else ["eval_generate"]
+        lines.append(f"left out    {', '.join(refused)}: refused with {' and '.join(reasons) or 'train.compile'}")
     if best is None:
         return lines
     changes = f" with {best.overrides()}" if best.changes else ""

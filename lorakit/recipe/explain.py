@@ -103,7 +103,9 @@ def _message(problem: Any, keys: list[int | str]) -> str:
 
 def _nearest_keys(name: str, within: list[int | str]) -> str:
     """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
-    name = OTHER_NAMES.get(name, name)
+    if (own := OTHER_NAMES.get(name)) in _known_keys(within):
+        return f" Nearest: '{own}'."
+    name = own or name
     elsewhere = {key: section for section, keys in _sections().items() for key in keys}
     if name in elsewhere and name not in _known_keys(within):
         return f" Nearest: '{elsewhere[name]}.{name}'."

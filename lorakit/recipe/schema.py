@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
+from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
@@ -187,6 +188,8 @@ class TrainSection(Section):
     """Number of checkpoints that stay on disk while the run trains, besides the best one. At its end the last stays."""
     eval_every_steps: Count = 50
     """Optimizer updates between evaluations, if `data.eval` is given."""
+    eval_generate: Count | None = None
+    """Answer held-out rows at every n-th evaluation, and measure the answers (section `evaluation`). Null: never."""
     early_stopping_evals: Count | None = None
     """Stop after this many consecutive evaluations without a better loss."""
     select: Literal["last", "best"] = "last"
@@ -230,6 +233,7 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
     objective: ObjectiveSection = ObjectiveSection()
+    evaluation: EvaluationSection = EvaluationSection()
     output: Name
     """Folder of the run, to which the patch is written."""
 
@@ -247,6 +251,28 @@ class Recipe(Section):
         for key in ("select", "early_stopping_evals"):
             if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
                 raise ValueError(f"train.{key} needs held-out rows: set data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def _answers_need_rows_and_a_full_model(self) -> "Recipe":
+        if self.train.eval_generate is None:
+            if self.evaluation != EvaluationSection():
+                raise ValueError("evaluation: nothing is generated; set train.eval_generate, or leave the section out")
+            return self
+        if self.data.eval is None:
+            raise ValueError("train.eval_generate needs held-out rows: set data.eval")
+        backend, reason = self.parallel.backend, None
+        if self.parallel.offloads.streams:
+            reason = "offload: stream reads the base for every token"
+        elif self.parallel.offloads.parameters != "none" or backend not in ("single", "ddp", "auto"):
+            reason = f"backend {backend} shards or moves what every token needs"
+        elif self.train.compile:
+            reason = "train.compile compiles layers for steps"
+        if reason is not None:
+            raise ValueError(
+                f"train.eval_generate: {reason}; it goes with backend single or ddp. Leave it out, and score"
+                " checkpoints beside the run (lorakit score)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ RECORD: Final = "run.json"
 HARMLESS: Final = {  # keys that change the numbers of a run at most in their last digits
     "train.save_every_steps", "train.keep_checkpoints", "train.eval_every_steps", "train.log_to",
     "train.activation_checkpointing", "train.activation_offload", "train.compile", "train.micro_batch_size",
-    "data.cache_gb", "output",
+    "data.cache_gb", "output", "train.eval_generate", "evaluation.measures",
 }  # fmt: skip
 HARMLESS_BELOW: Final = "parallel."
 LENGTH: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
@@ -60,6 +60,10 @@ class RunRecord:
                     + "\n".join(lines[:SHOWN_CHANGES])
                     + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
                 )
+        if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
+            own, recipes = "objective=... of lorakit.train", "the recipe's objective"
+            before, now = (recipes, own) if facts.get("own_objective") else (own, recipes)
+            raise RunError(f"{self._path}: this run began with {before}, and goes on with {now}; use the same")
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
         start |= {"parallel": self.values["recipe"]["parallel"], "total_steps": facts["total_steps"]}
         self.values.setdefault("starts", []).append(start)
@@ -68,9 +72,9 @@ class RunRecord:
         self.values |= {"status": "running", **facts}
         write_json(self._path, self.values)
 
-    def finish(self, **facts: Any) -> None:
-        """Record how the run ended."""
-        self.values |= {"status": "finished", "facts_of_end": sorted(facts), **facts}
+    def finish(self, status: str = "finished", **facts: Any) -> None:
+        """Record how the run ended. ``status``: `stopped` for a run that goes on with the same recipe."""
+        self.values |= {"status": status, "facts_of_end": sorted(facts), **facts}
         write_json(self._path, self.values)
 
 

@@ -19,6 +19,7 @@ from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
+from lorakit.inference.measures import MEASURES, check_measures
 from lorakit.lora import attach, find_targets
 from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
@@ -30,8 +31,15 @@ from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import open_record, recorded_run
 from lorakit.run.trackers import check_trackers
+from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints, check_disk
-from lorakit.training.job import NOT_FUSED, check_vocabulary, choose_start, num_trainable, same_rows_note
+from lorakit.training.job import (
+    NOT_FUSED,
+    check_vocabulary,
+    choose_start,
+    num_trainable,
+    same_rows_note,
+)
 from lorakit.training.model_checks import check_positions, check_row_lengths
 from lorakit.training.resume import check_length
 
@@ -66,6 +74,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     attempt(check_prerequisites, recipe.parallel)
     attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
     attempt(check_trackers, recipe.train.log_to)
+    attempt(check_measures, recipe.evaluation.measures)
     if Path(recipe.output).exists():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
@@ -88,11 +97,20 @@ def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None
     if model is None or datasets is None:
         return
     attempt(check_positions, model, recipe.data.max_tokens)
+    if recipe.train.eval_generate is not None:
+        attempt(_check_answers, recipe, model, tokenizer, say)
     for rows in datasets:
         attempt(check_vocabulary, model, rows)
         attempt(check_row_lengths, model, rows)
     attempt(check_disk, recipe, len(datasets[0]), num_trainable(model))
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, len(datasets[0])))
+
+
+def _check_answers(recipe: Recipe, model: nn.Module, tokenizer: Any, say: Callable[[str], None]) -> None:
+    """Print how many held-out rows the run answers, when, and how they are measured."""
+    names = recipe.evaluation.measures
+    rows = rows_to_answer(recipe, TrainedModel(model, tokenizer), {name: MEASURES[name] for name in names})
+    say(f"\nanswers    {answers_line(recipe, rows, list(names))}")
 
 
 def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> nn.Module:

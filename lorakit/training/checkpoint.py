@@ -39,12 +39,17 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, patches: RunPatches | None = None) -> None:
         self._folder, self._keep, self._patches = folder, keep, patches
 
-    def save(self, engine: Engine, progress: Progress) -> None:
-        """Write a checkpoint of this step, unless there is one, and delete the oldest ones. Collective."""
+    def save(self, engine: Engine, progress: Progress) -> Path | None:
+        """Write a checkpoint of this step and delete the oldest ones. Returns its folder. Collective.
+
+        Returns None, and does nothing, if there is a checkpoint of this step.
+        """
         target = self._path(progress.step)
-        if not engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
-            state = engine.state_dict()
-            engine.group.run_on_rank_0(lambda: self._commit(target, state, progress))
+        if engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
+            return None
+        state = engine.state_dict()
+        engine.group.run_on_rank_0(lambda: self._commit(target, state, progress))
+        return target
 
     def _commit(self, target: Path, state: EngineState, progress: Progress) -> None:
         assert self._patches is not None

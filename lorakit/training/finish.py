@@ -26,16 +26,17 @@ OTHERS: Final = frozenset({"best", "last"})
 """folders of the output folder for the patch of the step that was not chosen"""
 
 
-def finish(job: Job, progress: Progress, record: RunRecord, seconds: float) -> None:
+def finish(job: Job, progress: Progress, record: RunRecord, seconds: float, stopped: str | None = None) -> None:
     """Write the patches, the picture of the loss and the record, then delete the older checkpoints. Collective.
 
     The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. seconds: the
-    duration since this start.
+    duration since this start. stopped: why a callback stopped the run; None if none did. A run that was stopped before
+    its first step has no patch.
     """
     group = job.engine.group
     tensors = job.engine.adapter_state_dict()
     ranks = group.all_gather(job.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
-    group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks))
+    group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks, stopped))
 
 
 def chosen_step(recipe: Recipe, progress: Progress) -> int:
@@ -76,15 +77,20 @@ def write_results(
     seconds: float,
     tensors: Mapping[str, Tensor],
     ranks: list[dict[str, Any]],
+    stopped: str | None,
 ) -> None:
     """Write the files of `finish`. Runs on rank 0 alone.
 
     tensors: the adapter after the last step. ranks: the layouts of all ranks.
     """
-    write_patches(job, progress, tensors)
+    if progress.step:
+        write_patches(job, progress, tensors)
+    why = stopped or early_stop(job, progress)
     draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
     record.finish(
+        status="stopped" if stopped else "finished",
         steps=progress.step,
+        best_step=progress.best_step,
         tokens=progress.tokens,
         label_tokens=progress.label_tokens,
         results=progress.results(chosen_step(job.recipe, progress), started=job.start is not None),
@@ -92,7 +98,7 @@ def write_results(
         ranks=ranks[1:],
         peak_memory_bytes=ranks[0]["peak_memory_bytes"],
         seconds_of_last_start=round(seconds, 2),
-        **({"stopped_early": why} if (why := early_stop(job, progress)) else {}),
+        **({"stopped_early": why} if why else {}),
         **({"compiled": job.compiled.stats()} if job.compiled else {}),
     )
     job.checkpoints.remove_all_but_newest()

@@ -45,8 +45,10 @@ from lorakit.recipe import AdapterSection, Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import recorded_run
+from lorakit.training.answers import Answers, open_answers
 from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.compile import CompiledLayers
+from lorakit.training.hooks import NO_HOOKS, Hooks
 from lorakit.training.model_checks import (
     check_causal,
     check_positions,
@@ -84,7 +86,8 @@ class Job:
 
     batches, eval_batches: this rank's rows; None if there are no held-out rows. total_steps: optimizer updates of the
     full run, those before a resume included. start: the patch that the adapter started from; None if it was untrained.
-    compiled: None unless train.compile is set.
+    compiled: None unless train.compile is set. own_objective: the caller gave it, instead of the recipe.
+    answers: None without train.eval_generate.
     """
 
     recipe: Recipe
@@ -102,6 +105,8 @@ class Job:
     architecture: str
     start: Start | None = None
     compiled: CompiledLayers | None = None
+    own_objective: bool = False
+    answers: Answers | None = None
 
     def data_facts(self) -> dict[str, Any]:
         """Return sources, digest and counts of the training and held-out rows, for records."""
@@ -118,11 +123,13 @@ def data_facts(rows: TokenDataset, eval_rows: TokenDataset | None) -> dict[str, 
     return {name: {"sources": r.sources, "digest": r.digest, **asdict(r.counts)} for name, r in sets.items()}
 
 
-def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start: Start | None = None) -> Job:
+def build_job(
+    recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start: Start | None = None, hooks: Hooks = NO_HOOKS
+) -> Job:
     """Load and connect all parts of a run. Collective.
 
     recorded: the run record of an interrupted run, whose choice of dtype is used once more; else empty. start: the
-    patch that the run starts from, read unless a checkpoint has the adapter.
+    patch that the run starts from, read unless a checkpoint has the adapter. hooks: the caller's functions.
 
     Raises:
         LorakitError: base, rows or targets are unusable, or differ between ranks.
@@ -144,12 +151,14 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(rows, eval_rows), start.facts() if start else None)
+    if hooks.objective is not None:
+        facts["own_objective"] = True
     # a pipeline's stage has some of the layers alone
     patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
     job = Job(
         recipe=recipe,
         output=output,
-        loss_model=LossModel(model, OBJECTIVES[recipe.objective.name]),
+        loss_model=LossModel(model, hooks.objective or OBJECTIVES[recipe.objective.name]),
         engine=engine,
         dtype=dtype,
         adapted=adapted,
@@ -161,6 +170,8 @@ def build_job(recipe: Recipe, engine: Engine, recorded: Mapping[str, Any], start
         total_steps=count_steps(recipe, len(rows)),
         architecture=type(model).__name__,
         start=start,
+        own_objective=hooks.objective is not None,
+        answers=group.run_on_all(lambda: open_answers(recipe, folder, model, hooks)),
     )
     _prepare_engine(job)
     # after the engine has filled the base, and before a step: what the checks choose is read in every forward

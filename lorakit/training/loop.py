@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
+from lorakit.inference.measures import check_measures
 from lorakit.launch.environment import World
 from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import distributed_engine
@@ -21,9 +23,12 @@ from lorakit.recipe import Recipe
 from lorakit.run.lock import locked
 from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
+from lorakit.run.result import read_result
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.run.trackers import check_trackers
+from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
 from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
+from lorakit.training.hooks import NO_HOOKS, Hooks
 from lorakit.training.job import Job, build_job, choose_start
 from lorakit.training.progress import Progress
 from lorakit.training.resume import go_on
@@ -40,6 +45,7 @@ def run(
     fresh: bool = False,
     why: str = "",
     say: Callable[[str], None] = announce,
+    hooks: Hooks = NO_HOOKS,
 ) -> Path:
     """Train a recipe's adapter, or resume it, in this process. Returns the folder of the patch.
 
@@ -47,26 +53,34 @@ def run(
 
     world: this process's rank and group, as its launcher set them; None if no launcher started it. fresh: discard
     what the output folder contains, instead of resuming. why: the reason for the values that `auto` keys were given,
-    for the record. say: prints the few lines before and after the run.
+    for the record. say: prints the few lines before and after the run. hooks: the caller's callbacks and functions.
 
     Raises:
-        LorakitError: a problem that the user can solve. Checkpoints stay.
+        LorakitError: a problem that the user can solve. Checkpoints stay. An error of a callback likewise.
         TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
     with catching_signals() as stop, distributed_engine(recipe, world, stop.defer) as engine:
         if not engine.group.is_rank_0:
             say = _print_nothing
-        return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say)
+        return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
 
 
 def run_on_engine(
-    engine: Engine, recipe: Recipe, stop: StopRequest, *, fresh: bool, why: str, say: Callable[[str], None]
+    engine: Engine,
+    recipe: Recipe,
+    stop: StopRequest,
+    *,
+    fresh: bool,
+    why: str,
+    say: Callable[[str], None],
+    hooks: Hooks = NO_HOOKS,
 ) -> Path:
     """Carry out `run` on an open engine: assemble the job, restore its newest checkpoint, train, write the patch."""
     output, group, start_time = Path(recipe.output), engine.group, time.monotonic()
     start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
     recipe = start.apply(recipe) if start else recipe
     settings = recipe.model_dump(mode="json")
+    callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
     with disk_full_as_retryable(output), ExitStack() as resources:
         record = group.run_on_rank_0(lambda: open_output_folder(output, settings, resources, fresh=fresh))
         if record.finished:
@@ -74,8 +88,9 @@ def run_on_engine(
             return output
 
         group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
+        group.run_on_rank_0(lambda: check_measures(recipe.evaluation.measures))
         say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
-        job = build_job(recipe, engine, record.values, start)
+        job = build_job(recipe, engine, record.values, start, hooks)
         if fresh:  # not before: a recipe that cannot run must discard nothing
             group.run_on_rank_0(lambda: discard(output))
         progress = job.checkpoints.restore(engine) or Progress()
@@ -93,42 +108,64 @@ def run_on_engine(
             shown=group.is_rank_0,
         ) as report:
             stop.defer()  # from here on the loop handles signals, after the step they interrupt
+            model = job.loss_model.model
+            callbacks.call("on_start", RunStart(output, recipe, model, progress.step, job.total_steps))
             with closing(Prefetcher(job.batches, job.total_steps)) as batches:
-                train_loop(job, batches, progress, report, stop)
+                stopped = train_loop(job, batches, progress, report, stop, callbacks)
 
-        finish(job, progress, record, time.monotonic() - start_time)
-        say(end_summary(job, progress))
+        finish(job, progress, record, time.monotonic() - start_time, stopped)
+        say(end_summary(job, progress, stopped))
+        if group.is_rank_0:
+            callbacks.call("on_end", read_result(output))
+            callbacks.raise_failure()
     return output
 
 
 def train_loop(
-    job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport, stop: StopRequest
-) -> None:
-    """Evaluate, save and step, until the last step or early stopping.
+    job: Job,
+    batches: Prefetcher,
+    progress: Progress,
+    report: Report | NullReport,
+    stop: StopRequest,
+    callbacks: Callbacks,
+) -> str | None:
+    """Evaluate, save and step, until the last step or early stopping. Returns why a callback stopped it, or None.
 
     Raises:
-        TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved.
+        TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved. An error of a callback
+        likewise.
     """
     while True:
-        improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop)
+        improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop, callbacks)
         interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
         done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
         save_is_due = progress.step % job.recipe.train.save_every_steps == 0
-        stopping = job.engine.group.any(stop.is_requested())  # decided together: all ranks stop after the same step
-        if progress.step and (save_is_due or done or improved or stopping):
+        # decided together: all ranks stop after the same step
+        stopping, ended = map(bool, job.engine.group.all_reduce_sum(stop.is_requested(), callbacks.has_ended))
+        if progress.step and (save_is_due or done or improved or stopping or ended):
             job.engine.set_phase(f"step {progress.step}: saving")
-            job.checkpoints.save(job.engine, progress)
+            folder = job.checkpoints.save(job.engine, progress)
+            if folder is not None:
+                callbacks.call("on_checkpoint", folder)
+            ended = job.engine.group.any(callbacks.has_ended)
+        if ended:
+            job.engine.group.run_on_all(callbacks.raise_failure)
         if done:
-            return
+            return None
+        if ended:
+            reason = job.engine.group.run_on_rank_0(lambda: callbacks.stopped)
+            return f"after step {progress.step} of {job.total_steps}: {reason}"
         if stopping:
             signal_name = next(filter(None, job.engine.group.all_gather(stop.signal_name)))
             saved = f"saved after step {progress.step}" if progress.step else "before the first step"
             raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
-        train_step(job, batches, progress, report)
+        train_step(job, batches, progress, report, callbacks)
 
 
-def train_step(job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport) -> None:
-    """Run one optimizer step, and add it to `progress` and `report`.
+def train_step(
+    job: Job, batches: Prefetcher, progress: Progress, report: Report | NullReport, callbacks: Callbacks
+) -> None:
+    """Run one optimizer step, add it to `progress` and `report`, and call the callbacks.
 
     Raises:
         RunError: the loss or gradient is not finite, or an adapter tensor never gets a gradient.
@@ -145,7 +182,10 @@ def train_step(job: Job, batches: Prefetcher, progress: Progress, report: Report
     progress.label_tokens += result.num_label_tokens
     if job.compiled:
         job.compiled.record_step(progress.step)
-    report.step(progress.step, result, time.perf_counter() - start_time)
+    seconds = time.perf_counter() - start_time
+    report.step(progress.step, result, seconds)
+    numbers = result.loss, result.learning_rate, result.grad_norm, result.num_tokens, result.num_label_tokens
+    callbacks.call("on_step", Step(progress.step, *numbers, seconds, result.metrics))
     if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, job.total_steps):
         check_gradients(job, progress)
 
@@ -171,8 +211,10 @@ def evaluation_is_due(job: Job, progress: Progress) -> bool:
     return progress.step % job.recipe.train.eval_every_steps == 0 or progress.step >= job.total_steps
 
 
-def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: StopRequest) -> bool:
-    """Write the held-out loss of this step into `progress`. True if a checkpoint should be saved as the new best.
+def evaluate(
+    job: Job, progress: Progress, report: Report | NullReport, stop: StopRequest, callbacks: Callbacks
+) -> bool:
+    """Write the held-out loss and measures of this step into `progress`. True: save a checkpoint, as the new best.
 
     Raises:
         RunError: the loss is not finite.
@@ -184,23 +226,21 @@ def evaluate(job: Job, progress: Progress, report: Report | NullReport, stop: St
     result = job.engine.evaluate(micro_batches, stop.is_requested)
     if result is None:
         return False
-    loss = result.loss
+    loss, measures = result.loss, dict[str, float]()
     if not math.isfinite(loss):
         raise RunError(
             f"step {progress.step}: the held-out loss is {loss}; look at the rows of data.eval, or lower"
             " train.learning_rate. Checkpoints are kept"
         )
-    progress.evaluated_step = progress.step
-    progress.last_eval_loss = loss
-    if progress.first_eval_loss is None:
-        progress.first_eval_loss = loss
-    # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
-    improved = progress.step > 0 and (progress.best_eval_loss is None or loss < progress.best_eval_loss)
-    if improved:
-        progress.best_eval_loss, progress.best_step, progress.evals_without_gain = loss, progress.step, 0
-    elif progress.step > 0:
-        progress.evals_without_gain += 1
+    if job.answers is not None and job.answers.are_due(progress.step, job.total_steps):
+        generated = job.answers.measure(job.engine, progress.step, stop.is_requested)
+        if generated is None:
+            return False
+        measures = generated
+        result = replace(result, metrics={**result.metrics, **measures})
+    improved = progress.add_evaluation(loss, measures, job.recipe.evaluation.best)
     report.evaluation(progress.step, result)
+    callbacks.call("on_evaluation", Evaluation(progress.step, loss, result.metrics))
     return improved
 
 
@@ -239,6 +279,8 @@ def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: 
         fused=job.adapted.fused.facts() if job.adapted.fused else {},
         **({"start": job.start.facts()} if job.start else {}),
         **({"auto": why} if why else {}),
+        **({"own_objective": True} if job.own_objective else {}),
+        **({"answers": job.answers.facts()} if job.answers else {}),
     )
 
 

@@ -1,6 +1,6 @@
 """The progress of a run: its counters and held-out losses, which every checkpoint stores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -8,7 +8,8 @@ class Progress:
     """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate.
 
     evaluated_step: the last step whose held-out loss was computed. best_step: None before the first evaluation of a
-    trained step.
+    trained step. first_measures, last_measures, best_measures: of the answers in the evaluations of these losses; empty
+    where none were generated.
     """
 
     step: int = 0
@@ -20,15 +21,43 @@ class Progress:
     best_eval_loss: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
+    first_measures: dict[str, float] = field(default_factory=dict)
+    last_measures: dict[str, float] = field(default_factory=dict)
+    best_measures: dict[str, float] = field(default_factory=dict)
+
+    def add_evaluation(self, loss: float, measures: dict[str, float], best: str) -> bool:
+        """Add the evaluation of this step. True if the step is the best one so far.
+
+        measures: of generated answers; empty if this evaluation did not generate. best: `loss`, or the measure that
+        decides; an evaluation without it decides nothing.
+        """
+        self.evaluated_step, self.last_eval_loss, self.last_measures = self.step, loss, measures
+        if self.first_eval_loss is None:
+            self.first_eval_loss, self.first_measures = loss, measures
+        # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
+        if self.step == 0 or best not in ("loss", *measures):
+            return False
+        if self.best_eval_loss is None:
+            improved = True
+        else:
+            improved = loss < self.best_eval_loss if best == "loss" else measures[best] > self.best_measures[best]
+        if improved:
+            self.best_eval_loss, self.best_step, self.evals_without_gain = loss, self.step, 0
+            self.best_measures = measures
+        else:
+            self.evals_without_gain += 1
+        return improved
 
     def results(self, step: int, *, started: bool) -> dict[str, float]:
-        """Return the held-out losses of a step as far as they are known, and the one before the first step.
+        """Return the held-out loss and measures of a step as far as they are known, and the loss before the first step.
 
         started: True if the run began with a patch, so that the first loss is not the base's.
         """
         losses = {"eval_loss_start" if started else "eval_loss_base": self.first_eval_loss}
+        measures: dict[str, float] = {}
         if step == self.evaluated_step:
-            losses["eval_loss"] = self.last_eval_loss
+            losses["eval_loss"], measures = self.last_eval_loss, self.last_measures
         elif step == self.best_step:
-            losses["eval_loss"] = self.best_eval_loss
-        return {name: loss for name, loss in losses.items() if loss is not None}
+            losses["eval_loss"], measures = self.best_eval_loss, self.best_measures
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        return known | {f"eval_{name}": value for name, value in measures.items()}

@@ -8,10 +8,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
@@ -19,28 +19,49 @@ from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
+from lorakit.training.hooks import NO_HOOKS, Hooks, check_hooks
+
+if TYPE_CHECKING:
+    from lorakit.objectives.objective import Objective
+    from lorakit.run.result import TrainResult
 
 
-def train(recipe: str | Path | Mapping[str, Any], *, fresh: bool = False, **overrides: Any) -> Path:
-    """Train the adapter of a recipe, and return the folder of its patch. ``recipe``: a file, or a file's content.
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    callbacks: Sequence[object] | None = None,
+    metrics: Mapping[str, Callable[[str, str], float]] | None = None,
+    objective: "Objective | None" = None,
+    **overrides: Any,
+) -> "TrainResult":
+    """Train the adapter of a recipe, and return what the run ended with: losses, evaluations, folders of patches.
 
     Launches the recipe's processes, unless a launcher such as torchrun has started this one.
 
-    fresh: discard what the output folder contains, instead of resuming. overrides: recipe keys, as in
-    `**{"train.learning_rate": 2e-3}`.
+    recipe: a file, or a file's content. fresh: discard what the output folder contains, instead of resuming.
+    callbacks: objects with some of the methods of `lorakit.Callback`. metrics: name -> function (predicted, expected)
+    -> number, a measure of answers beside those of `evaluation.measures`. objective: what to minimise instead of the
+    recipe's `objective`. overrides: recipe keys, as in `**{"train.learning_rate": 2e-3}`.
 
     Raises:
-        RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`.
+        RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`. An error of a callback, once
+        the state is saved.
     """
+    hooks = check_hooks(callbacks, metrics, objective)
+    if type(fresh) is not bool:
+        raise RecipeError(f"fresh: True or False, got {fresh!r}")
     texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
     with _recipe_file(recipe) as path:
         loaded = load_recipe(path, texts)
-        code = run_or_launch(loaded, path, texts, fresh=fresh)
+        code = run_or_launch(loaded, path, texts, fresh=fresh, hooks=hooks)
     if code:
         raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
             "the run's processes ended with an error; it is printed above"
         )
-    return Path(loaded.output)
+    from lorakit.run.result import read_result
+
+    return read_result(Path(loaded.output))
 
 
 @contextmanager
@@ -69,21 +90,31 @@ def _as_text(value: Any) -> str:
     raise TypeError(f"got {value!r}")
 
 
-def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "") -> int:
+def run_or_launch(
+    recipe: Recipe,
+    path: str | Path,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    why: str = "",
+    hooks: Hooks = NO_HOOKS,
+) -> int:
     """Train in this process, or launch the recipe's processes and wait. Returns their exit code, 0 if all went well.
 
     A launched process calls this function too: it finds its rank in its environment, and trains.
 
     path, overrides: the origin of `recipe`, from which launched processes load it once more. why: the reason for the
-    values of `auto` keys, if they have been chosen; else they are chosen here, once for all processes.
+    values of `auto` keys, if they have been chosen; else they are chosen here, once for all processes. hooks: objects
+    of the caller, which processes that are launched here cannot have.
 
     Raises:
         LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
+    hooks.check_answers(recipe.train.eval_generate)
     limit_kernel_caches()
     world = current_process(recipe, os.environ)
     if world is not None:
-        return _train_here(recipe, world, fresh=fresh, why=why)
+        return _train_here(recipe, world, fresh=fresh, why=why, hooks=hooks)
     require_one_machine(
         nodes=recipe.parallel.nodes,
         processes=recipe.parallel.processes,
@@ -98,7 +129,8 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
         recipe, values, why = choice.apply(recipe), choice.values, choice.why
     parallel = recipe.parallel
     if not parallel.is_distributed:
-        return _train_here(recipe, None, fresh=fresh, why=why)
+        return _train_here(recipe, None, fresh=fresh, why=why, hooks=hooks)
+    hooks.check_launch(parallel.processes)
     find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from every process
     command = [
         *(sys.executable, "-m", "lorakit.cli", "train", str(path)),
@@ -106,14 +138,15 @@ def run_or_launch(recipe: Recipe, path: str | Path, overrides: Sequence[str], *,
         *(f"{key}={value}" for key, value in values.items()),
         *(["--fresh"] if fresh else []),
         *(["--why", why] if why else []),
+        *(part for file in hooks.metric_files for part in ("--metric", file)),
     ]
     return launch(command, processes=parallel.processes, max_restarts=parallel.max_restarts)
 
 
-def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str) -> int:
+def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str, hooks: Hooks) -> int:
     from lorakit.training.loop import run
 
-    run(recipe, world, fresh=fresh, why=why)
+    run(recipe, world, fresh=fresh, why=why, hooks=hooks)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Describe a run in a few lines before it starts and after it has ended, from measured facts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lorakit.run.report import perplexity
@@ -40,6 +41,8 @@ def start_summary(
             if job.eval_batches
             else "none (data.eval): no held-out loss is measured",
         ),
+        *([("objective", "the caller's own (objective=...)")] if job.own_objective else []),
+        *([("answers", job.answers.summary())] if job.answers else []),
         *([("note", note)] if (note := _same_rows(job)) else []),
         (
             "steps",
@@ -98,21 +101,33 @@ def _quantisation(job: Job) -> str | None:
     return f"{facts['name']}{' with quantised scales' if facts['double'] else ''}, {len(facts['layers'])} layers"
 
 
-def end_summary(job: Job, progress: Progress) -> str:
-    """Return the lines after training: losses on held-out rows, and the files of the run."""
+def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str:
+    """Return the lines after training: losses on held-out rows, and the files of the run.
+
+    stopped: why a callback stopped the run; None if none did.
+    """
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
         first = "at the start" if job.start else "base alone"
-        rows = [(first, progress.first_eval_loss), ("last step", progress.last_eval_loss)]
+        rows = [
+            (first, progress.first_eval_loss, progress.first_measures),
+            ("last step", progress.last_eval_loss, progress.last_measures),
+        ]
         if progress.best_eval_loss is not None and progress.best_step != progress.step:
-            rows.append((f"best step ({progress.best_step})", progress.best_eval_loss))
-        lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}"]
-        lines += [f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" for name, loss in rows]
+            rows.append((f"best step ({progress.best_step})", progress.best_eval_loss, progress.best_measures))
+        names = list(progress.last_measures)
+        lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names)]
+        lines += [
+            f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
+            for name, loss, measures in rows
+        ]
     if job.compiled:
         text = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
         lines += ["", f"compiled   {text}"]
-    if (why := early_stop(job, progress)) is not None:
+    if (why := stopped or early_stop(job, progress)) is not None:
         lines += ["", f"stopped    {why}"]
+    if not progress.step:
+        return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])
     step, base = chosen_step(job.recipe, progress), job.recipe.base
     tokenizer = f" --tokenizer {base.tokenizer}" if base.tokenizer else ""
     lines += [
@@ -122,6 +137,11 @@ def end_summary(job: Job, progress: Progress) -> str:
         f"try it     lorakit generate {base.model}{tokenizer} --adapter a={job.output} --prompt '...'",
     ]
     return "\n".join(lines)
+
+
+def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
+    columns = [(f"{measures[name]:.1%}" if name in measures else "-", max(8, len(name))) for name in names]
+    return "".join(f"  {text:>{width}}" for text, width in columns)
 
 
 def _other(job: Job, name: str, step: int) -> str:

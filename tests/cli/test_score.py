@@ -133,3 +133,22 @@ def test_rows_that_cannot_be_asked_stop_it_or_are_left_out_by_name(
     assert table(lines) == [[str(rows), "base", "0", "1", "0.0%"]]
     assert lines[-2] == f"left out 1 of 2 rows of {rows}, which cannot be asked:"
     assert lines[-1].startswith(f"  {rows}:1: its prompt has ")
+
+
+def test_other_measures_stand_beside_exact_match_and_in_the_predictions(
+    base: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def half(predicted, expected):\n    return 0.5\n")
+    own, file = f"{tmp_path}/own.py:half", tmp_path / "answers.jsonl"
+    code, lines, _ = said(capsys, "score", base, "--data", rows, "--measure", "prefix", "--metric", own,
+                          "--predictions", file)  # fmt: skip
+
+    assert code == 0
+    assert lines[0].split()[-3:] == ["share", "prefix", "half"]
+    assert table(lines) == [[str(rows), "base", "0", "2", "0.0%", "0.0%", "50.0%"]]
+    assert [(line["prefix"], line["half"]) for line in map(json.loads, file.read_text().splitlines())] == [
+        (0.0, 0.5)
+    ] * 2
+    code, _, err = said(capsys, "score", base, "--data", rows, "--measure", "numeric")
+    assert code == 2
+    assert "its answer has no number for numeric to compare" in err

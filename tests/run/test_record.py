@@ -19,6 +19,7 @@ REFUSED = {
     "train.batch_size", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.optimizer",
     "train.loraplus_lr_ratio", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay",
     "train.max_grad_norm", "train.seed", "objective.name",
+    "evaluation.best", "evaluation.max_new_tokens", "evaluation.num_rows",
 }  # fmt: skip
 """keys that change the numbers of a run, or what they mean: a new key goes here, or into `HARMLESS` with a reason"""
 

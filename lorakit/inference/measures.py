@@ -1,0 +1,196 @@
+"""Measure answers against the expected ones: the measures of `score` and of evaluations in training.
+
+A measure is a share from 0 to 1, the mean over rows, or for BLEU a function of all rows together.
+"""
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import DataError, LorakitError, RunError, did_you_mean
+
+RowMeasure = Callable[[str, str], float]
+"""(predicted, expected) -> value of one row"""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure: of single rows, or of all rows together.
+
+    problem: expected answer -> why it cannot be measured, or None. package: that it needs, besides lorakit's own.
+    """
+
+    of_row: RowMeasure | None = None
+    of_all: Callable[[Sequence[str], Sequence[str]], float] | None = None
+    problem: Callable[[str], str | None] = lambda expected: None
+    package: str | None = None
+
+    def __call__(self, predicted: Sequence[str], expected: Sequence[str]) -> float:
+        """Return the measure of answers, at least one."""
+        if self.of_all is not None:
+            return self.of_all(predicted, expected)
+        assert self.of_row is not None
+        return sum(map(self.of_row, predicted, expected)) / len(predicted)
+
+
+def _last_number(text: str) -> Decimal | None:
+    """Return the last number of a text, read with or without commas between its thousands."""
+    numbers = re.findall(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _numeric(predicted: str, expected: str) -> float:
+    return float(_last_number(predicted) == _last_number(expected))
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json_fields(predicted: str, expected: str) -> float:
+    """Return the share of equal fields among those of either object: a missing and an added one count alike."""
+    right, got = _json_object(expected) or {}, _json_object(predicted)
+    if got is None:
+        return 0.0
+    keys = right.keys() | got.keys()
+    # as text, because 1 == True in Python
+    equal = sum(key in right and key in got and _canonical(right[key]) == _canonical(got[key]) for key in keys)
+    return equal / len(keys) if keys else 1.0
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+@cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+
+
+def _rouge(kind: str, predicted: str, expected: str) -> float:
+    return float(_rouge_scorer().score(expected, predicted)[kind].fmeasure)
+
+
+def _bleu(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    from sacrebleu import corpus_bleu
+
+    return float(corpus_bleu(list(predicted), [list(expected)], force=True).score) / 100
+
+
+def _no_number(expected: str) -> str | None:
+    return "its answer has no number for numeric to compare" if _last_number(expected) is None else None
+
+
+def _no_object(expected: str) -> str | None:
+    return "its answer is no JSON object for json_fields to compare" if _json_object(expected) is None else None
+
+
+def _rouge_of(kind: str) -> Measure:
+    return Measure(partial(_rouge, kind), package="rouge_score")
+
+
+MEASURES: Final[Mapping[str, Measure]] = {
+    "exact_match": Measure(lambda predicted, expected: float(predicted == expected)),
+    "prefix": Measure(lambda predicted, expected: float(predicted.startswith(expected))),
+    "numeric": Measure(_numeric, problem=_no_number),
+    "json_fields": Measure(_json_fields, problem=_no_object),
+    "rouge_1": _rouge_of("rouge1"),
+    "rouge_2": _rouge_of("rouge2"),
+    "rouge_l": _rouge_of("rougeL"),
+    "bleu": Measure(of_all=_bleu, package="sacrebleu"),
+}
+"""name in a recipe and on the command line -> measure"""
+
+
+def check_measures(names: Collection[str]) -> None:
+    """Return if the packages of these measures are installed.
+
+    Raises:
+        RunError: names those that are not, with the command that installs them. LorakitError: an unknown measure.
+    """
+    for name in names:
+        if name not in MEASURES:
+            raise LorakitError(
+                f"measure {name!r}: one of {', '.join(MEASURES)}.{did_you_mean(name, MEASURES)} A function of your own"
+                " is named with --metric FILE:FUNCTION (metrics= in Python)"
+            )
+    packages = {name: MEASURES[name].package for name in names}
+    missing = {name: package for name, package in packages.items() if package and not importlib.util.find_spec(package)}
+    if missing:
+        raise RunError(
+            f"measures: {', '.join(missing)}: {', '.join(sorted(set(missing.values())))} not installed:"
+            " pip install 'lorakit[eval]'"
+        )
+
+
+def chosen_measures(names: Collection[str], metrics: Mapping[str, RowMeasure]) -> dict[str, Measure]:
+    """Return measures by name, and functions of the caller's as measures, checked in every call.
+
+    Raises:
+        LorakitError: as `check_measures`, or a function has the name of a measure.
+    """
+    check_measures(names)
+    for name in metrics:
+        if name in MEASURES or not name.isidentifier():
+            raise LorakitError(f"metric {name!r}: the name of a measure, or no name; rename the function")
+    return {name: MEASURES[name] for name in names} | {
+        name: Measure(partial(_checked, name, function)) for name, function in metrics.items()
+    }
+
+
+def _checked(name: str, function: RowMeasure, predicted: str, expected: str) -> float:
+    value = function(predicted, expected)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"metric {name}: a number for each row, got {value!r} for the answer {predicted[:60]!r} where"
+            f" {expected[:60]!r} is expected"
+        )
+    return float(value)
+
+
+def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:
+    """Return name -> function of FILE:FUNCTION items. The file's code runs.
+
+    Raises:
+        LorakitError: no such file or function, or an item of another form.
+    """
+    metrics: dict[str, RowMeasure] = {}
+    for item in items:
+        file, colon, name = item.rpartition(":")
+        if not colon or not file.endswith(".py") or not name.isidentifier():
+            raise LorakitError(f"--metric {item!r}: write it as FILE.py:FUNCTION")
+        if not Path(file).is_file():
+            raise LorakitError(f"--metric {item!r}: there is no file {file}")
+        if name in metrics:
+            raise LorakitError(f"--metric {item!r}: the name {name!r} is given twice")
+        metrics[name] = _load_function(file, name)
+    return metrics
+
+
+def _load_function(file: str, name: str) -> RowMeasure:
+    spec = importlib.util.spec_from_file_location(f"lorakit_metric_{Path(file).stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise LorakitError(f"--metric {file}:{name}: the file fails: {type(problem).__name__}: {problem}") from problem
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise LorakitError(f"--metric {file}:{name}: the file has no function of that name.{did_you_mean(name, names)}")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,150 @@
+"""Put a patch on a torch model that the caller holds, take an adapter off it, or merge the adapter into it.
+
+Invariant: a call that raises an error leaves the model as it was. Only `merge_into` changes weights of the base, and it
+replaces parameters: no tensor of the base is written.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lorakit.base.start_patch import patch_settings
+from lorakit.errors import PatchError, TargetError
+from lorakit.inference.bind import merged_tensors
+from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
+from lorakit.lora.inject import checkpoint_tensors, replace_module
+from lorakit.lora.module import AdapterModule
+from lorakit.patch import BaseShapes, Patch, check_fits, patch_from_model, read_patch, with_head_names
+from lorakit.patch.fingerprint import check_live_base
+from lorakit.patch.onto_model import adapter_from_patch
+
+
+def load_patch(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dropout: float = 0.0,
+    allow_base_mismatch: bool = False,
+    allow_edited_config: bool = False,
+) -> nn.Module:
+    """Put a patch on any torch model, in place: the base is frozen, and the adapter goes on learning if you train it.
+
+    The inverse of ``save_patch``. Returns the same model.
+
+    dropout: of the adapter, in training. allow_base_mismatch: accept a model with other weights than the patch was
+    trained on, or loaded in another dtype than the base's files have. allow_edited_config: as in ``lorakit.load``.
+
+    Raises:
+        PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an adapter.
+    """
+    _check_model(model, "load_patch puts a patch on")
+    if any(isinstance(module, AdapterModule) for module in model.modules()):
+        raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
+    if not 0 <= dropout < 1:
+        raise TargetError(f"load_patch: 0 <= dropout < 1; got {dropout}")
+    patch, shapes = read_patch(folder, allow_edited_config=allow_edited_config), BaseShapes.of(model)
+    patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
+    check_fits(patch, shapes, type(model).__name__)
+    if not allow_base_mismatch:
+        check_live_base(patch, model)
+    spec = AdapterSpec(**{**patch_settings(patch), "dropout": dropout})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        attach(model, find_targets(model, spec), spec, seed=0)
+        values = adapter_from_patch(model, _without_base_copies(patch, model))
+    except (PatchError, TargetError):
+        restore_layers(model)  # with the base's own values still
+        for parameter in trainable:
+            parameter.requires_grad_()
+        raise
+    tensors = checkpoint_tensors(model)
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+    return model
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Take the adapter off a model from ``inject`` or ``load_patch``, in place: every layer is the base's own.
+
+    The base stays frozen. Returns the same model.
+
+    Raises:
+        TargetError: no adapter, or one that trained tensors of the base in full, whose own values are gone.
+    """
+    _check_adapted(model, "remove takes the adapter off")
+    full = [f"{name}.{key}" for name, module in adapter_modules(model) for key in module.full_tensors()]
+    if full:
+        raise TargetError(
+            f"remove: the adapter trained {full[0]}{' and others' if len(full) > 1 else ''} in full, so the base's own"
+            " values are gone; load the base again, or merge the adapter: lorakit.merge_into(model)"
+        )
+    restore_layers(model)
+    return model
+
+
+def merge_into(model: nn.Module) -> nn.Module:
+    """Merge the adapter of a model from ``inject`` or ``load_patch`` into its weights, in place.
+
+    Each changed weight is the float64 sum W + s B A rounded once to its dtype, as `lorakit merge` writes it. The layers
+    are the base's own, and the adapter is gone. Returns the same model.
+
+    Raises:
+        TargetError: no adapter, a base that is quantised, or a value that does not fit its dtype. PatchError: a value
+        is not finite.
+    """
+    _check_adapted(model, "merge_into merges the adapter of")
+    tensors = checkpoint_tensors(model)
+    values = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()}
+    patch = patch_from_model(model, values, metadata={}, base_model=None)
+    restored = restore_layers(model)
+    try:
+        merged = merged_tensors(patch, model, BaseShapes.of(model))
+    except PatchError as problem:
+        for layer, adapted in restored:
+            replace_module(model, layer, adapted)
+        raise TargetError(f"merge_into: {problem}") from None
+    for name, tensor in merged.items():
+        module, _, key = name.rpartition(".")
+        model.get_submodule(module).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
+def restore_layers(model: nn.Module) -> list[tuple[nn.Module, AdapterModule]]:
+    """Put the base's own layers back, in place; returns each with the adapted layer that it replaced."""
+    pairs = [(adapted.original(), adapted) for _, adapted in adapter_modules(model)]
+    for layer, adapted in pairs:
+        replace_module(model, adapted, layer)
+    return pairs
+
+
+def _check_model(model: object, sentence: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            f"{sentence} a torch model, got a {type(model).__name__}; the adapters of lorakit.load are changed by its"
+            " load_adapter, unload_adapter and merged"
+        )
+
+
+def _check_adapted(model: object, sentence: str) -> None:
+    _check_model(model, sentence)
+    assert isinstance(model, nn.Module)
+    if not any(adapter_modules(model)):
+        raise TargetError(f"{sentence} a model from lorakit.inject or lorakit.load_patch, and this one has none")
+
+
+def _without_base_copies(patch: Patch, model: nn.Module) -> Patch:
+    """Return the patch without full tensors that are the base's own: PEFT saves such copies of embeddings."""
+    trained = checkpoint_tensors(model)
+    names = [
+        name
+        for name, tensor in patch.full_tensors.items()
+        if name in trained or not torch.equal(tensor, model.get_parameter(name).detach().to("cpu", tensor.dtype))
+    ]
+    return replace(
+        patch,
+        full_tensors={name: patch.full_tensors[name] for name in names},
+        full_shapes={name: patch.full_shapes[name] for name in names},
+    )

@@ -1,0 +1,164 @@
+"""Evaluate by generating: the run's own model answers held-out rows, and the answers are measured.
+
+Law: a run with these evaluations trains the same adapter, to the bit, as one without. Nothing random is drawn, no
+tensor is written, and each module is in the mode in which it was. The base is in memory once.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+from torch import nn
+
+from lorakit.base.find import find_tokenizer
+from lorakit.base.load import generation_settings, load_tokenizer
+from lorakit.decoding.generation import Generation
+from lorakit.decoding.slot_model import SlotModel
+from lorakit.errors import DataError
+from lorakit.inference.generate import answer_all, slots_of
+from lorakit.inference.measures import Measure, chosen_measures
+from lorakit.inference.prompts import PromptCodec
+from lorakit.inference.score import EvalRows, listed, read_eval_rows
+from lorakit.lora.routing import Route
+from lorakit.parallel import Engine
+from lorakit.recipe import Recipe
+from lorakit.training.hooks import Hooks
+
+CHUNK_ROWS: Final = 64
+"""rows of a process that are answered between two looks at signals"""
+
+
+@final
+@dataclass
+class TrainedModel:
+    """The model of a run as decoding calls it. Its adapter is in its layers, so routes choose nothing."""
+
+    model: nn.Module
+    tokenizer: Any
+    prompts: PromptCodec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = PromptCodec(self.model, self.tokenizer)
+        # neutral, because transformers reads every setting from here that `generate` is not passed
+        self.model.generation_config = generation_settings()
+
+    def run(self, route: Route, **inputs: Any) -> Any:
+        """Run the model's own forward."""
+        return self.model(**inputs)
+
+    def routed(self, route: Route) -> AbstractContextManager[None]:
+        """Return a context that chooses nothing."""
+        return nullcontext()
+
+
+@final
+class Answers:
+    """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures."""
+
+    def __init__(self, recipe: Recipe, model: TrainedModel, rows: EvalRows, measures: Mapping[str, Measure]) -> None:
+        self._recipe, self._model, self.rows, self._measures = recipe, model, rows, measures
+        self._slots: SlotModel | None = None
+        self._has_slots = False
+
+    def are_due(self, step: int, total_steps: int) -> bool:
+        """True if the evaluation of this step generates: every n-th one, and the last."""
+        settings = self._recipe.train
+        assert settings.eval_generate is not None
+        return step % (settings.eval_every_steps * settings.eval_generate) == 0 or step >= total_steps
+
+    def measure(self, engine: Engine, step: int, stop: Callable[[], bool]) -> dict[str, float] | None:
+        """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective."""
+        group, rows = engine.group, self.rows.rows
+        own, answers = rows[group.rank :: group.size], list[str]()
+        longest = math.ceil(len(rows) / group.size)
+        for start in range(0, longest, CHUNK_ROWS):  # as often on every rank
+            if group.any(stop()):
+                return None
+            engine.set_phase(f"step {step}: answering held-out rows, {start * group.size} of {len(rows)} done")
+            answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
+        parts = group.all_gather(answers)
+        predicted = [parts[index % group.size][index // group.size] for index in range(len(rows))]
+        expected = [row.expected for row in rows]
+        return group.run_on_rank_0(
+            lambda: {name: measure(predicted, expected) for name, measure in self._measures.items()}
+        )
+
+    def _answer(self, rows: list[Any]) -> list[str]:
+        """Return the greedy answers to some rows."""
+        if not rows:
+            return []
+        codec = self._model.prompts
+        settings = codec.settings(self._recipe.evaluation.max_new_tokens, temperature=0.0, top_p=1.0, seed=0)
+        generations = [Generation(None, row.ids, settings) for row in rows]
+        with evaluating(self._model.model):
+            if not self._has_slots:
+                self._slots, self._has_slots = slots_of(self._model), True
+            answer_all(self._model, self._slots, generations, codec)
+        return [codec.decode(one.ids()).strip() for one in generations]
+
+    def summary(self) -> str:
+        """Return what is answered and measured, as a line of the first summary."""
+        return answers_line(self._recipe, self.rows, list(self._measures))
+
+    def facts(self) -> dict[str, int]:
+        """Return the counts of rows, for run.json."""
+        return {"rows": len(self.rows.rows), "left_out": len(self.rows.problems)}
+
+
+def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
+    """Return how many held-out rows are answered, when, and how they are measured."""
+    every = recipe.train.eval_generate
+    when = "every evaluation" if every == 1 else f"every {every} evaluations, and the last"
+    text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"
+    for location, problem in list(rows.problems.items())[:1]:
+        text += f"; {len(rows.problems):,} left out (first {location}: {problem})"
+    return text
+
+
+def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -> Answers | None:
+    """Return the answers of a run on the base in a folder; None without `train.eval_generate`.
+
+    Raises:
+        RunError: a measure's package is missing. DataError: no held-out row can be answered.
+    """
+    if recipe.train.eval_generate is None:
+        return None
+    measures = chosen_measures(recipe.evaluation.measures, hooks.metrics)
+    trained = TrainedModel(model, load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
+    return Answers(recipe, trained, rows_to_answer(recipe, trained, measures), measures)
+
+
+def rows_to_answer(recipe: Recipe, model: TrainedModel, measures: Mapping[str, Measure]) -> EvalRows:
+    """Return the held-out rows that can be answered, and the reasons of the others.
+
+    Raises:
+        DataError: none can.
+    """
+    assert recipe.data.eval is not None
+    settings = recipe.evaluation
+    rows = read_eval_rows(
+        model, recipe.data.eval, max_new_tokens=settings.max_new_tokens, limit=settings.num_rows,
+        ignore_keys=recipe.data.ignore_keys, split=recipe.data.hub_eval_split, measures=measures,
+    )  # fmt: skip
+    if not rows.rows:
+        raise DataError(
+            f"train.eval_generate: none of the {len(rows.problems)} held-out rows can be answered"
+            f" (evaluation.max_new_tokens: {settings.max_new_tokens}):\n{listed(rows.problems)}"
+        )
+    return rows
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation in the block, and each of its modules back to its own mode after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

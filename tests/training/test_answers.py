@@ -1,0 +1,228 @@
+"""Evaluations that generate: what they measure, and that the run they look at does not notice them."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lorakit
+from lorakit.cli import main
+from lorakit.errors import LorakitError, RecipeError
+from lorakit.files.safetensors import open_tensors
+from lorakit.inference.measures import load_metrics
+from lorakit.inference.score import score
+from lorakit.parallel.single import SingleEngine
+from lorakit.recipe import load_recipe
+from lorakit.run.metrics import read_metrics
+from lorakit.run.result import read_result
+from lorakit.training.answers import Answers
+from lorakit.training.progress import Progress
+from tests.helpers.fork_server import ROOT, run_python
+from tests.helpers.rows import chat, write_rows
+
+Recipe = Callable[..., Path]
+METRIC = "def length(predicted, expected):\n    return len(predicted) / 100\n"
+
+
+def write(recipe: Recipe, **sections: Any) -> dict[str, Any]:
+    """Return the content of a recipe of four steps that answers eight rows at every evaluation."""
+    train = {"steps": 4, "batch_size": 4, "warmup_steps": 0, "eval_every_steps": 2, "eval_generate": 1}
+    sections["train"] = {**train, **sections.get("train", {})}
+    sections["evaluation"] = {"max_new_tokens": 20, "num_rows": 8, **sections.get("evaluation", {})}
+    content: dict[str, Any] = json.loads(recipe(**sections).read_text())
+    return content
+
+
+def without(content: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Return the same recipe without answers."""
+    train = {key: value for key, value in content["train"].items() if key != "eval_generate"}
+    return {key: value for key, value in content.items() if key != "evaluation"} | {
+        "train": train,
+        "output": str(output),
+    }
+
+
+def tensors(file: Path) -> dict[str, torch.Tensor]:
+    opened = open_tensors(file)
+    return {name: opened.read(name) for name in opened.entries}
+
+
+def assert_same_state(one: Path, two: Path) -> None:
+    """Assert that two runs have the same adapter and optimizer state, to the bit."""
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        first, second = (next(folder.glob(f"checkpoints/*/{name}")) for folder in (one, two))
+        a, b = tensors(first), tensors(second)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Watch:
+    """Notes what a step could depend on besides its rows."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_start(self, run: Any) -> None:
+        self._model = run.model
+
+    def on_step(self, step: Any) -> None:
+        modes = [module.training for module in self._model.modules()]
+        self.states.append((step.loss, step.grad_norm, torch.get_rng_state().tolist(), modes))
+
+
+def test_a_run_is_the_same_to_the_bit_with_answers_and_without(recipe: Recipe, tmp_path: Path) -> None:
+    content = write(recipe, adapter={"dropout": 0.3})
+    watches = Watch(), Watch()
+    with_answers = lorakit.train(content, callbacks=[watches[0]])
+    alone = lorakit.train(without(content, tmp_path / "alone"), callbacks=[watches[1]])
+
+    assert watches[0].states == watches[1].states
+    assert_same_state(with_answers.folder, alone.folder)
+    assert "eval_exact_match" in with_answers.evaluations[0]
+    assert "eval_exact_match" not in alone.evaluations[0]
+
+
+def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everywhere(
+    recipe: Recipe, base: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def starts_alike(predicted: str, expected: str) -> float:
+        seen.append((predicted, expected))
+        return float(predicted[:1] == expected[:1])
+
+    content = write(recipe, train={"learning_rate": 0.05}, evaluation={"measures": ["exact_match", "prefix"]})
+    result = lorakit.train(content, metrics={"starts_alike": starts_alike})
+    said = capsys.readouterr()
+
+    asked = score(lorakit.load(base, {"a": result}, dtype="float32"), {str(rows): [None, "a"]}, max_new_tokens=20,
+                  skip_bad_rows=True, limit=8)  # fmt: skip
+    for index, adapter in ((0, None), (2, "a")):
+        expected = [(one.text, one.row.expected) for one in asked[str(rows), adapter]]
+        assert seen[index * len(expected) : (index + 1) * len(expected)] == expected
+    last = result.evaluations[-1]
+    assert {"eval_exact_match", "eval_prefix", "eval_starts_alike", "eval_accuracy"} <= last.keys()
+    run = json.loads((result / "run.json").read_text())
+    assert run["answers"] == {"rows": len(asked[str(rows), "a"]), "left_out": 8 - len(asked[str(rows), "a"])}
+    assert run["results"]["eval_starts_alike"] == last["eval_starts_alike"] > 0
+    assert "eval_starts_alike" in (result / "README.md").read_text()
+    assert "held-out rows at every evaluation: exact_match, prefix, starts_alike; " in said.out
+    assert "perplexity  exact_match    prefix  starts_alike" in said.out
+    assert "starts_alike 0." in said.err
+
+
+def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:
+    write(recipe, train={"eval_every_steps": 5, "eval_generate": 3})
+    answers = Answers(load_recipe(tmp_path / "recipe.yaml"), Any, Any, {})  # type: ignore[arg-type]
+    assert [step for step in range(0, 38, 5) if answers.are_due(step, 38)] == [0, 15, 30]
+    assert answers.are_due(38, 38)
+
+
+def test_a_signal_while_rows_are_answered_loses_nothing(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = lorakit.train(write(recipe, output=str(tmp_path / "full")))
+    content = write(recipe)
+    evaluate, calls = SingleEngine.evaluate, []
+
+    def then_interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
+        report = evaluate(self, batches, stop)
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return report
+
+    monkeypatch.setattr(SingleEngine, "evaluate", then_interrupted)
+    with pytest.raises(LorakitError, match="saved after step 2"):
+        lorakit.train(content)
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) == 3  # one evaluation and two steps
+    result = lorakit.train(content)
+
+    assert_same_state(result.folder, full.folder)
+    assert result.evaluations == full.evaluations
+
+
+@pytest.mark.spread
+@pytest.mark.slow
+def test_two_processes_answer_as_one(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(METRIC)
+    command = ("-m", "lorakit.cli", "train", tmp_path / "recipe.yaml", "--metric", tmp_path / "own.py:length")
+    shorter = {"train": {"steps": 2}, "evaluation": {"num_rows": 7}}
+    one = lorakit.train(write(recipe, **shorter), metrics=load_metrics([f"{tmp_path}/own.py:length"]))
+    content = write(recipe, parallel={"backend": "ddp", "processes": 2}, output=str(tmp_path / "two"), **shorter)
+    ended = run_python(*command, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    two = read_result(tmp_path / "two")
+
+    assert two.evaluations[0]["eval_length"] == one.evaluations[0]["eval_length"] > 0
+    assert [line["step"] for line in two.evaluations] == [0, 2]
+    (tmp_path / "recipe.yaml").write_text(json.dumps(without(content, tmp_path / "alone")))
+    assert run_python(*command[:4], cwd=ROOT).returncode == 0
+    assert_same_state(two.folder, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"data": {"eval": None}}, "train.eval_generate needs held-out rows: set data.eval"),
+        ({"parallel": {"backend": "fsdp2", "processes": 2}}, "train.eval_generate: backend fsdp2 shards .* backend single or ddp"),
+        ({"parallel": {"backend": "zero2", "processes": 2}}, "backend zero2 shards"),
+        ({"parallel": {"offload": "stream"}}, "offload: stream reads the base for every token"),
+        ({"train": {"compile": True}}, "train.compile compiles layers for steps"),
+        ({"train": {"eval_generate": None}}, "evaluation: nothing is generated; set train.eval_generate"),
+        ({"evaluation": {"measures": ["rouge"]}}, "evaluation.measures.*'rouge'"),
+        ({"evaluation": {"measures": []}}, "measures: name at least one"),
+        ({"evaluation": {"best": "prefix"}}, "best: prefix is not measured; add it to `measures`"),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_cannot_be_answered_is_refused(
+    recipe: Recipe, tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    write(recipe, **sections)
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_check_counts_what_is_answered_and_names_what_is_not(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "eval.jsonl", [chat("say", "it is 5"), chat("say", "nothing"), chat("say", "5 " * 30)])
+    write(recipe, data={"eval": str(data)}, evaluation={"measures": ["numeric"]})
+    assert main(["check", str(tmp_path / "recipe.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "answers    1 held-out rows at every evaluation: numeric; 2 left out (first" in said
+    assert "eval.jsonl:2: its answer has no number for numeric to compare" in said
+
+    write(recipe, data={"eval": str(data)}, evaluation={"measures": ["json_fields"]})
+    assert main(["check", str(tmp_path / "recipe.yaml")]) == 2
+    assert "none of the 3 held-out rows can be answered" in capsys.readouterr().err
+
+
+def test_functions_without_answers_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    content = without(write(recipe), tmp_path / "out")
+    with pytest.raises(LorakitError, match="metrics: .* nothing is generated; set train.eval_generate"):
+        lorakit.train(content, metrics={"mine": lambda one, two: 1.0})
+
+
+def test_the_best_step_may_be_that_of_a_measure() -> None:
+    progress = Progress()
+    history = [
+        (0, 3.0, {"prefix": 0.9}),
+        (1, 2.0, {"prefix": 0.2}),
+        (2, 1.0, {}),
+        (3, 4.0, {"prefix": 0.5}),
+        (4, 0.5, {"prefix": 0.5}),
+    ]
+    improved = []
+    for progress.step, loss, measures in history:
+        improved.append(progress.add_evaluation(loss, measures, "prefix"))
+
+    assert improved == [False, True, False, True, False]
+    assert (progress.best_step, progress.best_eval_loss, progress.best_measures) == (3, 4.0, {"prefix": 0.5})
+    assert progress.evals_without_gain == 1
+    assert progress.results(3, started=False) == {"eval_loss_base": 3.0, "eval_loss": 4.0, "eval_prefix": 0.5}
