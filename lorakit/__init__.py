@@ -6,7 +6,7 @@ Importing this package imports no torch: each public name is imported from its m
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, check_platform
 from lorakit.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ _MODULES: Final = {
     "write_patch": "lorakit.patch",
 }
 
+_ANYWHERE: Final = {"adapter_tensors", "fuse_model", "inject", "load_recipe"}
+"""names that need nothing that Windows lacks"""
+
 __all__ = [
     "AdaptedModel", "Callback", "Caps", "LorakitError", "Objective", "StopTraining", "TrainResult", "__version__",
     "adapter_tensors", "combine", "convert", "diff", "extract", "fuse_model", "inject", "load", "load_patch",
@@ -63,6 +66,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'lorakit' has no attribute {name!r}")
+    if name not in _ANYWHERE:
+        check_platform()
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -15,6 +15,7 @@ LorakitError                    exit code 2: one block, no traceback
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -78,3 +79,16 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
     """Return ``" Nearest: 'a', 'b'."`` with the known words closest to ``word``, or an empty string."""
     matches = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
     return f" Nearest: {', '.join(map(repr, matches))}." if matches else ""
+
+
+def check_platform() -> None:
+    """Return unless this is Windows.
+
+    Raises:
+        LorakitError: it is.
+    """
+    if sys.platform == "win32":
+        raise LorakitError(
+            "Windows lacks what lorakit needs (locks of files, durable folders, groups of processes): run it in WSL,"
+            " which is Linux"
+        )

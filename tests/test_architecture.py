@@ -201,7 +201,7 @@ def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:
 def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves its folders behind, and would pick up stale ones
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "cli.py"):
         shutil.copy(ROOT / name, source)
     for name in ("lorakit", "recipes", "adapters", "tests", "data", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -214,7 +214,8 @@ def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path
     assert {name.split("/")[0].removesuffix(f"-{lorakit.__version__}.dist-info") for name in names} == {"lorakit"}
     assets = {name.removeprefix("lorakit/assets/") for name in names if name.startswith("lorakit/assets/")}
     folder = PACKAGE / "assets"
-    assert assets == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    recipes = {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    assert assets == recipes | {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert "lorakit/py.typed" in names
     sources = {str(path.relative_to(ROOT)) for path in FILES}
     assert {name for name in names if name.endswith(".py")} == sources

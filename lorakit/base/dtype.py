@@ -50,7 +50,7 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
 
 def measure_all(device: torch.device) -> dict[str, float]:
     """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``."""
-    size = SIZES[device.type]
+    size = SIZES["cpu" if device.type == "cpu" else "cuda"]
     squares = {name: torch.ones(size, size, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
     best = dict.fromkeys(squares, float("inf"))
     for _ in range(ROUNDS):
@@ -59,6 +59,8 @@ def measure_all(device: torch.device) -> dict[str, float]:
             x @ x
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+            elif device.type != "cpu":
+                torch.accelerator.synchronize(device)
             best[name] = min(best[name], time.perf_counter() - start)
     return {name: 2 * size**3 / seconds / 1e9 for name, seconds in best.items()}
 
@@ -67,5 +69,5 @@ def _is_correct(dtype: torch.dtype, device: torch.device) -> bool:
     """True if a product in a dtype is that of float64 up to the dtype's rounding."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(64, 64, generator=generator).to(device, dtype) for _ in range(2))
-    exact = x.double() @ y.double()
-    return bool(((x @ y).double() - exact).abs().max() <= 2**-7 * exact.abs().max())
+    exact = x.cpu().double() @ y.cpu().double()  # on the CPU, because not every GPU has float64
+    return bool(((x @ y).cpu().double() - exact).abs().max() <= 2**-7 * exact.abs().max())

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lorakit.cli import chat, convert, export, generate, inspect, launch, merge, plan, push, runs, serve, train
+from lorakit.cli import chat, convert, export, generate, init, inspect, launch, merge, plan, push, runs, serve, train
 from lorakit.cli.arguments import RunCommand
-from lorakit.errors import LorakitError, PeerFailure
+from lorakit.errors import LorakitError, PeerFailure, check_platform
 from lorakit.version import VERSION
 
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *overrides]
     run: RunCommand = options.run
     try:
+        check_platform()
         return run(options)
     except LorakitError as problem:
         gap = "\n" if "\n" in str(problem) else " "
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
+    init.add_init_command(add_command)
     train.add_train_commands(add_command)
     plan.add_plan_command(add_command)
     launch.add_launch_command(add_command)

@@ -51,6 +51,13 @@ class Batch:
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return rows if self.start is None else rows[self.start : self.start + width]
 
+    def lengths_of_tokens(self) -> Tensor:
+        """Return the number of tokens, without padding, of each token's row, (lines * width,) int64."""
+        lines, width = self.input_ids.shape
+        padded = torch.full((lines,), width) if self.attention_mask is None else self.attention_mask.sum(1)
+        lengths = torch.tensor(self.row_lengths) if self.row_lengths else padded
+        return lengths[self.rows_of_tokens()]
+
     def part(self, start: int, stop: int) -> "Batch":
         """Return the tokens of a packed line from ``start`` to ``stop``, with their labels and counts."""
         labels = self.labels[:, start:stop]

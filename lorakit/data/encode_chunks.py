@@ -23,7 +23,7 @@ from lorakit.data.row_counts import RowCounts
 from lorakit.data.rows import BadRow, RowSource, parse_raw, read_raw
 from lorakit.data.token_records import TokenRecord
 from lorakit.errors import TemporaryFailure
-from lorakit.launch.workers import die_with
+from lorakit.launch.workers import die_with, usable_cores
 
 CHUNK_ROWS: Final = 256
 INLINE_CHUNKS: Final = 2
@@ -110,7 +110,7 @@ def encode_chunks(
         return
     progress(following[0] * CHUNK_ROWS)
     waiting: deque[tuple[int, Future[bytes]]] = deque()
-    num_processes = len(os.sched_getaffinity(0))
+    num_processes = usable_cores()
     with _pool(num_processes, encoder) as submit:
         for index, chunk in itertools.chain([following], chunks):
             waiting.append((index * CHUNK_ROWS + len(chunk), submit(chunk)))

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from lorakit.base.device import device_type
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import has_tokenizer, load_tokenizer
@@ -88,7 +89,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         LorakitError: no name of a device, or of one that is not here.
     """
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(device_type())
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)

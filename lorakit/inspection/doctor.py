@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lorakit.base.device import UNTESTED, find_gpus
 from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
@@ -33,11 +34,11 @@ def doctor(say: Callable[[str], None] = print) -> bool:
     broken: list[str] = []
     say("versions   " + ", ".join(f"{name} {number}" for name, number in versions().items()))
     say(f"system     {platform.platform()}, {os.cpu_count()} processors, torch uses {torch.get_num_threads()} threads")
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    for device in devices:
+    for device in [torch.device("cpu"), *find_gpus()]:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())
-        say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}")
+        untested = "; untested: no test of lorakit has run on one" if device.type in UNTESTED else ""
+        say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}{untested}")
     missing = [] if deepspeed_is_installed() else [name for name in BACKENDS if name in STAGES]
     say(
         f"backends   {', '.join(name for name in BACKENDS if name not in missing)}"

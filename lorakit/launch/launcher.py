@@ -28,7 +28,7 @@ from lorakit.launch.exits import (
     reason_only,
     root_cause,
 )
-from lorakit.launch.workers import POLL_SECONDS, Workers, write_line
+from lorakit.launch.workers import POLL_SECONDS, Workers, usable_cores, write_line
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -197,5 +197,4 @@ def _worker_environments(processes: int, port: int) -> list[dict[str, str]]:
 
 
 def _threads_per_worker(processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, usable_cores() // processes)

@@ -27,6 +27,11 @@ MAX_MESSAGE_BYTES: Final = 60_000  # less than a pipe's 64 KiB, because a worker
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+
+
 @dataclass
 class Worker:
     """One process, its pipes, and how it ended."""

@@ -50,12 +50,20 @@ class LossModel(nn.Module):
     `stage`: the layers that are here, where other processes have the others; None if all are.
     `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
     `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
-    that is not the one of the tensors (a plan's are on meta).
+    that is not the one of the tensors (a plan's are on meta). `label_smoothing`: share of each label that is spread
+    over all tokens of the vocabulary, in training mode alone.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective = SFT, *, device_type: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective = SFT,
+        *,
+        device_type: str | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.model, self.objective = model, objective
+        self.model, self.objective, self.label_smoothing = model, objective, label_smoothing
         self.head = loss_head(model, device_type)
         self.chunked, self.packed_attention = self.head is not None, False
         self.kernel: VarlenKernel | KernelProbe | None = None
@@ -108,12 +116,14 @@ class LossModel(nn.Module):
         if labels is None:
             logits: Tensor = self.model(**model_inputs).logits
             return logits
+        smoothing = self.label_smoothing if self.training else 0.0
         if self.chunked:
             assert self.head is not None
-            return self.head(self.model.base_model(**model_inputs)[0], labels, label_positions)  # type: ignore[operator]
+            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            return self.head(hidden, labels, label_positions, smoothing)
         logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
-        return F.cross_entropy(logits.float(), labels, reduction="none"), hits
+        return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
 
 
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
@@ -163,12 +173,18 @@ class LossHead(nn.Module):
         self.register_parameter("bias", head.bias)
         self.transform, self.device_type = transform, device_type
 
-    def forward(self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...)."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...).
+
+        smoothing: share of each label that is spread over all tokens of the vocabulary.
+        """
         hidden, labels = select_labelled(hidden, labels, positions)
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, self.transform, chunk_bytes)  # type: ignore[no-untyped-call]
+        settings = (self.transform, chunk_bytes, smoothing)
+        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
 
@@ -210,6 +226,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         transform: LogitTransform,
         chunk_bytes: int,
+        smoothing: float,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
@@ -223,11 +240,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # in place from here, because torch.logsumexp would allocate a second chunk
             largest, target_logits = z.amax(1, keepdim=True), z.gather(1, targets)
             hits[chunk] = (target_logits == largest)[:, 0]
+            if smoothing:
+                # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
+                target_logits = torch.lerp(target_logits, z.mean(1, keepdim=True), smoothing)
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
             losses[chunk] = (total.log() + largest - target_logits)[:, 0]
             if gradient is not None:
-                # d loss / d logits = softmax - one-hot
-                z.div_(total).scatter_add_(1, targets, z.new_full(targets.shape, -1.0))
+                # d loss / d logits = softmax - one-hot, or the smoothed label
+                z.div_(total).scatter_add_(1, targets, z.new_full(targets.shape, smoothing - 1.0))
+                if smoothing:
+                    z.sub_(smoothing / z.shape[1])
                 if slope is not None:
                     z.mul_(slope)
                 if transform.scale * gradient_scale != 1.0:
@@ -244,7 +266,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
-        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None, None
+        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None, None, None
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

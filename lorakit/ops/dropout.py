@@ -43,10 +43,7 @@ class DropoutMask:
         for keys, part in islice(
             parts, 1 if x.is_meta else None
         ):  # a plan counts memory, and one block is there at a time
-            # two rounds of multiplying, with the high bits brought to the low ones in between; int32 wraps around
-            hashes = (keys[:, None] ^ self.column_keys).mul_(0x21F0AAAD)
-            hashes.bitwise_xor_(hashes >> 15).mul_(0x735A2D97)
-            torch.ge(hashes, threshold, out=part)
+            torch.ge(_hashed(keys, self.column_keys), threshold, out=part)
         return (x * keep.view(x.shape)).mul_(1 / (1 - self.p))
 
 
@@ -63,10 +60,13 @@ class DrawnMask:
 
 @final
 class TokenKeys:
-    """A key for each token of a micro-batch: of its row's seed and its position in the row, both (tokens,) int64."""
+    """A key for each token of a micro-batch: of its row's seed and its position in the row, both (tokens,) int64.
 
-    def __init__(self, seeds: Tensor, positions: Tensor) -> None:
-        self._seeds, self._positions = seeds, positions
+    lengths: tokens of each token's row, (tokens,) int64.
+    """
+
+    def __init__(self, seeds: Tensor, positions: Tensor, lengths: Tensor) -> None:
+        self._seeds, self._positions, self.lengths = seeds, positions, lengths
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -93,6 +93,16 @@ def use_token_keys(keys: TokenKeys) -> Iterator[None]:
         _token_keys.pop()
 
 
+def current_keys(num_tokens: int) -> TokenKeys | None:
+    """Return the keys of the engine's micro-batch if it has so many tokens; else None."""
+    return _token_keys[-1] if _token_keys and len(_token_keys[-1]) == num_tokens else None
+
+
+def hashes(keys: TokenKeys, stream: str, num_columns: int, device: torch.device) -> Tensor:
+    """Return a random int32 for each token and column, (tokens, columns), of a stream by this name."""
+    return _hashed(keys.on(device), _column_keys(stream, num_columns, device))
+
+
 def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
     """Return the mask of a layer for its input x (..., columns).
 
@@ -102,11 +112,18 @@ def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
     if torch.compiler.is_compiling():
         return DrawnMask(p)
     num_tokens = x.shape[:-1].numel()
-    if _token_keys and len(_token_keys[-1]) == num_tokens:
-        keys = _token_keys[-1].on(x.device)
+    if (token_keys := current_keys(num_tokens)) is not None:
+        keys = token_keys.on(x.device)
     else:
         keys = torch.randint(-(2**31), 2**31, (num_tokens,), dtype=torch.int32).to(x.device)
     return DropoutMask(keys, _column_keys(layer, x.shape[-1], x.device), p)
+
+
+def _hashed(token_keys: Tensor, column_keys: Tensor) -> Tensor:
+    """Return the hash of each token's key (tokens,) and column's key (columns,), (tokens, columns), all int32."""
+    # two rounds of multiplying, with the high bits brought to the low ones in between; int32 wraps around
+    mixed = (token_keys[:, None] ^ column_keys).mul_(0x21F0AAAD)
+    return mixed.bitwise_xor_(mixed >> 15).mul_(0x735A2D97)
 
 
 def _column_keys(layer: str, count: int, device: torch.device) -> Tensor:

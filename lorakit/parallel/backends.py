@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from lorakit.base.device import UNTESTED
 from lorakit.errors import RunError, did_you_mean
 from lorakit.launch.environment import World
 from lorakit.parallel.engine import Engine
@@ -31,6 +32,11 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
         RunError: the backend is unknown, or the processes could not form a group.
     """
     device = device_of(world.local_rank if world else 0)
+    if device.type in UNTESTED and parallel.is_distributed:
+        raise RunError(
+            f"parallel.backend: {parallel.backend} sends between CPUs or CUDA's GPUs, and this machine has"
+            f" {device.type}; backend single uses it in one process"
+        )
     # each backend is imported only when chosen, because torch's part of fsdp2 alone takes 0.7 s to import
     if parallel.offloads.streams:
         from lorakit.parallel.streaming import StreamingEngine

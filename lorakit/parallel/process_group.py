@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lorakit.base.device import find_gpus
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
 from lorakit.parallel.group import Group
@@ -30,14 +31,14 @@ def device_of(local_rank: int) -> torch.device:
     Raises:
         RunError: more processes than GPUs on this machine.
     """
-    if not torch.cuda.is_available():
+    gpus = find_gpus()
+    if not gpus:
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= len(gpus):
         raise RunError(
-            f"parallel.processes: local rank {local_rank} has no GPU, this machine has {torch.cuda.device_count()};"
-            " one process per GPU"
+            f"parallel.processes: local rank {local_rank} has no GPU, this machine has {len(gpus)}; one process per GPU"
         )
-    return torch.device("cuda", local_rank)
+    return gpus[local_rank]
 
 
 def collective_backend(parallel: "ParallelSection", device: torch.device) -> str:

@@ -336,7 +336,7 @@ class BaseEngine(ABC):
         resident = self.resident_bytes()  # first, because FSDP2 frees what forward left gathered there
         return {
             **self.describe(),
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
             "threads": torch.get_num_threads(),
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
@@ -349,11 +349,15 @@ class BaseEngine(ABC):
 
 
 def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
-    """Return the keys of a micro-batch's dropout: functions of seed, step and row, so checkpoints need no state."""
+    """Return the keys of a micro-batch's dropout and noise.
+
+    They are functions of seed, step and row, so checkpoints need no state.
+    """
+    positions, lengths = batch.position_ids.flatten(), batch.lengths_of_tokens()
     if not batch.row_indices:  # a rank without rows: its tokens have no label
-        return TokenKeys(torch.zeros_like(batch.position_ids).flatten(), batch.position_ids.flatten())
+        return TokenKeys(torch.zeros_like(positions), positions, lengths)
     seeds = torch.tensor([*(_derived_seed(seed, step, f"row {row}") for row in batch.row_indices), 0])  # 0: padding
-    return TokenKeys(seeds[batch.rows_of_tokens()], batch.position_ids.flatten())
+    return TokenKeys(seeds[batch.rows_of_tokens()], positions, lengths)
 
 
 def _derived_seed(seed: int, step: int, part: int | str) -> int:

@@ -18,6 +18,7 @@ from lorakit.planning.process_overhead import CUDA_CONTEXT, measure_process_byte
 from lorakit.planning.speed import StepTime, step_time
 from lorakit.planning.stages import num_stages, stages_of
 from lorakit.planning.workload import KnownRows, Workload, inspect_rows, make_workload
+from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import Recipe
 
 Changes = Mapping[str, Any]
@@ -155,7 +156,7 @@ class Estimator:
     def _process_bytes(self, setting: Setting, dtype: str) -> int:
         if setting.on_gpu:
             return CUDA_CONTEXT
-        quantizes = bool(self.shapes().quantization) or setting.optimizer != "adamw"
+        quantizes = bool(self.shapes().quantization) or setting.optimizer in BNB_OPTIMIZERS
         return measure_process_bytes(self.folder, dtype, setting.layout.package, quantizes=quantizes)
 
     def _inspect_rows(self) -> KnownRows:

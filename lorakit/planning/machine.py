@@ -12,6 +12,7 @@ import torch
 
 from lorakit.base.dtype import measure_all
 from lorakit.errors import LorakitError
+from lorakit.launch.workers import usable_cores
 from lorakit.planning.gpus import GB, ORDINARY, Gpu, named_gpu, nearest_names
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -64,7 +65,7 @@ def detect_machine(folder: Path, nodes: int = 1) -> Machine:
         disk_bytes=shutil.disk_usage(existing).free,
         described=False,
         cpu_flops={} if gpu else {name: rate * 1e9 for name, rate in measure_all(torch.device("cpu")).items()},
-        cores=_cores(),
+        cores=usable_cores(),
     )
 
 
@@ -167,7 +168,3 @@ def _detect_gpu() -> Gpu:
 def _assumed(name: str, memory_bytes: int) -> Gpu:
     """Return a GPU of unknown rates: those of ORDINARY, so that backends can be compared."""
     return replace(ORDINARY, name=name, memory_bytes=memory_bytes, rates_of=ORDINARY.name)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

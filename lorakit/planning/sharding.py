@@ -15,6 +15,8 @@ BLOCK: Final = 256  # values of an 8-bit moment that share a scale
 CODE_TABLE_BYTES: Final = 2 * 256 * 4  # the float32 value of each 8-bit code, one table for each moment
 PAGED_FROM: Final = 100_000  # elements: the moments of a smaller tensor are not paged
 COUNTER_BYTES: Final = 4
+NUM_MOMENTS: Final = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
+"""optimizer -> float32 values of state for each value of a tensor"""
 
 ShardRule = Callable[[TensorShape, int], int]
 """(tensor, N) -> bytes of rank 0's shard."""
@@ -68,12 +70,14 @@ def optimizer_state_bytes(
 ) -> OptimizerStateBytes:
     """Return the state of rank 0 under an optimizer named as in recipes.
 
-    Only ``adamw`` works on shards and stores step counters as tensors; the others store full tensors and count in
-    Python.
+    ``adamw`` and ``adafactor`` store step counters as tensors, the others count in Python or not at all.
     """
-    if name == "adamw":
-        moments = sum(2 * rule(tensor, num_ranks) for tensor in shapes.adapter)
-        return OptimizerStateBytes(moments + COUNTER_BYTES * num_counters)
+    if name in NUM_MOMENTS:
+        moments = sum(NUM_MOMENTS[name] * rule(tensor, num_ranks) for tensor in shapes.adapter)
+        return OptimizerStateBytes(moments + COUNTER_BYTES * num_counters * (name == "adamw"))
+    if name == "adafactor":
+        factors = sum(_factor_bytes(tensor) for tensor in shapes.adapter)
+        return OptimizerStateBytes(factors + COUNTER_BYTES * num_counters)
     eight_bit, paged = name.endswith("8bit"), name.startswith("paged")
     sizes = [(tensor.numel >= PAGED_FROM and paged, _moment_bytes(tensor, eight_bit)) for tensor in shapes.adapter]
     tables = CODE_TABLE_BYTES if eight_bit and any(t.numel >= FLOAT32_BELOW for t in shapes.adapter) else 0
@@ -81,6 +85,14 @@ def optimizer_state_bytes(
         resident=sum(size for is_paged, size in sizes if not is_paged) + tables,
         paged=sum(size for is_paged, size in sizes if is_paged),
     )
+
+
+def _factor_bytes(tensor: TensorShape) -> int:
+    """Return the bytes of a second moment in float32: of a matrix its means over rows and over columns."""
+    if len(tensor.shape) < 2:
+        return 4 * tensor.numel
+    *first, rows, columns = tensor.shape
+    return 4 * math.prod(first) * (rows + columns)
 
 
 def _moment_bytes(tensor: TensorShape, eight_bit: bool) -> int:

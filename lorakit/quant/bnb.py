@@ -25,7 +25,10 @@ BLOCK: Final = 64
 NESTED_BLOCK: Final = 256
 PIECE_ELEMENTS: Final = 1 << 18  # because on a CPU bitsandbytes takes 64 bytes of memory per value it quantises
 INSTALL: Final = "install it with `pip install 'lorakit[quant]'`"
-OPTIMIZERS: Final = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
+OPTIMIZERS: Final = {
+    "adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW", "lion": "Lion",
+}  # fmt: skip
+"""name in recipes -> class of bitsandbytes"""
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
     Raises:
         RunError: bitsandbytes is not installed, or the optimizer needs a GPU.
     """
-    if name == "adamw":
+    if name not in OPTIMIZERS:
         return
     bitsandbytes()
     if name.startswith("paged") and not on_gpu:

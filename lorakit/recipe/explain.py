@@ -18,6 +18,9 @@ OTHER_NAMES: Final = {
     "num_train_epochs": "epochs", "per_device_train_batch_size": "micro_batch_size", "cutoff_len": "max_tokens",
     "lora_model_dir": "start_from", "adapter_name_or_path": "start_from", "sequence_len": "max_tokens",
     "max_seq_length": "max_tokens", "gradient_checkpointing": "activation_checkpointing",
+    "lr_scheduler_type": "schedule", "optim": "optimizer", "min_lr": "min_learning_rate", "adam_beta1": "beta1",
+    "adam_beta2": "beta2", "adam_epsilon": "epsilon", "neftune_noise_alpha": "neftune_alpha",
+    "label_smoothing_factor": "label_smoothing", "num_cycles": "schedule_cycles",
 }  # fmt: skip
 """names of other trainers that are not similar to lorakit's, and lorakit's"""
 
@@ -103,9 +106,9 @@ def _message(problem: Any, keys: list[int | str]) -> str:
 
 def _nearest_keys(name: str, within: list[int | str]) -> str:
     """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
-    if (own := OTHER_NAMES.get(name)) in _known_keys(within):
-        return f" Nearest: '{own}'."
-    name = own or name
+    if (ours := OTHER_NAMES.get(name)) in _known_keys(within):
+        return f" Nearest: '{ours}'."
+    name = ours or name
     elsewhere = {key: section for section, keys in _sections().items() for key in keys}
     if name in elsewhere and name not in _known_keys(within):
         return f" Nearest: '{elsewhere[name]}.{name}'."

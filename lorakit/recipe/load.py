@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
 from lorakit.recipe.schema import Recipe
+from lorakit.recipe.updates import with_defaults
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -33,7 +34,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
     try:
         node = loader.get_single_node()
         if node is None:
-            raise RecipeError(f"{path}: the file is empty; start from a copy of recipes/quickstart.yaml")
+            raise RecipeError(f"{path}: the file is empty; `lorakit init` writes a recipe for your base and rows")
         _check_depth(path, node)
         values = loader.construct_document(node)
     except yaml.YAMLError as problem:
@@ -53,6 +54,8 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
 
 
 def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
+    # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
+    values |= {key: with_defaults(section) for key, section in values.items() if key == "train"}
     try:
         text = json.dumps(values)
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list

@@ -16,6 +16,7 @@ from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section
+from lorakit.recipe.updates import backend_problem, endless_warmup, update_problems
 
 
 class BaseSection(Section):
@@ -153,28 +154,46 @@ class TrainSection(Section):
     """Rows per forward pass of one process (default 8, or `batch_size` if that is less)."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after warm-up; `cosine` and `linear` end at zero."""
+    schedule: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = "cosine"
+    """Learning rate after warm-up. All but `constant` fall to `min_learning_rate`; `wsd` is constant until its decay,
+    which is linear."""
+    min_learning_rate: float = Field(0.0, ge=0)
+    """Learning rate at the end of the schedule."""
+    schedule_power: float = Field(2.0, gt=0)
+    """polynomial: power of the remaining share of steps; 1 is `linear`."""
+    schedule_cycles: Count = 1
+    """cosine: times that it falls from `learning_rate` to its end, with a warm restart before each but the first."""
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """wsd: share of the steps after warm-up, the last ones, in which the learning rate falls."""
     warmup_steps: int | None = Field(None, ge=0)
     """Optimizer updates over which the learning rate rises from zero (default 10, or a tenth of all steps if that is
     less)."""
-    optimizer: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit"] = "adamw"
-    """AdamW with float32 moments; `8bit` has moments in 8 bits, `paged` pages them from GPU to host memory when needed.
-    All but `adamw` use bitsandbytes and need backend single or ddp."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """The same as a share of all steps, instead of `warmup_steps`."""
+    optimizer: Literal[
+        "adamw", "adafactor", "lion", "muon", "sgd", "adamw8bit", "paged_adamw", "paged_adamw8bit"
+    ] = "adamw"  # fmt: skip
+    """`adamw` goes with every backend. `sgd` goes with single, ddp and fsdp2, the others with single and ddp. `muon` is
+    for A and B alone. `8bit` has moments in 8 bits, `paged` pages them from GPU to host memory when needed; these and
+    `lion` use bitsandbytes."""
     loraplus_lr_ratio: float | None = Field(None, gt=0)
     """LoRA+: learning rate of B divided by `learning_rate`."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the mean of gradients."""
+    """Decay of the mean of gradients; the momentum of sgd and muon (default there 0.95). adafactor has none."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """AdamW's decay of the mean of squared gradients."""
+    """AdamW's decay of the mean of squared gradients, and lion's of the mean of gradients (default there 0.99)."""
     epsilon: float = Field(1e-8, gt=0)
     """Number that AdamW adds to the denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay; sgd adds it to the gradient."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; null turns clipping off."""
+    neftune_alpha: float | None = Field(None, gt=0)
+    """NEFTune: in training, add uniform noise to the embeddings of a row, of at most alpha / sqrt(tokens x width)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of each label that is spread over all tokens of the vocabulary, in training. The held-out loss has none."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of every random stream: initial A, order of rows, dropout."""
+    """Seed of every random stream: initial A, order of rows, dropout, noise."""
     activation_checkpointing: Literal["none", "layers", "auto"] = "none"
     """`layers` saves only layer inputs in forward and recomputes the other activations in backward. `auto` does so if
     the run would not fit otherwise (`lorakit plan`)."""
@@ -197,6 +216,12 @@ class TrainSection(Section):
     `last/`."""
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers, besides `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> "TrainSection":
+        if problems := list(update_problems(self)):
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _host_memory_is_for_layer_inputs(self) -> "TrainSection":
@@ -228,12 +253,19 @@ class Recipe(Section):
     """One training run."""
 
     base: BaseSection
+    """The frozen model, and how it is stored in memory."""
     adapter: AdapterSection = AdapterSection()
+    """The adapter: its method, its size, and the layers that get one."""
     data: DataSection
+    """Training rows and held-out rows, and what is learnt of them."""
     train: TrainSection = TrainSection()
+    """Length of the run, rows of a step, optimizer and learning rate; when to save and to evaluate."""
     parallel: ParallelSection = ParallelSection()
+    """Processes and machines, and what is split among them."""
     objective: ObjectiveSection = ObjectiveSection()
+    """What a run minimises."""
     evaluation: EvaluationSection = EvaluationSection()
+    """Answers to held-out rows, and their measures."""
     output: Name
     """Folder of the run, to which the patch is written."""
 
@@ -296,12 +328,9 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _quantized_moments_need_full_tensors(self) -> "Recipe":
-        if self.train.optimizer != "adamw" and self.parallel.backend not in ("single", "ddp", "auto"):
-            raise ValueError(
-                f"train.optimizer: {self.train.optimizer} works on full tensors, which {self.parallel.backend} shards;"
-                " use adamw, or backend single or ddp"
-            )
+    def _optimizers_have_the_tensors_they_need(self) -> "Recipe":
+        if (problem := backend_problem(self.train.optimizer, self.parallel.backend)) is not None:
+            raise ValueError(problem)
         return self
 
 
@@ -329,15 +358,12 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
     Raises:
         RunError: warm-up as long as the full run, which would never reach its learning rate.
     """
-    requested = recipe.train.warmup_steps
+    requested, ratio = recipe.train.warmup_steps, recipe.train.warmup_ratio
+    if ratio is not None:
+        requested = round(ratio * total_steps)
     if requested is not None and requested >= total_steps:
         raise RunError(f"train.{endless_warmup(requested, total_steps)}")
     return min(10, total_steps // 10) if requested is None else requested
-
-
-def endless_warmup(warmup_steps: int, total_steps: int) -> str:
-    """Return the error message for a warm-up as long as the full run."""
-    return f"warmup_steps: {warmup_steps} of {total_steps} steps, so the learning rate would never be reached; lower it"
 
 
 def default_values() -> dict[str, Any]:

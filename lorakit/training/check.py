@@ -20,11 +20,12 @@ from lorakit.data import TokenDataset
 from lorakit.data.token_cache import load_split
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.inference.measures import MEASURES, check_measures
-from lorakit.lora import attach, find_targets
+from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
+from lorakit.parallel.optimizer import check_tensors
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
@@ -42,6 +43,7 @@ from lorakit.training.job import (
 )
 from lorakit.training.model_checks import check_positions, check_row_lengths
 from lorakit.training.resume import check_length
+from lorakit.training.updates import rate_note
 
 SHOWN_CHARACTERS = 1200
 
@@ -99,6 +101,7 @@ def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None
     attempt(check_positions, model, recipe.data.max_tokens)
     if recipe.train.eval_generate is not None:
         attempt(_check_answers, recipe, model, tokenizer, say)
+    attempt(check_tensors, recipe.train.optimizer, adapter_tensors(model))
     for rows in datasets:
         attempt(check_vocabulary, model, rows)
         attempt(check_row_lengths, model, rows)
@@ -129,7 +132,8 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")
     say(f"targets    {num_targets} layers, with {coverage.share:.0%} of the parameters in products")
-    for note in (*dropout_notes(dropout), *adapter_notes(coverage, targets, spec)):
+    notes = [*dropout_notes(dropout), *adapter_notes(coverage, targets, spec), rate_note(recipe, total)]
+    for note in filter(None, notes):
         say(f"note       {note}")
     say(f"trainable  {trainable:,} parameters, {trainable / total:.2%} of the base")
     say(f"fused      {fused}\n")

@@ -6,7 +6,6 @@ Invariant: a Job is ready for its first step, and nothing was written to assembl
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,13 +35,13 @@ from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import OBJECTIVES
+from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
-from lorakit.parallel.optimizer import build_optimizer, learning_rate
 from lorakit.patch import Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import AdapterSection, Recipe
-from lorakit.recipe.schema import count_steps, count_warmup_steps
+from lorakit.recipe.schema import count_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import recorded_run
 from lorakit.training.answers import Answers, open_answers
@@ -59,6 +58,7 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.run_patches import RunPatches, patch_facts
+from lorakit.training.updates import optimizer_of, rate_of
 
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
@@ -158,7 +158,11 @@ def build_job(
     job = Job(
         recipe=recipe,
         output=output,
-        loss_model=LossModel(model, hooks.objective or OBJECTIVES[recipe.objective.name]),
+        loss_model=LossModel(
+            model,
+            hooks.objective or OBJECTIVES[recipe.objective.name],
+            label_smoothing=recipe.train.label_smoothing,
+        ),
         engine=engine,
         dtype=dtype,
         adapted=adapted,
@@ -301,6 +305,8 @@ def load_adapted_base(
     notes += [note.removeprefix("note: ") for note in start_notes if note is not None]
     if patch is not None:
         fill_adapter(model, patch, folder)
+    if recipe.train.neftune_alpha is not None:
+        add_embedding_noise(model, recipe.train.neftune_alpha)
     fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
     return AdaptedBase(base, coverage, tuple(notes), num_parameters, num_trainable(model), fused)
 
@@ -375,24 +381,8 @@ def _prepare_engine(job: Job) -> None:
     settings = job.recipe.train
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(job.loss_model.model, offload=settings.activation_offload)
-    optimizer = partial(
-        build_optimizer,
-        name=settings.optimizer,
-        betas=(settings.beta1, settings.beta2),
-        epsilon=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        loraplus_lr_ratio=settings.loraplus_lr_ratio,
-    )
-    rate = partial(
-        learning_rate,
-        peak=settings.learning_rate,
-        schedule=settings.schedule,
-        total_steps=job.total_steps,
-        warmup_steps=count_warmup_steps(job.recipe, job.total_steps),
-    )
     scales_loss = job.dtype.dtype is torch.float16
-    counts = job.batches.rows.counts
-    step_settings = StepSettings(
-        settings.seed, settings.max_grad_norm, rate, scales_loss, counts.label_tokens / counts.tokens
-    )
-    job.engine.prepare(job.loss_model, optimizer, step_settings, job.adapted.base.weights)
+    rate, counts = rate_of(job.recipe, job.total_steps), job.batches.rows.counts
+    label_share = counts.label_tokens / counts.tokens
+    step_settings = StepSettings(settings.seed, settings.max_grad_norm, rate, scales_loss, label_share)
+    job.engine.prepare(job.loss_model, optimizer_of(job.recipe), step_settings, job.adapted.base.weights)

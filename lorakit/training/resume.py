@@ -1,13 +1,11 @@
 """Go on with a run after its recipe got another end: more steps or epochs, another step to select, more patience."""
 
 from lorakit.errors import RunError
-from lorakit.parallel.optimizer import learning_rate
-from lorakit.recipe import Recipe
-from lorakit.recipe.schema import count_warmup_steps
 from lorakit.run.record import RunRecord
 from lorakit.training.finish import adapter_is_gone, saved_adapter, stops_early
 from lorakit.training.job import Job
 from lorakit.training.progress import Progress
+from lorakit.training.updates import rate_of
 
 
 def check_length(before: int | None, total: int) -> None:
@@ -49,20 +47,9 @@ def go_on(job: Job, record: RunRecord, progress: Progress) -> str | None:
             f" last {progress.evals_without_gain} evaluations up to step {progress.step}, so no step of the {total}"
             " would be trained; raise it, or set it to null"
         )
-    last, following = _rate(recipe, before, progress.step - 1), _rate(recipe, total, progress.step)
+    last, following = rate_of(recipe, before)(max(0, progress.step - 1)), rate_of(recipe, total)(progress.step)
     step = progress.step
     return (
         f"{total} steps instead of {before}; the {recipe.train.schedule} schedule is that of {total} steps from now on:"
         f" learning rate {following:.2e} in step {step + 1}" + (f", {last:.2e} in step {step}" if step else "")
-    )
-
-
-def _rate(recipe: Recipe, total_steps: int, step: int) -> float:
-    settings = recipe.train
-    return learning_rate(
-        max(0, step),
-        peak=settings.learning_rate,
-        schedule=settings.schedule,
-        total_steps=total_steps,
-        warmup_steps=count_warmup_steps(recipe, total_steps),
     )

@@ -9,7 +9,7 @@ TOKENS, COLUMNS = 700, 900
 
 
 def keys(row: int = 0, count: int = TOKENS) -> TokenKeys:
-    return TokenKeys(torch.full((count,), 1234 + row), torch.arange(count))
+    return TokenKeys(torch.full((count,), 1234 + row), torch.arange(count), torch.full((count,), count))
 
 
 def mask_of(layer: str = "layer", p: float = 0.2, row: int = 0, count: int = TOKENS) -> DropoutMask:
@@ -48,7 +48,8 @@ def test_a_token_has_its_zeros_wherever_it_is() -> None:
     x = torch.randn(TOKENS, COLUMNS)
     together = mask_of().apply(x)
     order = torch.randperm(TOKENS)
-    with use_token_keys(TokenKeys(torch.full((TOKENS,), 1234)[order], torch.arange(TOKENS)[order])):
+    shuffled = TokenKeys(torch.full((TOKENS,), 1234), torch.arange(TOKENS)[order], torch.full((TOKENS,), TOKENS))
+    with use_token_keys(shuffled):
         assert torch.equal(dropout_mask(x, 0.2, "layer").apply(x[order]), together[order])
     assert torch.equal(mask_of(count=5).apply(x[:5]), together[:5])
     assert torch.equal(mask_of().apply(x.view(2, -1, COLUMNS)).flatten(0, 1), together)

@@ -25,8 +25,10 @@ OFFLOADED_ACTIVATIONS: Case = {
     "name": "offloaded-activations", "micro_batch_size": 2, "rank": 1, "checkpointing": "offload",
 }  # fmt: skip
 FIRST_HALF: Case = {"name": "first-half", "steps": STEPS // 2}
+SGD: Case = {"name": "sgd", "optimizer": "sgd"}
+SGD_FIRST_HALF: Case = SGD | {"name": "sgd-first-half", "steps": STEPS // 2}
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
-ALONE = [*EVERYWHERE, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF]
+ALONE = [*EVERYWHERE, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [("ddp", 1), ("zero1", 1), ("zero1", 4), ("zero2", 1), ("zero2", 4)]
 """Backends and numbers of processes whose code others share: left to `make attack`."""
@@ -62,6 +64,7 @@ def results(folder: Path) -> Results:
     def results(backend: str, processes: int) -> dict[str, Any]:
         if backend != "single":
             torch.save(results("single", 1)["first-half"], folder / "half.pt")
+            torch.save(results("single", 1)["sgd-first-half"], folder / "sgd-half.pt")
         return run_cases(folder, processes, cases_of(backend, processes, folder))
 
     return results
@@ -79,6 +82,9 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
         cases += [case | {"parallel": plain} for case in (HALF, FLOAT16, OFFLOADED_ACTIVATIONS, PLAIN | resumed)]
         if backend != "ddp":
             cases.append(ACCUMULATED | {"name": "offloaded", "parallel": plain | {"offload": "cpu"}})
+        if backend == "fsdp2":
+            sgd = [SGD, SGD | {"name": "sgd-resumed", "resume": str(folder / "sgd-half.pt")}]
+            cases += [case | {"parallel": plain} for case in sgd]
         if backend == "zero3":
             cases.append(PLAIN | {"name": "prefetched", "parallel": {"backend": backend}})
     return cases
@@ -140,9 +146,9 @@ def test_inputs_that_can_be_recomputed_are_saved_nowhere(results: Results, backe
     assert results(backend, 2)["plain"]["recomputed"] == STEPS * in_a_step
 
 
-def after_half(alone: Any, rest: Any) -> Any:
+def after_half(alone: Any, rest: Any, half: str = "first-half") -> Any:
     """A whole run: the first half of the steps alone, the rest elsewhere."""
-    return rest | {key: alone["first-half"][key] + rest[key] for key in ("losses", "norms", "metrics")}
+    return rest | {key: alone[half][key] + rest[key] for key in ("losses", "norms", "metrics")}
 
 
 @every_backend
@@ -151,6 +157,14 @@ def test_state_moves_to_a_backend(results: Results, backend: str) -> None:
     alone = results("single", 1)
 
     assert_same(after_half(alone, results(backend, 2)["resumed"]), alone["plain"])
+
+
+@pytest.mark.parametrize("backend", [of_backend("fsdp2")])
+def test_a_run_with_sgd_moves_to_shards_of_its_momentum(results: Results, backend: str) -> None:
+    alone, result = results("single", 1), results(backend, 2)
+
+    assert_same(result["sgd"], alone["sgd"])
+    assert_same(after_half(alone, result["sgd-resumed"], "sgd-first-half"), alone["sgd"])
 
 
 @every_backend

@@ -20,7 +20,7 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.optimizer import SCHEDULES, build_optimizer, learning_rate
+from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection
 from lorakit.training.model_checks import (
     check_causal,
@@ -264,17 +264,6 @@ def test_the_positions_of_a_base_are_its_configs_stretched_by_its_scaling() -> N
     assert positions(**rope("llama3", factor=8.0, **llama3)) == 1024
     assert num_positions(GPT2Config(n_positions=64)) == 64
     assert num_positions(BloomConfig()) is None  # its attention has no positions that end
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_learning_rate_rises_over_the_warm_up_and_follows_its_schedule(schedule: str) -> None:
-    rates = [
-        learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=4, total_steps=24) for step in range(25)
-    ]  # fmt: skip
-
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[14] == pytest.approx({"cosine": 1.0, "linear": 1.0, "constant": 2.0}[schedule])
-    assert rates[24] == pytest.approx(2.0 if schedule == "constant" else 0.0)
 
 
 def test_a_step_count_is_restored_beside_its_parameter() -> None:

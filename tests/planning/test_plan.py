@@ -357,6 +357,20 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str, base: Path)
     assert paged.resident > 0  # tensors of fewer than 100,000 elements are not paged
 
 
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon", "sgd"])
+def test_the_state_of_other_optimizers_is_counted_to_the_byte_too(name: str, base: Path) -> None:
+    shapes = read_shapes(base, of(base), AdapterSection(rank=5), torch.float32)
+    tensors = {tensor.name: torch.nn.Parameter(torch.ones(tensor.shape)) for tensor in shapes.adapter}
+    optimizer = build_optimizer(tensors, name=name, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    for tensor in tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    real = local_bytes(value for state in optimizer.state.values() for value in state.values())
+
+    assert real > 0
+    assert optimizer_state_bytes(name, shapes, unsharded, 1, len(tensors)) == OptimizerStateBytes(real)
+
+
 def _larger(shapes: ModelShapes) -> Iterator[TensorShape]:
     for piece in shapes.adapter:
         yield replace(piece, shape=(piece.shape[0] * 30, *piece.shape[1:]))

@@ -16,9 +16,10 @@ REFUSED = {
     "adapter.start_from", "adapter.bias", "adapter.modules_to_save", "adapter.trainable_tokens", "adapter.tied_head",
     "data.train", "data.eval", "data.max_tokens", "data.on_long_rows", "data.on_bad_rows", "data.loss_on",
     "data.ignore_keys", "data.packing", "data.hub_split", "data.hub_eval_split",
-    "train.batch_size", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.optimizer",
+    "train.batch_size", "train.learning_rate", "train.schedule", "train.min_learning_rate", "train.schedule_power",
+    "train.schedule_cycles", "train.decay_ratio", "train.warmup_steps", "train.warmup_ratio", "train.optimizer",
     "train.loraplus_lr_ratio", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay",
-    "train.max_grad_norm", "train.seed", "objective.name",
+    "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.seed", "objective.name",
     "evaluation.best", "evaluation.max_new_tokens", "evaluation.num_rows",
 }  # fmt: skip
 """keys that change the numbers of a run, or what they mean: a new key goes here, or into `HARMLESS` with a reason"""

@@ -1,0 +1,86 @@
+"""init: write a recipe for a base and a file of rows, or copy a shipped one."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lorakit.cli.arguments import AddCommand, print_line
+from lorakit.errors import LorakitError, did_you_mean
+
+
+def add_init_command(add_command: AddCommand) -> None:
+    """Add `init`."""
+    init = add_command("init", _init, "write a recipe for a base and a file of rows, with a reason for each value")
+    init.add_argument("--base", help="model folder, hub id or builtin:tiny (in a terminal, you are asked)")
+    init.add_argument("--data", nargs="+", metavar="FILE", help="training rows (in a terminal, you are asked)")
+    init.add_argument("--eval", metavar="FILE", help="held-out rows")
+    init.add_argument("--out", default="recipe.yaml", help="file to write, which must not exist (default: recipe.yaml)")
+    init.add_argument("--output", metavar="DIR", help="folder of the run (default: adapters/, named after the rows)")
+    init.add_argument("--yes", action="store_true", help="ask nothing")
+    init.add_argument(
+        "--from", dest="shipped", metavar="NAME", help="copy a shipped recipe instead, such as quickstart"
+    )
+
+
+def _init(options: argparse.Namespace) -> int:
+    out = Path(options.out)
+    if out.exists():
+        raise LorakitError(f"--out: {out} exists; name another file, or remove it")
+    if not out.parent.is_dir():
+        raise LorakitError(f"--out: no folder {out.parent.absolute()}; make it first")
+    text = _shipped(options.shipped) if options.shipped is not None else _written(options)
+    from lorakit.files.atomic import write_file
+
+    write_file(out, text)
+    from lorakit.recipe import load_recipe
+
+    load_recipe(out)
+    print_line(f"wrote {out}; next: lorakit check {out}, then lorakit train {out}")
+    return 0
+
+
+def _written(options: argparse.Namespace) -> str:
+    """Return the text of a recipe for the base and the rows that the options, or the user, name."""
+    asks = sys.stdin.isatty() and not options.yes
+    missing = [name for name in ("base", "data") if getattr(options, name) is None]
+    if missing and not asks:
+        flags = " and ".join(f"--{name}" for name in missing)
+        raise LorakitError(f"{flags} missing: lorakit init --base DIR_OR_ID --data FILE --out {options.out}")
+    base = options.base or _ask("base (a model folder, a hub id, or builtin:tiny)", "builtin:tiny")
+    data = tuple(options.data or [_ask("training rows (a .jsonl or .parquet file, or a folder)", "")])
+    print_line("looking at base and rows")
+    from lorakit.training.new_recipe import free_output, read_base, read_sample, recipe_text
+
+    facts, tokenizer = read_base(base)
+    rows = read_sample(data, tokenizer)
+    name = options.eval or (_ask("held-out rows (empty: none)", "") if asks else "")
+    eval_rows = read_sample((name,), tokenizer) if name else None
+    text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]))
+    print_line(f"\n{text}")
+    if rows.bad:
+        print_line(f"note: {len(rows.bad)} of {rows.sampled} sampled rows cannot be used; the first: {rows.bad[0]}")
+    if asks and _ask(f"write {options.out}?", "yes").lower() not in ("y", "yes"):
+        raise LorakitError("nothing was written")
+    return text
+
+
+def _ask(question: str, default: str) -> str:
+    try:
+        return input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+    except EOFError:
+        raise LorakitError("the input ended; nothing was written") from None
+
+
+def _shipped(name: str) -> str:
+    """Return the text of a recipe that comes with lorakit: a file of the wheel, or of the checkout."""
+    package = Path(__file__).parent.parent
+    folder = next(path for path in (package / "assets" / "recipes", package.parent / "recipes") if path.is_dir())
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        raise LorakitError(
+            f"--from: no shipped recipe {name!r}; there are {', '.join(names)}.{did_you_mean(name, names)}"
+        )
+    print_line("its rows are paths of lorakit's repository: name your own in data.train")
+    lines = (folder / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    # the schema is beside the recipes of a checkout alone
+    return "\n".join(line for line in lines if not line.startswith("# yaml-language-server")) + "\n"

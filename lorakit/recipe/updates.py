@@ -1,0 +1,67 @@
+"""The keys of `train` that decide an update: which optimizer and which schedule reads which of them.
+
+Invariant: a key that the chosen optimizer or schedule does not read is an error, unless it has its default value.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lorakit.recipe.schema import TrainSection
+
+OPTIMIZER_KEYS: Final = ("beta1", "beta2", "epsilon")
+READ: Final[Mapping[str, tuple[str, ...]]] = {
+    "lion": ("beta1", "beta2"), "sgd": ("beta1",), "muon": ("beta1",), "adafactor": (),
+}  # fmt: skip
+"""optimizer -> those of OPTIMIZER_KEYS that it reads; one that is not here reads all"""
+DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {"lion": {"beta2": 0.99}, "muon": {"beta1": 0.95}}
+"""optimizer -> its own defaults, from the papers; of all others they are those of the schema"""
+BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    # works on parts of tensors, but the ZeRO backends save and restore AdamW's state alone
+    "sgd": ("single", "ddp", "fsdp2"),
+    # work on full tensors
+    **dict.fromkeys(("adafactor", "lion", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit"), ("single", "ddp")),
+}
+"""optimizer -> backends that it goes with; one that is not here goes with all"""
+SCHEDULE_KEYS: Final = {
+    "schedule_power": ("polynomial",), "schedule_cycles": ("cosine",), "decay_ratio": ("wsd",),
+    "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),
+}  # fmt: skip
+"""key -> schedules that read it"""
+
+
+def with_defaults(values: Any) -> Any:
+    """Return the values of a `train` section with those defaults that its optimizer has of its own."""
+    if not isinstance(values, dict) or not isinstance(name := values.get("optimizer"), str):
+        return values
+    return {**DEFAULTS.get(name, {}), **values}
+
+
+def update_problems(train: "TrainSection") -> Iterator[str]:
+    """Yield what contradicts each other among the keys that decide an update."""
+    defaults = {key: field.default for key, field in type(train).model_fields.items()}
+    unread = [key for key in OPTIMIZER_KEYS if key not in READ.get(train.optimizer, OPTIMIZER_KEYS)]
+    for key in unread:
+        if getattr(train, key) != defaults[key]:
+            yield f"{key}: {train.optimizer} does not read it; leave it out"
+    for key, schedules in SCHEDULE_KEYS.items():
+        if getattr(train, key) != defaults[key] and train.schedule not in schedules:
+            yield f"{key}: goes with schedule {' or '.join(schedules)}, got {train.schedule}"
+    if train.min_learning_rate >= train.learning_rate:
+        yield f"min_learning_rate: {train.min_learning_rate:g} is not below learning_rate {train.learning_rate:g}"
+    if train.warmup_ratio is not None and train.warmup_steps is not None:
+        yield "give `warmup_steps` or `warmup_ratio`, not both"
+
+
+def backend_problem(optimizer: str, backend: str) -> str | None:
+    """Return why an optimizer does not go with a backend; None if it does."""
+    backends = BACKENDS.get(optimizer)
+    if backends is None or backend in (*backends, "auto"):
+        return None
+    names = f"{', '.join(backends[:-1])} or {backends[-1]}"
+    return f"train.optimizer: {optimizer} goes with backend {names}, got {backend}; adamw goes with every backend"
+
+
+def endless_warmup(warmup_steps: int, steps: int) -> str:
+    """Return the error message for a warm-up as long as the full run."""
+    return f"warmup_steps: {warmup_steps} of {steps} steps, so the learning rate would never be reached; lower it"

@@ -1,0 +1,209 @@
+"""Write a recipe for a base and a file of rows, with the reason of each value beside it: ``lorakit init``.
+
+Invariant: every value follows from facts of the base and of a sample of the rows, which stand in the recipe's comments.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton, load_tokenizer
+from lorakit.base.positions import num_positions, num_steady_positions
+from lorakit.base.quantized import count_parameters
+from lorakit.data import find_sources
+from lorakit.data.encode import Encoder
+from lorakit.data.rows import BadRow, RowSource, parse_raw, read_raw
+from lorakit.errors import DataError
+from lorakit.training.updates import SMALL_BASE
+
+SAMPLE_ROWS: Final = 500
+TOKEN_STEP: Final = 64
+"""max_tokens is a multiple of it"""
+TOKENS_AT_ONCE: Final = 4096
+"""of a micro-batch"""
+ROWS_OF_RANK: Final = ((1000, 8), (20_000, 16), (math.inf, 32))
+"""(largest number of rows, rank)"""
+ENOUGH_STEPS: Final = 300
+MAX_EPOCHS: Final = 10
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """What a recipe's values follow from: of the base. positions: None if its config names no limit."""
+
+    name: str
+    architecture: str
+    num_parameters: int
+    has_template: bool
+    positions: int | None
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a recipe's values follow from: of the rows. lengths: tokens of each sampled row that can be used."""
+
+    names: tuple[str, ...]
+    count: int
+    sampled: int
+    form: str
+    lengths: tuple[int, ...]
+    bad: tuple[str, ...]
+
+
+def read_base(name: str) -> tuple[BaseFacts, Any]:
+    """Return the facts of a base, from its config, and its tokenizer.
+
+    Raises:
+        BaseModelError: no such base.
+    """
+    folder = find_base(name)
+    tokenizer, model = load_tokenizer(folder), load_skeleton(folder)
+    limits = [limit for limit in (num_positions(model.config), num_steady_positions(model.config)) if limit is not None]
+    template = bool(tokenizer.chat_template)
+    facts = BaseFacts(name, type(model).__name__, count_parameters(model), template, min(limits, default=None))
+    return facts, tokenizer
+
+
+def read_sample(names: tuple[str, ...], tokenizer: Any) -> RowFacts:
+    """Return the facts of rows: their number, and form and lengths of a sample that is spread over all of them.
+
+    Raises:
+        DataError: no such file, or no row of the sample can be used.
+    """
+    sources = find_sources(names, "train")
+    count = sum(1 for _ in _raw_rows(sources))
+    stride = max(1, math.ceil(count / SAMPLE_ROWS))
+    encode = Encoder(tokenizer, "answer")
+    lengths, bad, forms = list[int](), list[str](), Counter[str]()
+    for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
+        row = parse_raw(raw)
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            lengths.append(len(encode(row).ids))
+            forms[_form(row)] += 1
+        except BadRow as problem:
+            bad.append(f"{source.name}:{line}: {problem}")
+    if not lengths:
+        first = f"; the first: {bad[0]}" if bad else ""
+        raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
+    return RowFacts(names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), tuple(bad))
+
+
+def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
+    return ((source, line, raw) for source in sources for line, raw in read_raw(source))
+
+
+def _form(row: dict[str, Any]) -> str:
+    forms = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
+    return " + ".join(next(names for names in forms if row.keys() >= set(names)))
+
+
+def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str) -> str:
+    """Return a recipe as YAML with comments. eval_rows: None without held-out rows. output: folder of the run."""
+    rank = next(rank for limit, rank in ROWS_OF_RANK if rows.count <= limit)
+    longest, usual = max(rows.lengths), sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1]
+    max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
+    too_long = sum(length > max_tokens for length in rows.lengths)
+    is_tight = max_tokens == base.positions
+    batch_size = 16 if rows.count >= 16 * 16 else 8
+    epochs = min(MAX_EPOCHS, max(1, math.ceil(ENOUGH_STEPS * batch_size / rows.count)))
+    steps = epochs * math.ceil(rows.count / batch_size)
+    micro = max(1, min(batch_size, 2 ** int(math.log2(max(1, TOKENS_AT_ONCE / min(usual, max_tokens))))))
+    small = base.num_parameters < SMALL_BASE
+    every = max(10, 10 * round(steps / 100))
+    template = "with a chat template" if base.has_template else "without a chat template"
+    positions = f"{base.positions:,} positions" if base.positions else "no limit of positions"
+    size = f"{base.num_parameters / 1e9:.2f} B" if base.num_parameters >= 1e9 else f"{base.num_parameters / 1e6:.1f} M"
+    all_rows = "all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}"
+    return "\n".join([
+        f"# {base.architecture}, {size} parameters, {template}, {positions}.",
+        f"# {rows.count:,} rows of the form {rows.form}; in {all_rows}, 9 of 10 have at most {usual:,} tokens, the"
+        f" longest {longest:,}.",
+        *_bad_lines(rows),
+        "base:",
+        f"  model: {_scalar(base.name)}",
+        f"  # quantize: nf4    # the base in 4 bits instead of {_bytes(2 * base.num_parameters)} in 16; needs"
+        " `pip install 'lorakit[quant]'`",
+        "adapter:",
+        f"  rank: {rank}    # {_rank_reason(rows.count)}",
+        f"  alpha: {2 * rank}    # twice the rank, so that another rank learns at the same rate",
+        "  targets: all-linear    # every linear layer; fewer layers learn less than a lower rank does",
+        "data:",
+        f"  train: {_names(rows.names)}",
+        *([f"  eval: {_names(eval_rows.names)}"] if eval_rows else
+          ["  # eval: held-out.jsonl    # rows to test with: without them, learning by heart is not seen"]),
+        f"  max_tokens: {max_tokens}    # {why_tokens}",
+        *([f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them"]
+          if too_long or is_tight else []),
+        "train:",
+        f"  epochs: {epochs}    # about {steps:,} steps; {_epoch_reason(epochs)}",
+        f"  batch_size: {batch_size}    # rows of a step",
+        f"  micro_batch_size: {micro}    # rows computed at once: about {micro * usual:,} tokens; memory, not results",
+        f"  learning_rate: {'2e-3' if small else '2e-4'}    # "
+        + ("a base as small as this one learns at high rates" if small else "usual for adapters: ten times a full"
+           " fine-tuning's"),
+        f"  save_every_steps: {every}",
+        *([f"  eval_every_steps: {every}"] if eval_rows else []),
+        f"output: {_scalar(output)}    # the run while it trains, the patch when it is finished",
+        "",
+    ])  # fmt: skip
+
+
+def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
+    """Return data.max_tokens, and why. sets: training and held-out rows."""
+    longest = max(length for rows in sets for length in rows.lengths)
+    sees_all = all(rows.sampled == rows.count for rows in sets)
+    wanted = math.ceil(longest * (1 if sees_all else 2) / TOKEN_STEP) * TOKEN_STEP
+    if base.positions is not None and wanted > base.positions:
+        return base.positions, "as many as the base has positions"
+    return (
+        wanted,
+        "room for the longest row" if sees_all else "twice the longest sampled row; shorter rows cost no more",
+    )
+
+
+def _rank_reason(count: int) -> str:
+    number = "fewer than 1,000 rows" if count <= 1000 else "some thousand rows" if count <= 20_000 else "many rows"
+    return f"for {number}; a higher rank learns more of them, by heart too, and takes more memory"
+
+
+def _epoch_reason(epochs: int) -> str:
+    return "one pass is enough for so many rows" if epochs == 1 else f"so few rows are read {epochs} times"
+
+
+def _bad_lines(rows: RowFacts) -> list[str]:
+    if not rows.bad:
+        return []
+    return [
+        f"# {len(rows.bad)} of {rows.sampled} sampled rows cannot be used, and `lorakit check` will stop at them:",
+        *(f"#   {' '.join(problem.split())[:200]}" for problem in rows.bad[:3]),
+    ]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return _scalar(names[0]) if len(names) == 1 else f"[{', '.join(map(_scalar, names))}]"
+
+
+def _scalar(text: str) -> str:
+    """Return text as a YAML value: as it is if that is plain, else in quotes."""
+    plain = re.fullmatch(r"[A-Za-z./][\w./:-]*[\w/]", text) and text.lower() not in ("null", "true", "false")
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def free_output(data: str) -> str:
+    """Return a folder of adapters/ that does not exist yet, named after a file of rows."""
+    stem = Path(data).name.split(".")[0] or "mine"
+    numbered = (f"adapters/{stem}{f'-{number}' if number > 1 else ''}" for number in range(1, 1000))
+    return next(name for name in numbered if not Path(name).exists())

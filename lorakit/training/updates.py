@@ -1,0 +1,64 @@
+"""Read from a recipe how the adapter is updated: its optimizer, and the learning rate of every step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from lorakit.parallel.engine import BuildOptimizer
+from lorakit.parallel.optimizer import build_optimizer, learning_rate
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_warmup_steps
+
+SMALL_BASE: Final = 100_000_000
+"""parameters below which a base is so small that usual rates say nothing"""
+USUAL_RATES: Final = {
+    **dict.fromkeys(("adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor"), (5e-5, 1e-3)),
+    "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4),
+}  # fmt: skip
+"""optimizer, or an initialisation that starts at the largest part of W -> lowest and highest usual learning rate"""
+
+
+def optimizer_of(recipe: Recipe) -> BuildOptimizer:
+    """Return the function that builds a recipe's optimizer over named tensors."""
+    settings = recipe.train
+    return partial(
+        build_optimizer,
+        name=settings.optimizer,
+        betas=(settings.beta1, settings.beta2),
+        epsilon=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        loraplus_lr_ratio=settings.loraplus_lr_ratio,
+    )
+
+
+def rate_of(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
+    """Return the function from a step, counted from 0, to its learning rate, in a run of so many steps."""
+    settings = recipe.train
+    return partial(
+        learning_rate,
+        peak=settings.learning_rate,
+        schedule=settings.schedule,
+        total_steps=total_steps,
+        warmup_steps=count_warmup_steps(recipe, total_steps),
+        end=settings.min_learning_rate,
+        power=settings.schedule_power,
+        cycles=settings.schedule_cycles,
+        decay_ratio=settings.decay_ratio,
+    )
+
+
+def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
+    """Return a sentence if the learning rate is outside of what is usual for its method; else None.
+
+    num_parameters: of the base. Small bases learn at higher rates, and for them nothing is usual.
+    """
+    settings, init = recipe.train, recipe.adapter.init
+    method = init if init in USUAL_RATES else settings.optimizer
+    if method not in USUAL_RATES or num_parameters < SMALL_BASE:
+        return None
+    low, high = USUAL_RATES[method]
+    rate = settings.learning_rate
+    if low <= rate <= high:
+        return None
+    what = "lower than usual, as if all weights were trained" if rate < low else "higher than usual"
+    return f"learning_rate {rate:g} is {what}: with {method}, adapters mostly learn at {low:g} to {high:g}"

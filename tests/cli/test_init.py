@@ -1,0 +1,131 @@
+"""`lorakit init`: a recipe for a base and rows of any form, which `lorakit check` passes."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from lorakit.recipe import load_recipe
+from tests.helpers.rows import chat, write_rows
+
+FORMS: dict[str, Any] = {
+    "messages": lambda i, text: chat(f"say {i}", text),
+    "prompt + completion": lambda i, text: {"prompt": f"say {i} ", "completion": text},
+    "text": lambda i, text: {"text": f"{i} {text}"},
+    "instruction + output": lambda i, text: {"instruction": f"say {i}", "input": "", "output": text},
+    "conversations": lambda i, text: {
+        "id": i, "conversations": [{"from": "human", "value": f"say {i}"}, {"from": "gpt", "value": text}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def init(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def run(form: str, number: int, *options: str, length: int = 3, out: str = "r.yaml") -> int:
+        write_rows(tmp_path / "rows.jsonl", [FORMS[form](i, "so " * (length + i % 5)) for i in range(number)])
+        return main(["init", "--base", str(base), "--data", "rows.jsonl", "--out", out, *options])
+
+    return run
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_check_passes_the_recipe_of_every_form_of_rows(
+    form: str, init: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(form, 40, "--yes") == 0
+    text = Path("r.yaml").read_text()
+    assert f"# 40 rows of the form {form}; in all of them" in text
+    assert "256 positions" in text
+    assert all("#" in line for line in text.splitlines() if line.strip().startswith(("rank", "epochs", "max_tokens")))
+
+    assert main(["check", "r.yaml"]) == 0
+    assert "nothing is wrong with this recipe" in capsys.readouterr().out
+
+
+def test_values_follow_from_number_and_lengths_of_the_rows(init: Any) -> None:
+    init("messages", 40, "--output", "runs/a")
+    few = load_recipe("r.yaml")
+    init("messages", 1001, length=80, out="many.yaml")
+    many = load_recipe("many.yaml")
+
+    assert (few.output, many.output) == ("runs/a", "adapters/rows")
+    assert (few.adapter.rank, many.adapter.rank) == (8, 16)
+    assert (few.data.max_tokens, many.data.max_tokens) == (64, 256)  # the base has no more positions
+    assert (few.data.on_long_rows, many.data.on_long_rows) == ("stop", "drop")
+    assert few.train.epochs > many.train.epochs
+    assert few.train.micro_batch_size > many.train.micro_batch_size or few.train.batch_size == 8
+
+
+def test_held_out_rows_count_for_the_longest_and_outputs_do_not_meet(init: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "rows").mkdir(parents=True)
+    write_rows(tmp_path / "held-out.jsonl", [chat("say", "so " * 100)])
+    assert init("messages", 40, "--eval", "held-out.jsonl") == 0
+
+    recipe = load_recipe("r.yaml")
+    assert recipe.data.eval == "held-out.jsonl"
+    assert recipe.data.max_tokens > 64
+    assert recipe.output == "adapters/rows-2"
+
+
+def test_the_recipe_trains(init: Any, tmp_path: Path) -> None:
+    init("prompt + completion", 30)
+    assert main(["train", "r.yaml", "base.dtype=float32", "train.epochs=null", "train.steps=2"]) == 0
+    assert json.loads((tmp_path / "adapters" / "rows" / "run.json").read_text())["status"] == "finished"
+
+
+def test_nothing_is_overwritten_guessed_or_written_of_rows_that_cannot_be_used(
+    init: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.yaml").write_text("mine")
+    assert init("text", 3, out="there.yaml") == 2
+    assert "--out: there.yaml exists" in capsys.readouterr().err
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+    assert main(["init", "--out", "new.yaml"]) == 2
+    assert "--base and --data missing" in capsys.readouterr().err
+    write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "completion": "b", "label": False}])
+    assert main(["init", "--base", "builtin:tiny", "--data", "bad.jsonl", "--out", "new.yaml"]) == 2
+    assert "none of 1 rows of bad.jsonl can be used; the first: bad.jsonl:1: label" in capsys.readouterr().err
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_some_bad_rows_are_named_in_the_recipe(init: Any, tmp_path: Path, base: Path) -> None:
+    write_rows(tmp_path / "mixed.jsonl", [{"text": "a b c"}, {"txt": "a"}])
+    assert main(["init", "--base", str(base), "--data", "mixed.jsonl", "--out", "m.yaml"]) == 0
+    assert "#   mixed.jsonl:2: keys ['txt'] are none of" in Path("m.yaml").read_text()
+
+
+def test_in_a_terminal_it_asks_for_what_is_missing(
+    init: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    write_rows(tmp_path / "rows.jsonl", [chat("hi", "yes")])
+    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\nrows.jsonl\n\nno\n"))
+    assert main(["init"]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\nrows.jsonl\n\n\n"))
+    assert main(["init"]) == 0
+    assert load_recipe("recipe.yaml").base.model == str(base)
+
+
+def test_a_shipped_recipe_is_copied_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--from", "quickstart", "--out", "q.yaml"]) == 0
+    assert load_recipe("q.yaml").base.model == "builtin:tiny"
+    assert main(["init", "--from", "quikstart", "--out", "new.yaml"]) == 2
+    assert "Nearest: 'quickstart'" in capsys.readouterr().err
+
+
+def test_an_empty_recipe_is_told_of_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert main(["check", str(tmp_path / "empty.yaml")]) == 2
+    assert "`lorakit init` writes a recipe" in capsys.readouterr().err
