@@ -40,7 +40,8 @@ def build_optimizer(
             {"params": [tensor for name, tensor in tensors.items() if (name in B) == is_B], RATE_RATIO: rate_ratio}
             for is_B, rate_ratio in ((False, 1.0), (True, loraplus_lr_ratio))
         ]
-        groups = [group for group in groups if group["params"]]
+        # torch wants a group, and a pipeline's stage may have nothing to train
+        groups = [group for group in groups if group["params"]] or groups[:1]
     settings: dict[str, Any] = {"lr": 0.0, "weight_decay": weight_decay}
     if name == "sgd":
         return torch.optim.SGD(groups, **settings, momentum=betas[0])
