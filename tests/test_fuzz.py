@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import parse_row_format
-from lorakit.data.rows import BadRow
 from lorakit.errors import PatchError
 from lorakit.patch import read_patch
 from scripts.fuzz import patch_law, recipe_law, row_law, run

@@ -7,14 +7,19 @@ import contextlib
 import logging as logs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
 from lorakit.base._internals import without_length_warning
+from lorakit.base.find import find_tokenizer
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
+from lorakit.patch.prompting import read_chat_template
+
+if TYPE_CHECKING:  # because bases are loaded without a recipe too, and then without importing pydantic
+    from lorakit.recipe import Recipe
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -99,6 +104,23 @@ def load_tokenizer(folder: Path) -> Any:
         return without_length_warning(
             AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
+
+
+def load_recipe_tokenizer(recipe: "Recipe", folder: Path) -> Any:
+    """Load the tokenizer of a recipe's rows, on the base in a folder, with the chat template of the recipe.
+
+    Raises:
+        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read.
+    """
+    tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
+    if (template := recipe_template(recipe)) is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def recipe_template(recipe: "Recipe") -> str | None:
+    """Return the text of `data.chat_template`; None: the template is the tokenizer's own."""
+    return None if recipe.data.chat_template is None else read_chat_template(recipe.data.chat_template)
 
 
 def check_tokenizer(folder: Path) -> None:

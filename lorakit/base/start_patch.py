@@ -11,7 +11,7 @@ from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base, find_tokenizer
-from lorakit.base.load import load_skeleton
+from lorakit.base.load import load_skeleton, recipe_template
 from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach, find_targets
@@ -125,7 +125,7 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
     model = load_skeleton(folder)
     try:
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
-        check_base(patch, BaseIdentity(files, tokenizer), names_options=False)
+        check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)), names_options=False)
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
     spec = adapter_spec(recipe.adapter, tokenizer)

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,14 +168,20 @@ def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> l
     return [None if use == "none" else use]
 
 
-def load_model(options: argparse.Namespace, adapters: dict[str, str]) -> "AdaptedModel":
-    """Load the base and its adapters, and print what could not be verified of them."""
+def load_model(
+    options: argparse.Namespace, adapters: dict[str, str], prompted_as: Iterable[str] = ()
+) -> "AdaptedModel":
+    """Load the base and its adapters, and print what could not be verified of them.
+
+    prompted_as: patches that are loaded later, and may bring a chat template with them.
+    """
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.load import check_tokenizer
-    from lorakit.inference.load import load
+    from lorakit.inference.load import brought_template, load
 
     # before the base is loaded
     check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
+    template = None if options.tokenizer else brought_template([*adapters.values(), *prompted_as])
     model = load(
         options.base,
         adapters,
@@ -183,10 +189,13 @@ def load_model(options: argparse.Namespace, adapters: dict[str, str]) -> "Adapte
         quantize=options.quantize,
         revision=options.revision,
         tokenizer=options.tokenizer,
+        chat_template=template,
         allow_base_mismatch=options.allow_base_mismatch,
         allow_edited_config=options.allow_edited_config,
         allow_template_change=options.allow_template_change,
     )
+    if template is not None:
+        print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)
     for note in model.notes:
         print(note, file=sys.stderr)
     return model

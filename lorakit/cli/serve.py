@@ -68,8 +68,9 @@ def _serve(options: argparse.Namespace) -> int:
     if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
     _check_pins(options.pin, options.max_adapters)
-    model = load_model(options, {})
     from lorakit.patch.find import find_patch
+
+    model = load_model(options, {}, prompted_as=adapters.values())
     from lorakit.planning.gpus import GB
     from lorakit.planning.machine import free_memory
     from lorakit.serving.adapter_pool import AdapterPool

@@ -37,6 +37,8 @@ class Batch:
     """(labels,) float32: weight of each label's loss, in the order of the flattened ``labels``; None: all are 1"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
+    source: str | None = None
+    """name of its rows' source, where held-out losses are by source"""
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
 

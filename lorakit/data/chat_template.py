@@ -16,9 +16,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import Chat
 from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, has_value, refusal
-from lorakit.data.rows import BadRow
 from lorakit.errors import DataError
 
 SHOWN_FIELDS: Final = ("role", "content", "tool_calls")

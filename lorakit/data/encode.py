@@ -21,8 +21,8 @@ from typing import Any, final
 import numpy as np
 
 from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import Chat, Plain, parse_row_format
-from lorakit.data.rows import BadRow
 from lorakit.errors import DataError
 
 Span = tuple[int, int]
@@ -40,6 +40,8 @@ class Encoded:
     """keys of the row and its messages that were not read"""
     plain: bool = False
     """the row is plain text, rendered by no template"""
+    is_text: bool = False
+    """the row is a text without a prompt, which can be split"""
     system: str | None = None
     """system prompt that the row begins with"""
     weight: float = 1.0
@@ -78,6 +80,7 @@ class Encoder:
             encoded,
             unread=parsed.unread | encoded.unread,
             plain=isinstance(parsed, Plain),
+            is_text=isinstance(parsed, Plain) and not parsed.prompt,
             system=system,
             weight=parsed.weight,
         )

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from lorakit.data.columns import Columns, map_columns
 from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.eval_split import content_of, is_eval_row
+from lorakit.data.json_row import BadRow, parse_raw
 from lorakit.data.row_counts import RowCounts
-from lorakit.data.rows import BadRow, RowSource, parse_raw, read_raw
+from lorakit.data.rows import RowSource, read_raw
 from lorakit.data.token_records import TokenRecord
 from lorakit.errors import TemporaryFailure
 from lorakit.launch.workers import die_with, usable_cores
@@ -42,6 +45,14 @@ class RowSettings:
     on_bad_rows: str
     loss_on: str
     ignore_keys: tuple[str, ...] = ()
+    columns: Columns = ()
+    """empty: the keys of a row are those of the file"""
+    limit: int | None = None
+    """rows that are read, the first ones; None: all"""
+    eval_share: float = 0.0
+    """share of the rows that is held out (eval_split.py)"""
+    eval_side: bool = False
+    """take the rows that are held out, instead of the others"""
 
 
 class ChunkEncoder:
@@ -56,54 +67,99 @@ class ChunkEncoder:
         for source, line, raw in chunk:
             counts = RowCounts()
             try:
-                row = parse_raw(raw)
-                if isinstance(row, BadRow):
-                    raise row
-                encoded = self._encode(row)
+                encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
                 counts.bad = 1
                 record.bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
             else:
-                fitted = fit(encoded, self._settings, counts)
-                if fitted is not None:
+                for fitted in fit(encoded, self._settings, counts) if encoded is not None else ():
                     record.append(fitted, source, line)
             record.counts.add(counts)
         return record.to_bytes()
 
+    def _encode_raw(self, raw: Any, counts: RowCounts) -> Encoded | None:
+        """Encode a row; None if it is on the other side of the split.
 
-def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> Encoded | None:
-    """Fit a row into ``max_tokens``, and count it; None if it is left out."""
+        Raises:
+            BadRow: as `Encoder` and `map_columns`.
+        """
+        settings, row = self._settings, parse_raw(raw)
+        if settings.eval_share:
+            content = content_of(row, settings.columns, settings.ignore_keys)
+            if is_eval_row(content, settings.eval_share) != settings.eval_side:
+                counts.eval_rows = int(not settings.eval_side)
+                return None
+        if isinstance(row, BadRow):
+            raise row
+        if not settings.columns:
+            return self._encode(row)
+        mapped = map_columns(row, settings.columns)
+        counts.mapped = dict.fromkeys(mapped.read, 1)
+        encoded = self._encode(mapped.row)
+        return replace(encoded, unread=encoded.unread | mapped.unread)
+
+
+def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]:
+    """Fit a row into ``max_tokens``, and count it. Returns the rows that it becomes: none if it is left out."""
     counts.unread = dict.fromkeys(sorted(row.unread), 1)
     if row.weight == 0:
         counts.zero_weight = 1
-        return None
+        return []
     limit = settings.max_tokens
     counts.longest = len(row.ids)
+    if len(row.ids) > limit and settings.on_long_rows == "split" and row.is_text:
+        counts.long = counts.split = 1
+        return [_counted(part, counts) for part in split_text(row, limit)]
     ids, label_mask = row.ids[:limit], row.label_mask[:limit]
     if len(row.ids) > limit:
         counts.long = 1
         # a row whose labels are all cut off is dropped too, because its loss would have no tokens
         if settings.on_long_rows == "drop" or not any(label_mask[1:]):
             counts.dropped_long = 1
-            return None
+            return []
         counts.truncated = 1
-    counts.rows, counts.plain, counts.system = 1, int(row.plain), row.system
-    counts.tokens, counts.largest_id = len(ids), max(ids)
-    counts.label_tokens = sum(label_mask[1:])  # no token predicts the first one
-    return Encoded(ids, label_mask, weight=row.weight)
+    return [_counted(replace(row, ids=ids, label_mask=label_mask), counts)]
+
+
+def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:
+    """Yield the parts of a text, each of at most ``limit`` tokens.
+
+    Each part begins with the last token of the part before, so that every token but the text's first is predicted once.
+    """
+    for start in range(0, len(row.ids) - 1, limit - 1):
+        ids, label_mask = row.ids[start : start + limit], row.label_mask[start : start + limit]
+        if any(label_mask[1:]):
+            yield replace(row, ids=ids, label_mask=label_mask)
+
+
+def _counted(row: Encoded, counts: RowCounts) -> Encoded:
+    """Count a row of the data set, and return it."""
+    counts.rows += 1
+    counts.plain += int(row.plain)
+    counts.system = row.system
+    counts.tokens += len(row.ids)
+    counts.largest_id = max(counts.largest_id, *row.ids)
+    counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
+    return row
 
 
 def encode_chunks(
-    sources: list[RowSource], encoder: ChunkEncoder, *, skip: int, progress: Callable[[int], None]
+    sources: list[RowSource],
+    encoder: ChunkEncoder,
+    *,
+    skip: int,
+    progress: Callable[[int], None],
+    limit: int | None = None,
 ) -> Iterator[bytes]:
     """Yield the record of every chunk after the first ``skip``, in order.
 
-    ``progress``: called with the number of rows so far, if there are more than this process encodes by itself.
+    ``limit``: number of rows to read; None: all. ``progress``: called with the number of rows so far, if there are more
+    than this process encodes by itself.
 
     Raises:
         TemporaryFailure: a process that encodes was killed.
     """
-    chunks = itertools.islice(enumerate(_read_chunks(sources)), skip, None)
+    chunks = itertools.islice(enumerate(_read_chunks(sources, limit)), skip, None)
     yield from (encoder(chunk) for _, chunk in itertools.islice(chunks, INLINE_CHUNKS))
     following = next(chunks, None)
     if following is None:
@@ -126,8 +182,9 @@ def _next_record(waiting: deque[tuple[int, Future[bytes]]], progress: Callable[[
     progress(num_rows)
 
 
-def _read_chunks(sources: list[RowSource]) -> Iterator[list[RawRow]]:
-    rows = ((index, line, raw) for index, source in enumerate(sources) for line, raw in read_raw(source))
+def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[RawRow]]:
+    every = ((index, line, raw) for index, source in enumerate(sources) for line, raw in read_raw(source))
+    rows = itertools.islice(every, limit)
     while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
         yield chunk
 

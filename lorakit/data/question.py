@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import Chat, Plain, parse_row_format
-from lorakit.data.rows import BadRow
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,12 @@ class RowCounts:
     """system prompt that every row begins with; None if there is none, or another in some rows"""
     zero_weight: int = 0
     """rows of weight 0, which are left out"""
+    split: int = 0
+    """texts longer than ``max_tokens`` that became several rows"""
+    eval_rows: int = 0
+    """rows that are held out of the training rows"""
+    mapped: dict[str, int] = field(default_factory=dict)
+    """column that `data.columns` names -> rows that have it"""
 
     def add(self, other: "RowCounts") -> None:
         """Add the counts of further rows."""
@@ -41,9 +47,10 @@ class RowCounts:
             self.system = other.system
         elif other.rows and other.system != self.system:
             self.system = None
-        for key, number in other.unread.items():
-            self.unread[key] = self.unread.get(key, 0) + number
-        for name in (each.name for each in fields(self) if each.name not in ("unread", "system")):
+        for mine, others in ((self.unread, other.unread), (self.mapped, other.mapped)):
+            for key, number in others.items():
+                mine[key] = mine.get(key, 0) + number
+        for name in (each.name for each in fields(self) if each.name not in ("unread", "mapped", "system")):
             one, two = getattr(self, name), getattr(other, name)
             setattr(self, name, max(one, two) if name in LARGEST else one + two)
 

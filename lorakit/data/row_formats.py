@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from lorakit.data.json_row import ARRAY_REMEDY, BadRow
 from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, REMEDIES, SWITCHES, harmless_keys, is_switched_on
-from lorakit.data.rows import ARRAY_REMEDY, BadRow
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES: Final = {

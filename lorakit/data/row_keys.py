@@ -8,7 +8,7 @@ answer, or KTO's ``"label": false`` beside a bad one. So an unknown key is an er
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from lorakit.data.rows import BadRow
+from lorakit.data.json_row import BadRow
 
 HARMLESS: Final = frozenset({
     "_id", "author", "category", "conversation_id", "created_at", "dataset", "date", "domain", "guid", "hash", "id",

@@ -5,6 +5,7 @@ with the same rows as an uninterrupted one. Packing changes the layout of a step
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
-from lorakit.data.token_cache import TokenDataset
+from lorakit.data.dataset import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class BatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.rows) / self.batch_size)
+        return math.ceil(self.rows.rows_per_epoch / self.batch_size)
 
     def step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step (counted from 0)."""
@@ -48,9 +49,11 @@ class BatchSampler:
         return list(map(int, self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]))
 
     def eval_batches(self) -> list[list[int]]:
-        """Return the indices of all rows, in micro-batches of similar length, for evaluation."""
-        order = np.argsort(self.rows.lengths, kind="stable")
-        return [order[i : i + self.micro_batch_size].tolist() for i in range(0, len(order), self.micro_batch_size)]
+        """Return the indices of all rows, in micro-batches of one source and of similar length, for evaluation."""
+        lengths, size = self.rows.lengths, self.micro_batch_size
+        parts = [self.rows.rows_of_part(index) for index in range(len(self.rows.parts))]
+        orders = [rows[np.argsort(lengths[rows], kind="stable")] for rows in parts]
+        return [order[i : i + size].tolist() for order in orders for i in range(0, len(order), size)]
 
     def micro_batches(self, row_indices: list[int]) -> list[Batch]:
         """Return this rank's micro-batches of a step's rows.
@@ -75,9 +78,16 @@ class BatchSampler:
             row_indices = sorted(row_indices, key=lambda row: int(self.rows.lengths[row]))
         return [row_indices[i : i + size] for i in range(0, len(row_indices), size)]
 
+    def eval_micro_batches(self) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of all rows, each with the name of its rows' source."""
+        for rows in self.eval_batches():
+            source = self.rows.part_of(rows[0]).name
+            yield from (replace(batch, source=source) for batch in self.micro_batches(rows))
+
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the order of rows in an epoch: a permutation that depends on seed and epoch alone."""
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.rows))
+        """Return the rows of an epoch in their order, which depends on seed and epoch alone."""
+        rows = self.rows.rows_of_epoch(self.seed, epoch)
+        return rows[np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(rows))]
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:

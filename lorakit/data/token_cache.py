@@ -6,27 +6,28 @@ template and settings, so that a file of other tokens is never opened.
 
 import hashlib
 import json
-import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import tokenizers
 
-from lorakit.data.cache_entries import JOURNAL, ROWS, mark_in_use, trim_cache
+from lorakit.data.cache_entries import JOURNAL, ROWS
+from lorakit.data.columns import all_columns
+from lorakit.data.dataset import Part, TokenDataset
 from lorakit.data.encode_chunks import ChunkEncoder, RowSettings, encode_chunks
+from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import BadRows, RowCounts
-from lorakit.data.rows import RowSource, count_rows, find_sources
+from lorakit.data.rows import RowSource, count_rows
 from lorakit.data.token_journal import TokenJournal, open_journal
-from lorakit.data.token_records import LABEL_MASK, WEIGHT, read_record, row_schema
+from lorakit.data.token_records import DIGEST, WEIGHT, read_record, row_schema
+from lorakit.data.token_table import DIGESTS, ROWS_PER_BLOCK, WEIGHTS, TokenTable
 from lorakit.errors import DataError
 from lorakit.files.atomic import (
-    MANIFEST,
     atomic_folder,
     disk_full_as_retryable,
     manifest_matches,
@@ -35,71 +36,13 @@ from lorakit.files.atomic import (
 )
 from lorakit.files.cache import cache_folder
 
-if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
-    from lorakit.recipe import DataSection
-
-FORMAT: Final = 4
+FORMAT: Final = 5
 """part of the cache's key; change it whenever the same row would give other tokens or counts"""
-WEIGHTS: Final = "weights.npy"
-ROWS_PER_BLOCK: Final = 1024
-"""rows of a block of rows.arrow; not changed, because the digest of the same tokens would change with it"""
 Progress = Callable[[int, int | None], None]
 
 
 def no_progress(done: int, total: int | None) -> None:
     """Show nothing."""
-
-
-class TokenDataset:
-    """Tokenised rows, memory-mapped: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i.
-
-    ``weights``: of each row, (rows,) float32; None if all are 1. ``lengths``: tokens of each row, (rows,) int32.
-    """
-
-    def __init__(self, folder: Path, sources: list[str]) -> None:
-        import pyarrow as pa
-
-        weakref.finalize(self, os.close, mark_in_use(folder))
-        facts = json.loads((folder / ROWS).read_text())
-        self.counts = RowCounts(**{name: fact for name, fact in facts.items() if name != "sources"})
-        self.sources = sources
-        manifest = json.loads((folder / MANIFEST).read_text())
-        self.digest: str = manifest["rows.arrow"]["sha256"]
-        self.weights: np.ndarray | None = None
-        if WEIGHTS in manifest:
-            self.weights = np.load(folder / WEIGHTS, mmap_mode="r")
-            self.digest = hashlib.sha256((self.digest + manifest[WEIGHTS]["sha256"]).encode()).hexdigest()
-        file = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
-        self._blocks = [file.get_batch(index) for index in range(file.num_record_batches)]
-        self.lengths: np.ndarray = np.load(folder / "lengths.npy", mmap_mode="r")
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def ids(self, row: int) -> np.ndarray:
-        """Return the token ids of a row, (tokens,) int32, as a view of the file."""
-        values, start, stop = self._column(row, "input_ids")
-        return np.frombuffer(values, np.int32)[start:stop]
-
-    def label_mask(self, row: int) -> np.ndarray:
-        """Return which tokens of a row are labels, (tokens,) bool."""
-        values, start, stop = self._column(row, LABEL_MASK)  # Arrow stores 8 of them in a byte
-        bits = np.unpackbits(np.frombuffer(values, np.uint8)[start // 8 : -(-stop // 8)], bitorder="little")
-        return bits[start % 8 : start % 8 + stop - start].view(bool)
-
-    def _column(self, row: int, column: str) -> tuple[Any, int, int]:
-        """Return the buffer of a block, and the row's start and stop in it. pyarrow's ``to_numpy`` imports pandas."""
-        values = self._cell(row, column).values
-        return values.buffers()[1], values.offset, values.offset + len(values)
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row: ``rows.jsonl:7``."""
-        return f"{self.sources[self._cell(row, 'source').as_py()]}:{self._cell(row, 'line').as_py()}"
-
-    def _cell(self, row: int, column: str) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        return self._blocks[row // ROWS_PER_BLOCK].column(column)[row % ROWS_PER_BLOCK]
 
 
 def tokenize_rows(
@@ -109,7 +52,7 @@ def tokenize_rows(
     settings: RowSettings,
     progress: Progress = no_progress,
 ) -> TokenDataset:
-    """Tokenise the rows of a recipe's ``data.train`` or ``data.eval``, or open them from the cache.
+    """Tokenise the rows of files, or open them from the cache.
 
     An interrupted call leaves a journal, and the next one goes on after it. ``progress``: called with the number of
     rows so far, and of all rows or None.
@@ -129,16 +72,25 @@ def tokenize_rows(
         with disk_full_as_retryable(path), open_journal(path, [source.name for source in sources]) as journal:
             if not manifest_matches(folder):  # it does if another process built the same rows meanwhile
                 with _removed_at_end(journal.path):
-                    total = cache(lambda: count_rows(sources))
+                    total = cache(lambda: _count(sources, settings.limit))
                     for record in encode_chunks(
-                        sources, encoder, skip=len(journal), progress=lambda done: progress(done, total())
+                        sources,
+                        encoder,
+                        skip=len(journal),
+                        progress=lambda done: progress(done, total()),
+                        limit=settings.limit,
                     ):
                         journal.append(record)
                     with atomic_folder(folder) as staging:
                         _build(staging, journal, settings, sources)
                         if digests != [source.digest() for source in sources]:
                             raise DataError(f"data: {names} changed while it was read; run again when it is complete")
-    return TokenDataset(folder, [source.name for source in sources])
+    return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
+
+
+def _count(sources: list[RowSource], limit: int | None) -> int | None:
+    number = count_rows(sources)
+    return number if number is None or limit is None else min(number, limit)
 
 
 @contextmanager
@@ -159,6 +111,7 @@ def _build(staging: Path, journal: TokenJournal, settings: RowSettings, sources:
     counts = RowCounts()
     bad = BadRows()
     weights: list[np.ndarray] = []
+    digests: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     rest: list[Any] = []  # batches that do not fill a block yet
     with pa.OSFile(str(staging / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, row_schema()) as writer:
@@ -168,10 +121,12 @@ def _build(staging: Path, journal: TokenJournal, settings: RowSettings, sources:
             bad.add_all(bad_rows)
             weights.append(np.frombuffer(batch.column(WEIGHT).buffers()[1], np.float32)[: len(batch)])
             lengths.append(np.diff(np.frombuffer(batch.column(0).buffers()[1], np.int32)[: len(batch) + 1]))
-            rest = _write_blocks(writer, [*rest, batch.drop_columns(WEIGHT)])
+            digests.append(np.frombuffer(batch.column(DIGEST).buffers()[1], np.uint64)[: len(batch)])
+            rest = _write_blocks(writer, [*rest, batch.drop_columns([WEIGHT, DIGEST])])
         _write_blocks(writer, rest, last=True)
     _check(counts, bad, settings, sources)
     np.save(staging / "lengths.npy", np.concatenate(lengths))
+    np.save(staging / DIGESTS, np.concatenate(digests))
     if np.any((all_weights := np.concatenate(weights)) != 1):
         np.save(staging / WEIGHTS, all_weights)
     write_json(staging / ROWS, counts.facts() | {"sources": [source.name for source in sources]})
@@ -190,36 +145,41 @@ def _write_blocks(writer: Any, batches: list[Any], *, last: bool = False) -> lis
 
 
 def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list[RowSource]) -> None:
-    listed = bad.listed(counts.bad)
+    listed, names = bad.listed(counts.bad), ", ".join(source.name for source in sources)
     if counts.bad and settings.on_bad_rows == "stop":
         raise DataError(
             f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}\n"
             "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
         )
-    if counts.long and settings.on_long_rows == "stop":
+    if counts.long > counts.split and settings.on_long_rows in ("stop", "split"):
+        which = " that are no text alone" if settings.on_long_rows == "split" else ""
+        other = "" if which else ", drop, or for text split"
         raise DataError(
-            f"data: {counts.long} of {counts.rows + counts.dropped_long} rows are longer than data.max_tokens"
-            f" {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose data.on_long_rows:"
-            " truncate (which loses their ends and end tokens) or drop"
+            f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_long} rows{which} are longer than"
+            f" data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
+            f" data.on_long_rows: truncate (which loses their ends and end tokens){other or ' or drop'}"
         )
     if not counts.rows:
-        names = ", ".join(source.name for source in sources)
-        why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
-        why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
-        raise DataError(f"data: no row is left of {names}: {why}" + (f"\n  {listed}" if counts.bad else ""))
+        raise DataError(_no_row_left(counts, settings, names) + (f"\n  {listed}" if counts.bad else ""))
+    absent = sorted(all_columns(settings.columns) - counts.mapped.keys())
+    if absent and not settings.eval_side:  # of few held-out rows none may have a column that is rare
+        others = ", ".join(map(repr, [*counts.mapped, *counts.unread]))
+        raise DataError(f"data.columns: no row of {names} has {', '.join(map(repr, absent))}; its columns: {others}")
+
+
+def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
+    if settings.eval_side and not counts.bad + counts.dropped_long + counts.zero_weight:
+        return (
+            f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, or name"
+            " held-out rows"
+        )
+    why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
+    why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
+    why += f", {counts.eval_rows} held out by data.eval: {settings.eval_share:g}" if counts.eval_rows else ""
+    return f"data: no row is left of {names}: {why}"
 
 
 def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
     parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
     parts += [{name: str(token) for name, token in tokenizer.special_tokens_map.items()}, tokenizers.__version__]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def load_split(
-    data: "DataSection", names: str | tuple[str, ...], split: str, tokenizer: Any, progress: Progress = no_progress
-) -> TokenDataset:
-    """Return the tokenised rows of ``data.train`` or ``data.eval`` (``names``), by the settings of the data section."""
-    settings = RowSettings(data.max_tokens, data.on_long_rows, data.on_bad_rows, data.loss_on, data.ignore_keys)
-    dataset = tokenize_rows(names, split, tokenizer, settings, progress)
-    trim_cache(data.cache_gb * 1e9)
-    return dataset

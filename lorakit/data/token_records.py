@@ -12,6 +12,7 @@ from lorakit.data.row_counts import BadRows, RowCounts
 LABEL_MASK: Final = "learnt"
 """name of the column; not renamed, because existing files have it, and their digests are in run.json"""
 WEIGHT: Final = "weight"
+DIGEST: Final = "digest"
 
 
 @dataclass
@@ -23,32 +24,40 @@ class TokenRecord:
     _ids: list[int] = field(default_factory=list)
     _label_mask: list[bool] = field(default_factory=list)
     _stops: list[int] = field(default_factory=lambda: [0])
-    _rows: list[tuple[int, int, float]] = field(default_factory=list)
+    _rows: list[tuple[int, int, float, int]] = field(default_factory=list)
 
     def append(self, row: Encoded, source: int, line: int) -> None:
         """Append a row, of this line of the source with this index."""
         self._ids += row.ids
         self._label_mask += row.label_mask
         self._stops.append(len(self._ids))
-        self._rows.append((source, line, row.weight))
+        self._rows.append((source, line, row.weight, _digest(row.ids)))
 
     def to_bytes(self) -> bytes:
         """Return the record as bytes."""
         import pyarrow as pa
 
         stops = pa.array(np.array(self._stops, np.int32))
-        sources, lines, weights = zip(*self._rows, strict=True) if self._rows else ((), (), ())
+        sources, lines, weights, digests = zip(*self._rows, strict=True) if self._rows else ((), (), (), ())
         facts = {"counts": self.counts.facts(), "bad": asdict(self.bad)}
         columns = [
             pa.ListArray.from_arrays(stops, pa.array(np.array(self._ids, np.int32))),
             pa.ListArray.from_arrays(stops, pa.array(np.array(self._label_mask, bool))),
             pa.array(sources, pa.int32()), pa.array(lines, pa.int64()), pa.array(weights, pa.float32()),
+            pa.array(digests, pa.uint64()),
         ]  # fmt: skip
-        schema = row_schema().append(pa.field(WEIGHT, pa.float32())).with_metadata({"facts": json.dumps(facts)})
+        others = [pa.field(WEIGHT, pa.float32()), pa.field(DIGEST, pa.uint64())]
+        schema = pa.schema([*row_schema(), *others]).with_metadata({"facts": json.dumps(facts)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, schema) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return bytes(sink.getvalue())
+
+
+def _digest(ids: list[int]) -> int:
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(np.array(ids, np.int32).tobytes())
 
 
 def row_schema() -> Any:

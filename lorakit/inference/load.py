@@ -1,6 +1,8 @@
 """Load a base and its adapters for use in Python: ``lorakit.load``."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,9 +16,12 @@ from lorakit.base.loading import load_any_base
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import open_tensors
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
-from lorakit.patch.prompting import merged_form
+from lorakit.patch.find import find_patch
+from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.prompting import merged_form, own_template, trained_form
 
 SPREADING: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """values of transformers' device_map that spread a base over devices"""
@@ -30,6 +35,7 @@ def load(
     quantize: str = "none",
     revision: str | None = None,
     tokenizer: str | Path | None = None,
+    chat_template: str | None = None,
     device: str | torch.device | None = None,
     device_map: object = None,
     allow_base_mismatch: bool = False,
@@ -39,6 +45,7 @@ def load(
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
     ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
+    ``chat_template``: its text; None is the one that all adapters bring with them, else the tokenizer's.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. ``device_map``: the same by
     transformers' name, for one device; a base is not spread over several.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
@@ -52,11 +59,16 @@ def load(
         raise LorakitError(
             f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
         )
+    if tokenizer is None and chat_template is None:
+        chat_template = brought_template((adapters or {}).values())
     folder, on = find_base(str(base), revision), _device(_one_device(device, device_map))
     model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
-    adapted = AdaptedModel(model, text, BaseIdentity(open_base_files(folder), words), base_form=merged_form(folder))
+    if text is not None and chat_template is not None:
+        text.chat_template = chat_template
+    identity = BaseIdentity(open_base_files(folder), words, chat_template)
+    adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(
             name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
@@ -80,6 +92,20 @@ def _one_device(device: str | torch.device | None, device_map: Any) -> str | tor
             " there is one), and quantize='nf4' where it does not fit"
         )
     return chosen
+
+
+def brought_template(folders: Iterable[str | Path]) -> str | None:
+    """Return the chat template that all of these patches bring with them; None if one does not.
+
+    A patch of plain text brings none and needs none.
+    """
+    templates = set()
+    for folder in folders:
+        with suppress(LorakitError, OSError, ValueError, TypeError, AttributeError):  # which loading the patch names
+            metadata = json.loads(open_tensors(find_patch(folder) / TENSOR_FILE).metadata.get("lorakit", "{}"))
+            if isinstance(metadata, dict) and not trained_form(metadata).raw:
+                templates.add(own_template(metadata))
+    return templates.pop() if len(templates) == 1 else None
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lorakit.data import find_sources
+from lorakit.data.load import LocatedRow, rows_of_files
 from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.json_row import BadRow
 from lorakit.data.question import Question, parse_question
-from lorakit.data.rows import BadRow, read_rows
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
@@ -104,7 +104,11 @@ def score(
     """
     eval_rows = {
         path: read_eval_rows(
-            model, path, max_new_tokens=max_new_tokens, limit=limit, ignore_keys=ignore_keys, measures=measures
+            model,
+            itertools.islice(rows_of_files(path, "test"), limit),
+            max_new_tokens=max_new_tokens,
+            ignore_keys=ignore_keys,
+            measures=measures,
         )
         for path in data
     }
@@ -127,23 +131,19 @@ def score(
 
 def read_eval_rows(
     model: Answering,
-    path: str | tuple[str, ...],
+    rows: Iterable[LocatedRow],
     *,
     max_new_tokens: int = 128,
-    limit: int | None = None,
     ignore_keys: Collection[str] = (),
-    split: str = "test",
     measures: Mapping[str, Measure] = NO_MEASURES,
 ) -> EvalRows:
-    """Read the rows of files (folders, hub data sets) as ``data.eval`` is read, each with its prompt and answer.
+    """Return rows with their prompts and answers.
 
     A row whose answer one of the ``measures`` cannot be of is a problem.
     """
     template = ChatTemplate(model.tokenizer)
     read = EvalRows([], {}, [])
-    lines = ((source.name, line, row) for source in find_sources(path, split) for line, row in read_rows(source))
-    for name, line, row in itertools.islice(lines, limit):
-        location = f"{name}:{line}"
+    for location, row in rows:
         try:
             if isinstance(row, BadRow):
                 raise row

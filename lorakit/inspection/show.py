@@ -11,12 +11,13 @@ from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.coverage import coverage_of
-from lorakit.patch import BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
+from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.fingerprint import compared_parts, full_digests
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
+from lorakit.patch.prompting import own_template
 from lorakit.run.record import RECORD, flatten
 
 Say = Callable[[str], None]
@@ -120,7 +121,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    check_base(patch, folder, full=full)
+    check_base(patch, BaseIdentity(open_base_files(folder), template=own_template(patch.metadata)), full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 

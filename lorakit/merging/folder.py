@@ -16,9 +16,14 @@ FOLDERS: Final = ("additional_chat_templates", "[0-9]*_*")
 """sub-folders that belong to a model: chat templates, and modules of sentence-transformers such as 1_Pooling"""
 
 
-def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path) -> None:
-    """Copy config, tokenizer and other small files to the folder ``model``, with the changes that the merge needs."""
+def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, template: str | None) -> None:
+    """Copy config, tokenizer and other small files to the folder ``model``, with the changes that the merge needs.
+
+    ``template``: chat template that the patches bring with them; None: the base's own stays.
+    """
     _copy_files(files, plan, model)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = files.config()
     if changed := _changed_config(config, plan):
         (model / "config.json").write_text(json_text(changed))

@@ -37,7 +37,7 @@ from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import common_form, trained_form
+from lorakit.patch.prompting import common_form, own_template, trained_form
 from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
 
@@ -89,13 +89,14 @@ def merge(
     if onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}" + ("; then quantised" if requantize else ""))
     _check_verifiable(folder, plan, weighted, verify=verify)
-    _check_bases(weighted, BaseIdentity(files), base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
+    identity = BaseIdentity(files, template=_common_template(weighted))
+    _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
     settings = [dtype, untie, allow_base_mismatch, onto, requantize]
     inputs = _inputs(files, weighted, settings)
     with staged(out, inputs) as staging:
         lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
         _check_ledger(plan, shapes, weighted, lines)
-        write_config_and_tokenizer(files, plan, staging.model)
+        write_config_and_tokenizer(files, plan, staging.model, identity.template)
         if quantization is not None and requantize:
             requantize_folder(staging.model, quantization, linear)
         ledger: dict[str, Any] = {
@@ -152,6 +153,12 @@ def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
         }
         for one in weighted
     ]  # fmt: skip
+
+
+def _common_template(weighted: Sequence[WeightedPatch]) -> str | None:
+    """Return the chat template that all patches bring with them; None if they bring none, or others."""
+    templates = {own_template(one.patch.metadata) for one in weighted}
+    return templates.pop() if len(templates) == 1 else None
 
 
 def _prompting(weighted: Sequence[WeightedPatch], say: Callable[[str], None]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ The loop uses these names and no others, so it never contains a backend's name. 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,8 @@ class LossReport:
 
     loss: float
     metrics: Mapping[str, float]
+    by_source: Mapping[str, "LossReport"] = field(default_factory=dict)
+    """name of a source of held-out rows -> loss and metrics of its rows"""
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ class BaseEngine(ABC):
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         sums = ScoreSums(self._objective)
+        by_source: dict[str, ScoreSums] = {}
         self._wrapped.eval()
         try:
             with torch.no_grad():
@@ -268,12 +269,18 @@ class BaseEngine(ABC):
                     forward = self._stage_steps.forward(self.part_of(batch).to(self.device))
                     sent.wait()
                     sent = forward
+                    own = [sums]
+                    if batch.source is not None:  # on every stage, because reducing is collective
+                        own.append(by_source.setdefault(batch.source, ScoreSums(self._objective)))
                     if forward.scores is not None:
-                        sums.add(forward.scores, self._objective.terms(forward.scores), batch)
+                        terms = self._objective.terms(forward.scores)
+                        for one in own:
+                            one.add(forward.scores, terms, batch)
                 sent.wait()
         finally:
             self._wrapped.train()
-        return LossReport(*sums.reduce(self.mesh))
+        reports = {source: LossReport(*own.reduce(self.mesh)) for source, own in by_source.items()}
+        return LossReport(*sums.reduce(self.mesh), reports)
 
     def record_gradient(self, names: Iterable[str]) -> None:
         """Note that these adapter tensors have had a gradient."""

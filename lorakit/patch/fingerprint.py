@@ -19,7 +19,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import chat_template_digest, tokenizer_settings_digest, trained_form
+from lorakit.patch.prompting import chat_template_digest, template_digest, tokenizer_settings_digest, trained_form
 from lorakit.patch.weight_digest import Source, sample_digest, value_digests
 
 SCHEME, FULL_SCHEME = "sampled-1", "full-1"
@@ -34,11 +34,12 @@ NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
 class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own.
+    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own. ``template``: text of the chat template
+    in use, if it is not the tokenizer's own.
     """
 
-    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None) -> None:
-        self.files, self.tokenizer_folder = files, tokenizer_folder or files.folder
+    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
+        self.files, self.tokenizer_folder, self.template = files, tokenizer_folder or files.folder, template
         self._sampled: dict[tuple[str, str | None], str] = {}
 
     @cached_property
@@ -61,7 +62,7 @@ class BaseIdentity:
 
     @cached_property
     def chat_template(self) -> str | None:
-        return chat_template_digest(self.tokenizer_folder)
+        return chat_template_digest(self.tokenizer_folder) if self.template is None else template_digest(self.template)
 
     @cached_property
     def tokenizer_settings(self) -> str | None:
@@ -142,12 +143,14 @@ class BaseIdentity:
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
 
-def fingerprint(files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path | None = None) -> dict[str, Any]:
+def fingerprint(
+    files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path | None = None, template: str | None = None
+) -> dict[str, Any]:
     """Return the fingerprint of a base on disk for the given adapted modules, with both digests.
 
-    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own.
+    ``tokenizer_folder``, ``template``: as of ``BaseIdentity``.
     """
-    identity, modules = BaseIdentity(files, tokenizer_folder), list(modules)
+    identity, modules = BaseIdentity(files, tokenizer_folder, template), list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
         "config_values": identity.config_values, "unadapted": identity.unadapted,
@@ -190,6 +193,7 @@ def check_base(
     """
     recorded = patch.metadata.get("base")
     if recorded is None:
+        _check_prompting(patch, base, allow=allow_template_change, names_options=names_options)
         return
     if recorded["scheme"] != SCHEME:
         raise PatchError(
@@ -216,10 +220,18 @@ def check_base(
     if parts:
         message = mismatch_message(patch, identity.files.folder, " and ".join(parts), names_options=names_options)
         raise PatchError(message)
-    if not allow_template_change and (changed := changed_prompting(patch, identity)):
+    _check_prompting(patch, identity, allow=allow_template_change, names_options=names_options)
+
+
+def _check_prompting(patch: Patch, identity: Path | BaseIdentity, *, allow: bool, names_options: bool) -> None:
+    """Return if prompts are written here as in training, as far as that is known; raises as ``check_base``."""
+    if allow or not isinstance(identity, BaseIdentity):
+        return
+    if changed := changed_prompting(patch, identity):
         option = ", or say --allow-template-change (in Python allow_template_change=True)" if names_options else ""
+        here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
         raise PatchError(
-            f"{patch.folder}: was trained with another {changed} than {identity.files.folder} has, so the same prompt"
+            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt"
             f" is another text; put the trained one back{option}"
         )
 
@@ -261,7 +273,9 @@ def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
     """Return what writes prompts in another way on this base than in training; empty if nothing is known to."""
     recorded = patch.metadata.get("base") or {}
     used = [part for part in PROMPTING if part != "chat_template" or not trained_form(patch.metadata).raw]
-    changed = [part for part in used if part in recorded and recorded[part] != getattr(identity, part)]
+    # a template that another adapter brought is not that of a patch without a record
+    known = {*recorded, *(["chat_template"] if identity.template is not None else [])}
+    changed = [part for part in used if part in known and recorded.get(part) != getattr(identity, part)]
     return " and other ".join(part.replace("_", " ") for part in changed)
 
 

@@ -78,6 +78,6 @@ def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("started from", metadata.get("start", {}).get("name")),
         ("step", metadata.get("step")),
         ("rows", rows.get("rows")),
-        ("label tokens per epoch", rows.get("label_tokens")),
+        ("label tokens", rows.get("label_tokens")),
     ]
     return [*metadata.get("adapter", {}).items(), *(pair for pair in progress if pair[1] is not None)]

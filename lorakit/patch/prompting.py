@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import BaseModelError
+from lorakit.errors import BaseModelError, DataError
 from lorakit.files.base_files import MERGE_LEDGER, read_json
 
 SETTINGS: Final = (
@@ -51,6 +51,34 @@ def merged_form(folder: Path) -> PromptForm:
     """Return the form of prompts of a base; in a merged model that of the rows of its patches."""
     recorded = _read(folder / MERGE_LEDGER).get("prompting")
     return PromptForm(**recorded) if isinstance(recorded, dict) else CHAT
+
+
+def own_template(metadata: Mapping[str, Any]) -> str | None:
+    """Return the chat template that a patch brings with it (`data.chat_template`); None: it uses the base's."""
+    template = metadata.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def read_chat_template(path: str) -> str:
+    """Return the text of a file with a chat template.
+
+    Raises:
+        DataError: it cannot be read, or is blank.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise DataError(f"data.chat_template: {Path(path).absolute()}: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise DataError(f"data.chat_template: {path}: not UTF-8: {problem}") from None
+    if not text.strip():
+        raise DataError(f"data.chat_template: {path}: is empty")
+    return text
+
+
+def template_digest(template: str) -> str:
+    """Return the digest of a chat template, as fingerprints have it."""
+    return _digest(template)
 
 
 def chat_template_digest(folder: Path) -> str | None:

@@ -5,18 +5,17 @@ them label tokens, and the plan's text says so.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from lorakit.base.find import find_tokenizer
-from lorakit.base.load import load_tokenizer
+from lorakit.base.load import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.rows import SUFFIXES
-from lorakit.data.token_cache import load_split
+from lorakit.data.find_rows import find_sources
+from lorakit.data.load import eval_sets, load_rows, training_sets
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.activations import MicroBatch
 from lorakit.recipe import ParallelSection, Recipe
@@ -57,16 +56,20 @@ class KnownRows:
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
     data = recipe.data
-    names = [data.train, *([data.eval] if data.eval is not None else [])]
-    files = [path for name in names for path in _files(name)]
-    if not all(path.is_file() for path in files):
+    sets = training_sets(data), eval_sets(data)
+    try:
+        sources = {source for each in sets for one in each for source in find_sources(one.names, one.split)}
+    except DataError:
         return KnownRows(None, None, "the rows are not on this machine")
-    if sum(path.stat().st_size for path in files) > MAX_TOKENIZED_BYTES:
+    files = [source.path for source in sources]
+    if None in files:
+        return KnownRows(None, None, "the rows are not on this machine")
+    if sum(path.stat().st_size for path in files if path) > MAX_TOKENIZED_BYTES:
         return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
     try:
-        tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
-        training = load_split(data, data.train, data.hub_split, tokenizer)
-        evaluation = None if data.eval is None else load_split(data, data.eval, data.hub_eval_split, tokenizer)
+        tokenizer = load_recipe_tokenizer(recipe, folder)
+        training = load_rows(data, sets[0], tokenizer)
+        evaluation = load_rows(data, sets[1], tokenizer) if sets[1] else None
     except (DataError, BaseModelError) as problem:
         return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
     return KnownRows(training, evaluation)
@@ -97,7 +100,7 @@ def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload
         longest = _micro_batch([max_tokens] * size, [max_tokens] * size, recipe.data.packing)
         return Workload(
             training=longest,
-            evaluation=None if recipe.data.eval is None else longest,
+            evaluation=longest if recipe.data.has_eval else None,
             micro_batches=micro_batches,
             tokens_per_step=train.batch_size * max_tokens,
             row_tokens=max_tokens,
@@ -123,15 +126,9 @@ def _part(batch: MicroBatch, sequence: int) -> MicroBatch:
     return replace(batch, width=sum(lengths), row_lengths=lengths, num_labels=min(batch.num_labels, sum(lengths)))
 
 
-def _files(names: str | tuple[str, ...]) -> Iterator[Path]:
-    for name in [names] if isinstance(names, str) else names:
-        path = Path(name)
-        yield from (p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
-
-
 def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_processes: int) -> MicroBatch:
     """Return the longest micro-batch that this run will make; of a very long run, the longest possible."""
-    steps = count_steps(recipe, len(rows))
+    steps = count_steps(recipe, rows.rows_per_epoch)
     if steps * recipe.train.batch_size > MAX_SIMULATED_ROWS:
         return _longest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
     sampler = BatchSampler(

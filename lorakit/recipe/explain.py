@@ -59,12 +59,22 @@ def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
                 return
             yield part
         else:
+            known = next((one for one in _sections_in(known) if one.__name__ == part), known)
             continue
-        known = fields.get(str(part)) if fields else None
+        if not isinstance(part, int):  # else an element of a list, which has the list's form
+            known = fields.get(str(part)) if fields else None
 
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a value may be, such as those of a union or in a list."""
+    if _is_section(annotation):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _sections_in(part)
 
 
 def _is_mapping(annotation: Any) -> bool:
@@ -122,10 +132,11 @@ def _sections() -> dict[str, list[str]]:
 
 def _known_keys(keys: list[int | str]) -> list[str]:
     model: type[BaseModel] = Recipe
-    for key in keys:
-        annotation = model.model_fields[str(key)].annotation if str(key) in model.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
+    for key in (key for key in keys if not isinstance(key, int)):
+        annotation = model.model_fields[key].annotation if key in model.model_fields else None
+        sections = list(_sections_in(annotation))
+        if sections:
+            model = sections[0]
         elif not isinstance(annotation, types.UnionType):
             return []
     return list(model.model_fields)

@@ -147,7 +147,8 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
     if not equals or not all(parts):
         return [f"override '{item}': write it as key.path=value, for instance train.learning_rate=1e-4"]
     try:
-        value = yaml.load(text, _Loader)  # a SafeLoader
+        # a pattern such as *.jsonl is no alias, which a recipe may not have
+        value = text if text.startswith("*") else yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as problem:
         explained = _explain_yaml(Path(f"override '{item}'"), problem)
         return [f"{explained}. A text with such characters goes in quotes: '{key}=\"{text}\"'"]

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
+from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section
@@ -115,32 +116,6 @@ class AdapterSection(Section):
         if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
             raise ValueError("`layers` goes with `all-linear` or a list; put the indices into the regular expression")
         return self
-
-
-class DataSection(Section):
-    train: Name | tuple[Name, ...]
-    """Training rows, as JSON lines (.jsonl, .jsonl.gz) or parquet: a file, a list of files, a folder, or a hub data set
-    id."""
-    eval: Name | tuple[Name, ...] | None = None
-    """Held-out rows, in the same forms as `train`."""
-    max_tokens: int = Field(512, ge=2)
-    """Longest row in tokens."""
-    on_long_rows: Literal["stop", "truncate", "drop"] = "stop"
-    """For rows longer than `max_tokens`: stop with an error, or truncate or drop them, counted and reported."""
-    on_bad_rows: Literal["stop", "skip"] = "stop"
-    """For rows that cannot be read: stop with an error, or skip them. Skipped rows are counted and reported."""
-    loss_on: Literal["answer", "all"] = "answer"
-    """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
-    ignore_keys: tuple[Name, ...] = ()
-    """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error."""
-    packing: bool = True
-    """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them."""
-    hub_split: Name = "train"
-    """Split to read if `train` is a hub data set id."""
-    hub_eval_split: Name = "test"
-    """Split to read if `eval` is a hub data set id."""
-    cache_gb: float = Field(20.0, ge=0)
-    """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
 
 
 class TrainSection(Section):
@@ -281,7 +256,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _best_step_needs_eval_rows(self) -> "Recipe":
         for key in ("select", "early_stopping_evals"):
-            if getattr(self.train, key) not in (None, "last") and self.data.eval is None:
+            if getattr(self.train, key) not in (None, "last") and not self.data.has_eval:
                 raise ValueError(f"train.{key} needs held-out rows: set data.eval")
         return self
 

@@ -4,6 +4,7 @@ Law: a run with these evaluations trains the same adapter, to the bit, as one wi
 tensor is written, and each module is in the mode in which it was. The base is in memory once.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch import nn
 
 from lorakit.base.find import find_tokenizer
 from lorakit.base.load import generation_settings, load_tokenizer
+from lorakit.data.load import eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import DataError
@@ -138,11 +140,10 @@ def rows_to_answer(recipe: Recipe, model: TrainedModel, measures: Mapping[str, M
     Raises:
         DataError: none can.
     """
-    assert recipe.data.eval is not None
     settings = recipe.evaluation
     rows = read_eval_rows(
-        model, recipe.data.eval, max_new_tokens=settings.max_new_tokens, limit=settings.num_rows,
-        ignore_keys=recipe.data.ignore_keys, split=recipe.data.hub_eval_split, measures=measures,
+        model, itertools.islice(rows_of_sets(eval_sets(recipe.data)), settings.num_rows),
+        max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,
     )  # fmt: skip
     if not rows.rows:
         raise DataError(

@@ -11,13 +11,13 @@ from torch import nn
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.base.find import find_base, find_tokenizer
-from lorakit.base.load import load_skeleton, load_tokenizer
+from lorakit.base.load import load_recipe_tokenizer, load_skeleton
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
-from lorakit.data.token_cache import load_split
+from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.inference.measures import MEASURES, check_measures
 from lorakit.lora import adapter_tensors, attach, find_targets
@@ -46,6 +46,7 @@ from lorakit.training.resume import check_length
 from lorakit.training.updates import rate_note
 
 SHOWN_CHARACTERS = 1200
+SHOWN_FILES = 6
 
 
 def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
@@ -93,7 +94,7 @@ def _check_start(start: Start, recipe: Recipe, say: Callable[[str], None]) -> No
 
 def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None], attempt: Callable[..., Any]) -> None:
     """Check the base in a folder and the rows, and what depends on both. attempt: calls, and collects the problem."""
-    tokenizer = attempt(lambda: load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
+    tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
     model = attempt(_check_targets, recipe, folder, say)
     datasets = attempt(_check_rows, recipe, tokenizer, say) if tokenizer is not None else None
     if model is None or datasets is None:
@@ -105,8 +106,9 @@ def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None
     for rows in datasets:
         attempt(check_vocabulary, model, rows)
         attempt(check_row_lengths, model, rows)
-    attempt(check_disk, recipe, len(datasets[0]), num_trainable(model))
-    attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, len(datasets[0])))
+    num_rows = datasets[0].rows_per_epoch
+    attempt(check_disk, recipe, num_rows, num_trainable(model))
+    attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
 
 
 def _check_answers(recipe: Recipe, model: nn.Module, tokenizer: Any, say: Callable[[str], None]) -> None:
@@ -149,31 +151,33 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
     Returns the rows: those for training, and those held out if there are any.
     """
     data = recipe.data
-    sets = [("train", data.train, data.hub_split)]
-    sets += [("eval", data.eval, data.hub_eval_split)] if data.eval is not None else []
+    sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
     say(f"\n{'rows':<8} {'used':>8} {'bad':>6} {'cut':>6} {'too long':>9} {'tokens':>12} {'labels':>12}")
     datasets: list[TokenDataset] = []
     problems: list[str] = []
-    for name, source, split in sets:
+    for name, row_sets in sets.items():
         try:
-            with row_progress() as progress:
-                datasets.append(load_split(data, source, split, tokenizer, progress))
+            datasets.append(load_rows(data, row_sets, tokenizer, row_progress))
         except TemporaryFailure:
             raise
         except LorakitError as problem:
             problems.append(str(problem))
             continue
         _say_counts(name, datasets[-1], say)
+        for part in datasets[-1].parts if len(row_sets) > 1 else ():
+            passes = f", {part.passes:g} passes an epoch" if part.passes != 1 else ""
+            say(f"{'':<8} {part.name}: {len(part.table):,} rows, {part.table.counts.tokens:,} tokens{passes}")
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
     if (note := same_rows_note(*datasets)) is not None:
         say(f"note     {note}")
-    elif data.eval is not None and (number := _count_shared(*datasets)):
-        say(f"note     {number:,} of {len(datasets[1]):,} held-out rows are training rows too (the same tokens)")
-    if data.eval is None:
+    if files := files_left_out(data):
+        more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
+        say(f"note     left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}")
+    if not data.has_eval:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]
-    steps = count_steps(recipe, len(first))
+    steps = count_steps(recipe, first.rows_per_epoch)
     warmup = count_warmup_steps(recipe, steps)
     say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
     say(f"\nfirst row ({first.location(0)}), label tokens between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
@@ -189,6 +193,8 @@ def _say_counts(name: str, rows: TokenDataset, say: Callable[[str], None]) -> No
     )
     for key, number in c.unread.items():
         say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
+    if c.split:
+        say(f"{'':<8} split: {c.split:,} text{'s' if c.split > 1 else ''} longer than max_tokens, into several rows")
     if c.zero_weight:
         say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
     if (weights := rows.weights) is not None:
@@ -196,13 +202,6 @@ def _say_counts(name: str, rows: TokenDataset, say: Callable[[str], None]) -> No
         say(f"{'':<8} weight: other than 1 in {number:,} of {c.rows:,} rows, from {least:g} to {most:g}")
     if 0 < c.plain < c.rows:
         say(f"{'':<8} formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)")
-
-
-def _count_shared(rows: TokenDataset, eval_rows: TokenDataset) -> int:
-    """Return the number of held-out rows whose tokens are those of a training row."""
-    texts = [eval_rows.ids(row).tobytes() for row in range(len(eval_rows))]
-    shared = set(texts).intersection(rows.ids(row).tobytes() for row in range(len(rows)))
-    return sum(text in shared for text in texts)
 
 
 def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:

@@ -18,15 +18,16 @@ from lorakit.base.dropout import dropout_notes
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import load_skeleton, load_tokenizer, vocabulary_size
+from lorakit.base.load import load_recipe_tokenizer, load_skeleton, recipe_template, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
 from lorakit.base.stages import structure_of
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
-from lorakit.data import BatchSampler, TokenDataset, find_sources
-from lorakit.data.token_cache import load_split
-from lorakit.errors import BaseModelError, DataError, TargetError
+from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.dataset import count_shared
+from lorakit.data.load import check_sources, eval_sets, load_rows, training_sets
+from lorakit.errors import BaseModelError, TargetError
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
@@ -146,11 +147,13 @@ def build_job(
     engine.set_phase("loading the base")
     adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows, patch))
     model = adapted.base.model
-    group.run_on_rank_0(lambda: check_disk(recipe, len(rows), adapted.num_trainable))
+    group.run_on_rank_0(lambda: check_disk(recipe, rows.rows_per_epoch, adapted.num_trainable))
     identity = _identity(recipe, folder, model)
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(rows, eval_rows), start.facts() if start else None)
+    if (template := recipe_template(recipe)) is not None:
+        facts["chat_template"] = template
     if hooks.objective is not None:
         facts["own_objective"] = True
     # a pipeline's stage has some of the layers alone
@@ -171,7 +174,7 @@ def build_job(
         base_fingerprint=identity,
         patches=patches,
         checkpoints=Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints, patches),
-        total_steps=count_steps(recipe, len(rows)),
+        total_steps=count_steps(recipe, rows.rows_per_epoch),
         architecture=type(model).__name__,
         start=start,
         own_objective=hooks.objective is not None,
@@ -216,26 +219,26 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
 
 def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
-    check_sources(recipe)
+    check_sources(recipe.data)
     folder = find_base(recipe.base.model, recipe.base.revision)
     check_without_rows(recipe, folder)
-    tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
+    tokenizer = load_recipe_tokenizer(recipe, folder)
     data = recipe.data
-    with row_progress() as progress:
-        rows = load_split(data, data.train, data.hub_split, tokenizer, progress)
-    if data.eval is None:
-        return folder, rows, None
-    with row_progress() as progress:
-        return folder, rows, load_split(data, data.eval, data.hub_eval_split, tokenizer, progress)
+    rows = load_rows(data, training_sets(data), tokenizer, row_progress)
+    return folder, rows, load_rows(data, eval_sets(data), tokenizer, row_progress) if data.has_eval else None
 
 
 def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None = None) -> str | None:
-    """Return a sentence if the held-out rows are the training rows; else None."""
-    if eval_rows is None or rows.digest != eval_rows.digest:
+    """Return a sentence if held-out rows are training rows; else None."""
+    if eval_rows is None:
         return None
-    return (
-        "the held-out rows are the training rows, so their loss says nothing about new ones; name others in data.eval"
-    )
+    if rows.digest == eval_rows.digest:
+        return (
+            "the held-out rows are the training rows, so their loss says nothing about new ones; name others in"
+            " data.eval"
+        )
+    number = count_shared(rows, eval_rows)
+    return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
 
 
 def check_without_rows(recipe: Recipe, folder: Path) -> None:
@@ -251,22 +254,6 @@ def check_without_rows(recipe: Recipe, folder: Path) -> None:
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     find_extra_targets(model, spec, find_targets(model, spec))
     check_positions(model, recipe.data.max_tokens)
-
-
-def check_sources(recipe: Recipe) -> None:
-    """Return if the files of the training and of the held-out rows exist.
-
-    Raises:
-        DataError: names all that do not.
-    """
-    data, problems = recipe.data, list[str]()
-    for names, split in ((data.train, data.hub_split), (data.eval, data.hub_eval_split)):
-        try:
-            find_sources(names or (), split)
-        except DataError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise DataError("\n".join(problems))
 
 
 def load_adapted_base(
@@ -362,7 +349,7 @@ def adapted_names(model: nn.Module) -> list[str]:
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches."""
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
-    identity = fingerprint(open_base_files(folder), adapted_names(model), tokenizer)
+    identity = fingerprint(open_base_files(folder), adapted_names(model), tokenizer, recipe_template(recipe))
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"packed": quantization}
 

@@ -89,7 +89,7 @@ def run_on_engine(
 
         group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
         group.run_on_rank_0(lambda: check_measures(recipe.evaluation.measures))
-        say(f"loading {recipe.base.model} and the rows of {recipe.data.train}")
+        say(f"loading {recipe.base.model} and the rows of {_names(recipe)}")
         job = build_job(recipe, engine, record.values, start, hooks)
         if fresh:  # not before: a recipe that cannot run must discard nothing
             group.run_on_rank_0(lambda: discard(output))
@@ -222,8 +222,7 @@ def evaluate(
     sampler = job.eval_batches
     assert sampler is not None
     job.engine.set_phase(f"step {progress.step}: held-out rows")
-    micro_batches = (batch for rows in sampler.eval_batches() for batch in sampler.micro_batches(rows))
-    result = job.engine.evaluate(micro_batches, stop.is_requested)
+    result = job.engine.evaluate(sampler.eval_micro_batches(), stop.is_requested)
     if result is None:
         return False
     loss, measures = result.loss, dict[str, float]()
@@ -238,7 +237,8 @@ def evaluate(
             return False
         measures = generated
         result = replace(result, metrics={**result.metrics, **measures})
-    improved = progress.add_evaluation(loss, measures, job.recipe.evaluation.best)
+    by_source = {name: report.loss for name, report in result.by_source.items()}
+    improved = progress.add_evaluation(loss, measures, job.recipe.evaluation.best, by_source)
     report.evaluation(progress.step, result)
     callbacks.call("on_evaluation", Evaluation(progress.step, loss, result.metrics))
     return improved
@@ -282,6 +282,10 @@ def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: 
         **({"own_objective": True} if job.own_objective else {}),
         **({"answers": job.answers.facts()} if job.answers else {}),
     )
+
+
+def _names(recipe: Recipe) -> str:
+    return ", ".join(source.label for source in recipe.data.train_sources())
 
 
 def _print_nothing(text: str) -> None:

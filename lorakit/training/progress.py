@@ -9,7 +9,8 @@ class Progress:
 
     evaluated_step: the last step whose held-out loss was computed. best_step: None before the first evaluation of a
     trained step. first_measures, last_measures, best_measures: of the answers in the evaluations of these losses; empty
-    where none were generated.
+    where none were generated. first_eval_losses, last_eval_losses: by source, where held-out rows have several or a
+    named one.
     """
 
     step: int = 0
@@ -21,19 +22,25 @@ class Progress:
     best_eval_loss: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
+    first_eval_losses: dict[str, float] = field(default_factory=dict)
+    last_eval_losses: dict[str, float] = field(default_factory=dict)
     first_measures: dict[str, float] = field(default_factory=dict)
     last_measures: dict[str, float] = field(default_factory=dict)
     best_measures: dict[str, float] = field(default_factory=dict)
 
-    def add_evaluation(self, loss: float, measures: dict[str, float], best: str) -> bool:
+    def add_evaluation(
+        self, loss: float, measures: dict[str, float], best: str, losses: dict[str, float] | None = None
+    ) -> bool:
         """Add the evaluation of this step. True if the step is the best one so far.
 
         measures: of generated answers; empty if this evaluation did not generate. best: `loss`, or the measure that
-        decides; an evaluation without it decides nothing.
+        decides; an evaluation without it decides nothing. losses: by source.
         """
         self.evaluated_step, self.last_eval_loss, self.last_measures = self.step, loss, measures
+        self.last_eval_losses = losses or {}
         if self.first_eval_loss is None:
             self.first_eval_loss, self.first_measures = loss, measures
+            self.first_eval_losses = self.last_eval_losses
         # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
         if self.step == 0 or best not in ("loss", *measures):
             return False
@@ -57,6 +64,7 @@ class Progress:
         measures: dict[str, float] = {}
         if step == self.evaluated_step:
             losses["eval_loss"], measures = self.last_eval_loss, self.last_measures
+            losses |= {f"eval_loss/{source}": loss for source, loss in self.last_eval_losses.items()}
         elif step == self.best_step:
             losses["eval_loss"], measures = self.best_eval_loss, self.best_measures
         known = {name: loss for name, loss in losses.items() if loss is not None}

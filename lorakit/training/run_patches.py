@@ -3,7 +3,7 @@
 Invariant: the bytes of a patch depend on recipe, data, base and step alone, so equal runs write equal patches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,17 @@ def with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
     The base's path stays, because PEFT loads the base by it. Of `adapter.start_from` only the folder's name stays.
     """
     data, adapter = settings["data"], settings.get("adapter", {})
-    names = {key: _file_names(data[key]) for key in ("train", "eval") if data.get(key) is not None}
+    names = {key: _file_names(data[key]) for key in ("train", "eval", "chat_template") if data.get(key) is not None}
     changed = {**settings, "data": {**data, **names}}
     if adapter.get("start_from"):
         changed["adapter"] = {**adapter, "start_from": Path(adapter["start_from"]).absolute().name}
     return changed
 
 
-def _file_names(names: str | Sequence[str]) -> str | list[str]:
-    """Return the last parts of absolute paths; other names are unchanged."""
+def _file_names(names: Any) -> Any:
+    """Return the last parts of absolute paths, also in lists and in sources of rows; other values are unchanged."""
     if isinstance(names, str):
         return Path(names).name if Path(names).is_absolute() else names
-    return [str(_file_names(name)) for name in names]
+    if isinstance(names, dict):
+        return {**names, "path": _file_names(names["path"])}
+    return [_file_names(name) for name in names] if isinstance(names, list | tuple) else names

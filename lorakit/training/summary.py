@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lorakit.data import TokenDataset
 from lorakit.run.report import perplexity
 from lorakit.training.finish import chosen_step, early_stop, other_steps
 from lorakit.training.job import NOT_FUSED, Job, same_rows_note
@@ -37,7 +38,7 @@ def start_summary(
         ("rows", _rows(job)),
         (
             "held out",
-            f"{len(job.eval_batches.rows):,} rows"
+            f"{len(job.eval_batches.rows):,} rows{_by_source(job.eval_batches.rows)}"
             if job.eval_batches
             else "none (data.eval): no held-out loss is measured",
         ),
@@ -115,10 +116,17 @@ def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str
         ]
         if progress.best_eval_loss is not None and progress.best_step != progress.step:
             rows.append((f"best step ({progress.best_step})", progress.best_eval_loss, progress.best_measures))
-        names = list(progress.last_measures)
-        lines += ["", f"{'held out':<20} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names)]
+        for source, loss in progress.last_eval_losses.items():
+            rows += [
+                (f"{source}, {first}", progress.first_eval_losses[source], {}),
+                (f"{source}, last step", loss, {}),
+            ]
+        width, names = max(20, *(len(name) for name, _, _ in rows)), list(progress.last_measures)
         lines += [
-            f"{name:<20} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
+            "", f"{'held out':<{width}} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names),
+        ]  # fmt: skip
+        lines += [
+            f"{name:<{width}} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
             for name, loss, measures in rows
         ]
     if job.compiled:
@@ -171,8 +179,20 @@ def _rows(job: Job) -> str:
         ("truncated", counts.truncated),
         ("dropped as too long", counts.dropped_long),
         ("bad, skipped", counts.bad),
+        ("texts split", counts.split),
     ]
-    return text + "".join(f"; {number:,} {what}" for what, number in unused if number)
+    text += "".join(f"; {number:,} {what}" for what, number in unused if number)
+    return text + _by_source(job.batches.rows)
+
+
+def _by_source(rows: TokenDataset) -> str:
+    """Return the number of rows of each source as text; empty for a single one."""
+    if len(rows.parts) == 1:
+        return ""
+    parts = [
+        f"{part.name} {len(part.table):,}" + (f" x {part.passes:g}" if part.passes != 1 else "") for part in rows.parts
+    ]
+    return f" ({', '.join(parts)})"
 
 
 def _count(number: int) -> str:

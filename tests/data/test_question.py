@@ -7,8 +7,8 @@ import pytest
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoder
+from lorakit.data.json_row import BadRow
 from lorakit.data.question import Question, parse_question
-from lorakit.data.rows import BadRow
 
 ASKED = {"role": "user", "content": "hi"}
 ANSWERED = {"role": "assistant", "content": "yes"}

@@ -12,9 +12,9 @@ from lorakit.base.find import find_base
 from lorakit.base.load import load_tokenizer
 from lorakit.cli import main
 from lorakit.data.encode import Encoder
+from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import parse_row_format
 from lorakit.data.row_keys import HARMLESS, REMEDIES
-from lorakit.data.rows import BadRow
 from lorakit.data.token_cache import RowSettings, tokenize_rows
 from tests.helpers.rows import chat, write_rows
 

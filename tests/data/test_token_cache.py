@@ -15,7 +15,8 @@ from lorakit.cli import main
 from lorakit.data import RowSettings, TokenDataset, encode_chunks, tokenize_rows
 from lorakit.data.cache_entries import cache_entries, trim_cache
 from lorakit.data.encode import Encoder
-from lorakit.data.rows import find_sources, read_rows
+from lorakit.data.find_rows import find_sources
+from lorakit.data.rows import read_rows
 from lorakit.data.token_records import row_schema
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files.atomic import MANIFEST

@@ -166,10 +166,9 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
             losses.append(report.loss)
             norms.append(report.grad_norm)
             metrics.append(list(report.metrics.values()))
-    micro_batches = (batch for rows in batches.eval_batches() for batch in batches.micro_batches(rows))
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
-        "eval": engine.evaluate(micro_batches, lambda: False).loss if case.get("evaluate", True) else None,
+        "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]

@@ -82,8 +82,10 @@ def test_a_text_that_is_refused_is_one_mistake_although_a_list_may_be_there_too(
     assert "train.log_to: Input should be a valid array" in problems(tmp_path, GOOD, "train.log_to=wandb")[0]
 
 
-def test_an_override_that_is_no_yaml_says_how_to_quote_it(tmp_path: Path) -> None:
-    assert problems(tmp_path, GOOD, "data.train=*.jsonl")[0].endswith("goes in quotes: 'data.train=\"*.jsonl\"'")
+def test_an_override_may_be_a_pattern_and_one_that_is_no_yaml_says_how_to_quote_it(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD)
+    assert load_recipe(tmp_path / "r.yaml", ("data.train=*.jsonl",)).data.train == "*.jsonl"
+    assert problems(tmp_path, GOOD, "data.train=%a")[0].endswith("goes in quotes: 'data.train=\"%a\"'")
 
 
 def test_a_recipe_that_is_no_path_is_an_error_of_one_line() -> None:

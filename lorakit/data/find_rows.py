@@ -1,0 +1,123 @@
+"""Find the files of rows that a recipe names: files, folders, patterns, or hub data sets.
+
+Invariant: the files of a name have a fixed order. A folder's files that hold no rows are left out and can be listed.
+"""
+
+import glob
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from lorakit.data.row_files import READ_FORMS, form_of
+from lorakit.data.rows import RowSource
+from lorakit.errors import DataError, did_you_mean
+
+FACTS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""files that ``datasets`` and the hub put beside rows"""
+MIXED: Final = {".jsonl", ".parquet"}
+"""forms that may be together in one folder"""
+
+
+def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
+    """Return the files that a recipe names, in a fixed order.
+
+    ``split``: of a hub data set.
+
+    Raises:
+        DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
+    """
+    sources, problems = list[RowSource](), list[str]()
+    for name in _all(names):
+        try:
+            sources += _find(name, split)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(problems))
+    paths = [str(source.path.resolve()) if source.path else source.name for source in sources]
+    repeated = {path for path in paths if paths.count(path) > 1}
+    if repeated:
+        raise DataError(f"data: named twice: {', '.join(sorted(repeated))}")
+    return sources
+
+
+def files_without_rows(names: str | tuple[str, ...]) -> list[str]:
+    """Return the files in the folders among ``names`` that are left out, because they hold no rows."""
+    return [str(path) for name in _all(names) if Path(name).is_dir() for path in _files(Path(name)) if not _rows(path)]
+
+
+def _all(names: str | tuple[str, ...]) -> Iterable[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _find(name: str, split: str) -> list[RowSource]:
+    path = Path(name)
+    if _is(path, Path.is_dir):
+        return _find_in_folder(path)
+    if _is(path, Path.is_file):
+        return [_source(name)]
+    if glob.has_magic(name):
+        return _find_pattern(name)
+    missing = f"data: {name}: no such file or folder; looked for {path.absolute()}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and form_of(name) is None and not name.endswith(".txt"):
+        if _is(path.parent, Path.is_dir):  # a mistyped path, for which the hub would be searched for half a minute
+            raise DataError(
+                f"{missing}.{_nearest_files(path)} {path.parent} is a folder here, so"
+                " the hub was not searched; for a hub data set of this name run from another folder"
+            )
+        return [RowSource(name, None, split)]
+    raise DataError(f"{missing}.{_nearest_files(path)}")
+
+
+def _source(name: str) -> RowSource:
+    if form_of(name) is None:
+        raise DataError(f"data: {name}: lorakit reads files ending in {READ_FORMS}; rename it, or convert it")
+    return RowSource(name, Path(name))
+
+
+def _find_pattern(pattern: str) -> list[RowSource]:
+    files = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+    if not files:
+        raise DataError(f"data: {pattern}: no file matches; looked in {Path().absolute()}")
+    return [_source(name) for name in files]
+
+
+def _nearest_files(path: Path) -> str:
+    """Return the files beside a missing one with the most similar names, as a sentence; empty if there are none."""
+    beside = path.parent.iterdir() if _is(path.parent, Path.is_dir) else ()
+    return did_you_mean(str(path), map(str, beside))
+
+
+def _find_in_folder(folder: Path) -> list[RowSource]:
+    files = [path for path in _files(folder) if _rows(path)]
+    if not files:
+        raise DataError(f"data: {folder.absolute()} holds no file ending in {READ_FORMS}")
+    forms = Counter(form_of(path.name) for path in files)
+    if len(forms) > 1 and not forms.keys() <= MIXED:  # often the same rows twice, or facts about them
+        listed = ", ".join(f"{number} {form}" for form, number in sorted(forms.items(), key=str))
+        raise DataError(
+            f"data: {folder} holds files of several forms ({listed}); name those with the rows, such as"
+            f" '{folder}/**/*{forms.most_common(1)[0][0]}'"
+        )
+    return [RowSource(str(path), path) for path in files]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of those in it, but none that is hidden, or begins with an underscore."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts):
+            yield path
+
+
+def _rows(path: Path) -> bool:
+    """True if a file in a folder has rows, by its name."""
+    return form_of(path.name) is not None and path.name not in FACTS
+
+
+def _is(path: Path, test: Callable[[Path], bool]) -> bool:
+    try:
+        return test(path)
+    except (OSError, ValueError) as problem:  # a name too long, or with a NUL
+        raise DataError(f"data: {str(path)[:80]!r} is no file name: {problem}") from None

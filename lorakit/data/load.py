@@ -1,0 +1,115 @@
+"""Tokenise the rows of a recipe's `data` section: those for training, and those held out."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lorakit.data.cache_entries import trim_cache
+from lorakit.data.dataset import Part, TokenDataset
+from lorakit.data.encode_chunks import RowSettings
+from lorakit.data.find_rows import files_without_rows, find_sources
+from lorakit.data.token_cache import Progress, no_progress, tokenize_rows
+from lorakit.errors import DataError
+
+if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
+    from lorakit.recipe.data import DataSection, SourceSection
+
+OpenProgress = Callable[[], AbstractContextManager[Progress]]
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows that are tokenised with the same settings.
+
+    names: files, folders, patterns or hub ids. split: of a hub data set. name, passes: as of `Part`.
+    """
+
+    names: str | tuple[str, ...]
+    split: str
+    settings: RowSettings
+    name: str | None
+    passes: float = 1.0
+
+
+def training_sets(data: "DataSection") -> list[RowSet]:
+    """Return the rows for training, a set for each source."""
+    sources = data.train_sources()
+    return [
+        _row_set(data, source, data.hub_split, share=data.share_of(source), several=len(sources) > 1)
+        for source in sources
+    ]
+
+
+def eval_sets(data: "DataSection") -> list[RowSet]:
+    """Return the held-out rows: those of `data.eval`, and the shares of the sources of `data.train`."""
+    shares = [one for one in training_sets(data) if one.settings.eval_share]
+    sources = data.eval_sources()
+    several = len(sources) + len(shares) > 1
+    named = [_row_set(data, source, data.hub_eval_split, several=several) for source in sources]
+    for one, source in zip(shares, filter(data.share_of, data.train_sources()), strict=True):
+        name = source.label if several else one.name
+        named.append(replace(one, settings=replace(one.settings, eval_side=True), name=name, passes=1.0))
+    return named
+
+
+def load_rows(
+    data: "DataSection", sets: list[RowSet], tokenizer: Any, progress: OpenProgress = lambda: nullcontext(no_progress)
+) -> TokenDataset:
+    """Return the tokenised rows of all sets.
+
+    ``progress``: opens the display of one set.
+
+    Raises:
+        DataError: names the problems of all sets.
+    """
+    parts, problems = list[Part](), list[str]()
+    for one in sets:
+        try:
+            with progress() as show:
+                (part,) = tokenize_rows(one.names, one.split, tokenizer, one.settings, show).parts
+            parts.append(replace(part, name=one.name, passes=one.passes))
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(problems))
+    trim_cache(data.cache_gb * 1e9)
+    return TokenDataset(parts)
+
+
+def check_sources(data: "DataSection") -> None:
+    """Return if the files of all rows exist.
+
+    Raises:
+        DataError: names all that do not.
+    """
+    problems = list[str]()
+    for one in training_sets(data) + eval_sets(data):
+        try:
+            find_sources(one.names, one.split)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+
+
+def files_left_out(data: "DataSection") -> list[str]:
+    """Return the files in folders of rows that hold no rows."""
+    names = [one.names for one in training_sets(data) + eval_sets(data)]
+    return list(dict.fromkeys(file for each in names for file in files_without_rows(each)))
+
+
+def _row_set(data: "DataSection", source: "SourceSection", split: str, *, share: float = 0.0, several: bool) -> RowSet:
+    """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
+    columns = data.columns if source.columns is None else source.columns
+    settings = RowSettings(
+        data.max_tokens,
+        data.on_long_rows,
+        data.on_bad_rows,
+        data.loss_on,
+        data.ignore_keys,
+        tuple(sorted(columns.items())),
+        source.limit,
+        share,
+    )
+    return RowSet(source.path, split, settings, source.label if several else source.name, source.weight)

@@ -1,0 +1,226 @@
+"""Read the rows of a file, in the form that its suffix names: JSON lines, a JSON array, CSV, TSV, parquet or Arrow.
+
+Invariant: memory does not grow with the file, and every row has a number: its line, or its place in a table or array.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, final
+
+from lorakit.data.json_row import BadRow, without_none
+from lorakit.errors import DataError
+
+MAX_LINE_BYTES: Final = 64_000_000
+BLOCK_CHARACTERS: Final = 1 << 20
+TABLE_ROWS: Final = 1024
+"""rows of a table that are Python objects at a time"""
+
+
+def form_of(name: str) -> str | None:
+    """Return the suffix of a file of rows, ``.jsonl`` for ``a.jsonl.gz``; None if lorakit does not read such files."""
+    suffix = Path(name.removesuffix(".gz")).suffix
+    is_known = suffix in TEXT_FORMS if name.endswith(".gz") else suffix in FORMS
+    return suffix if is_known else None
+
+
+def read_file(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, row) of every row: the bytes of a JSON text, the row of a table, or a BadRow.
+
+    Raises:
+        DataError: the file is cut, damaged, or in another form than its suffix says.
+    """
+    form = form_of(path.name)
+    assert form is not None
+    if form in TABLES:
+        yield from _read_table(path, TABLES[form])
+        return
+    line = 0
+    try:
+        with _open(path) as file:
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # type: ignore[attr-defined]
+                raise DataError(f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW{form}")
+            for line, row in TEXT_FORMS[form](path, file):
+                yield line, row
+    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path}: not UTF-8 after row {line}: byte {problem.object[problem.start]:#x}") from None
+
+
+def count_file_rows(path: Path) -> int | None:
+    """Return the number of rows, about that of lines; None if counting takes as long as reading."""
+    if path.name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    if not path.name.endswith(".jsonl"):
+        return None
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
+    line = 0
+    blank: list[int] = []  # blank lines are bad rows only if a row follows, because files may end in blank lines
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        line += 1
+        if not raw.strip():
+            blank.append(line)
+            continue
+        yield from ((empty, BadRow("the line is empty")) for empty in blank)
+        blank = []
+        if len(raw) > MAX_LINE_BYTES:
+            raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
+        # a byte order mark may begin the file, which json.loads refuses
+        yield line, (raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw).rstrip()
+
+
+def _read_json(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Yield the elements of an array, or the lines of a file that has a row on each."""
+    head = file.peek(MAX_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
+    yield from (_read_array if head.startswith(b"[") else _read_lines)(path, file)
+
+
+def _read_array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    with io.TextIOWrapper(file, "utf-8-sig") as text:
+        window, number = _Window(path, text), 0
+        window.next_character()
+        window.position += 1  # the opening bracket
+        while (mark := window.next_character()) != "]":
+            if number:
+                if mark != ",":
+                    raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
+                window.position += 1
+                window.next_character()
+            number += 1
+            yield number, window.next_element(number).encode()
+        window.position += 1
+        if mark := window.next_character():
+            raise DataError(f"{path}: after the JSON array stands {mark!r}; a file has one array")
+
+
+@final
+class _Window:
+    """A moving part of a text, so that an array is read element by element."""
+
+    def __init__(self, path: Path, file: io.TextIOWrapper) -> None:
+        self._path, self._file, self._text, self.position = path, file, "", 0
+        self._decode = json.JSONDecoder().raw_decode
+
+    def _grow(self) -> bool:
+        """Read as much as there is left of the window, at least a block; False at the end of the file."""
+        rest = self._text[self.position :]
+        block = self._file.read(max(BLOCK_CHARACTERS, len(rest)))
+        self._text, self.position = rest + block, 0
+        return bool(block)
+
+    def next_character(self) -> str:
+        """Move to the next character that is no white space, and return it; empty at the end of the file."""
+        while True:
+            space = re.compile(r"[ \t\r\n]*").match(self._text, self.position)
+            assert space is not None
+            self.position = space.end()
+            if self.position < len(self._text):
+                return self._text[self.position]
+            if not self._grow():
+                return ""
+
+    def next_element(self, number: int) -> str:
+        """Return the text of the JSON value that begins here, and move behind it."""
+        ended = False
+        while True:
+            try:
+                _, stop = self._decode(self._text, self.position)
+                if stop < len(self._text) or ended:
+                    break
+            except (ValueError, RecursionError) as problem:  # perhaps because the window ends inside it
+                if ended or len(self._text) - self.position > MAX_LINE_BYTES:
+                    why = problem.msg if isinstance(problem, json.JSONDecodeError) else "nested too deeply, or too long"
+                    raise DataError(f"{self._path}: cut or damaged at row {number}, not JSON: {why}") from None
+            ended = not self._grow()
+        element = self._text[self.position : stop]
+        self.position = stop
+        return element
+
+
+def _read_csv(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    return _read_cells(path, file, ",")
+
+
+def _read_tsv(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    return _read_cells(path, file, "\t")
+
+
+def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a table whose first line names the columns. Every cell is text."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            columns = next(lines, [])
+            if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+                raise DataError(f"{path}: its first line names a column twice: {', '.join(map(repr, repeated))}")
+            line = lines.line_num + 1
+            for cells in lines:
+                if len(cells) == len(columns):
+                    yield line, dict(zip(columns, cells, strict=True))
+                elif cells:  # else the line is blank
+                    yield line, BadRow(f"has {len(cells)} cells; the first line names {len(columns)} columns")
+                line = lines.line_num + 1
+        except csv.Error as problem:
+            raise DataError(f"{path}: cut or damaged at line {lines.line_num}: {problem}") from None
+
+
+def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches(path):
+            for start in range(0, batch.num_rows, TABLE_ROWS):
+                for row in batch.slice(start, TABLE_ROWS).to_pylist():
+                    number += 1
+                    yield number, without_none(row)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    yield from pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS)
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Yield the batches of a file in Arrow's file form, or in its stream form, which ``datasets`` writes."""
+    import pyarrow as pa
+
+    with open(path, "rb") as file:
+        is_file = file.read(6) == b"ARROW1"
+    source = pa.memory_map(str(path))
+    if not is_file:
+        yield from pa.ipc.open_stream(source)
+        return
+    reader = pa.ipc.open_file(source)
+    yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+TEXT_FORMS: Final[dict[str, Callable[[Path, BinaryIO], Iterator[tuple[int, Any]]]]] = {
+    ".jsonl": _read_lines, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_tsv,
+}  # fmt: skip
+"""forms that may be compressed, with .gz after the suffix"""
+TABLES: Final[dict[str, Callable[[Path], Iterable[Any]]]] = {".parquet": _parquet_batches, ".arrow": _arrow_batches}
+FORMS: Final = (*TEXT_FORMS, *TABLES)
+READ_FORMS: Final = f"{', '.join(FORMS)} (the first four also with .gz)"
+"""the forms, for messages"""

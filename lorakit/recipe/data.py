@@ -1,0 +1,180 @@
+"""The recipe's `data` section: which rows are trained on and held out, and how they are read."""
+
+from collections import Counter
+from pathlib import Path
+from string import Formatter
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from lorakit.recipe.section import Count, Name, Pattern, Section
+
+RowKey = Literal[
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
+    "weight",
+]  # fmt: skip
+Columns = dict[RowKey, Pattern]
+WEIGHT_LIMIT: Final = 1000
+
+
+class SourceSection(Section):
+    path: Name | tuple[Name, ...]
+    """A file, folder, pattern or hub data set id, or a list of them."""
+    name: Name | None = None
+    """Name of the rows where they are counted, and of their held-out loss (default: `path`)."""
+    weight: float = Field(1.0, gt=0, le=WEIGHT_LIMIT)
+    """Passes over these rows in an epoch. 2: every row comes twice. 0.5: half of the rows, the others in the next
+    epoch."""
+    limit: Count | None = None
+    """Number of rows that are read, the first ones; then some of them are held out."""
+    eval: float | None = Field(None, ge=0, lt=1)
+    """Share of the rows that is held out (default: `data.eval`, if it is a share)."""
+    columns: Columns | None = None
+    """As `data.columns`, which it replaces for these rows."""
+
+    @field_validator("columns")
+    @classmethod
+    def _templates_are_complete(cls, columns: Columns | None) -> Columns | None:
+        return columns if columns is None else check_columns(columns)
+
+    @model_serializer(mode="wrap")
+    def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out defaults, so that a run of this version goes on where a later one has more keys."""
+        fields = type(self).model_fields
+        return {key: value for key, value in handler(self).items() if value != fields[key].default}
+
+    @property
+    def label(self) -> str:
+        """Name of the rows: of an absolute path the last part."""
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        return self.name or " + ".join(Path(path).name if Path(path).is_absolute() else path for path in paths)
+
+
+def _branch(value: Any) -> str:
+    """Return which form of rows is meant, so that errors are about that form alone."""
+    if isinstance(value, list | tuple):
+        return "list"
+    return "SourceSection" if isinstance(value, dict | SourceSection) else "text"
+
+
+def _branch_or_share(value: Any) -> str:
+    return "share" if isinstance(value, int | float) and not isinstance(value, bool) else _branch(value)
+
+
+_Text = Annotated[Name, Tag("text")]
+_Source = Annotated[SourceSection, Tag("SourceSection")]
+_List = Annotated[tuple[Annotated[_Text | _Source, Discriminator(_branch)], ...], Tag("list")]
+_Share = Annotated[float, Field(gt=0, lt=1), Tag("share")]
+
+
+class DataSection(Section):
+    train: Annotated[_Text | _Source | _List, Discriminator(_branch)]
+    """Training rows: a file (.jsonl, .json, .csv, .tsv, each also with .gz; .parquet, .arrow), a folder, a pattern such
+    as `data/*.jsonl`, a hub data set id, or a list of them. Instead of a name, a mapping gives `path`, `name`,
+    `weight`, `limit`, `eval` and `columns`."""
+    eval: Annotated[_Text | _Source | _List | _Share, Discriminator(_branch_or_share)] | None = None
+    """Held-out rows, in the same forms as `train`, or the share of the training rows that is held out: 0.05."""
+    columns: Columns = Field({})
+    """Key of a row -> the column of the file that has its value, or a text with columns in braces:
+    `{prompt: "Question: {question}\\nAnswer: ", completion: answer}`. Other columns are not read."""
+    chat_template: Name | None = None
+    """File with the chat template (Jinja) of conversations, if it is not the tokenizer's own. The patch holds it, and
+    brings it with it to `generate`, `serve` and `merge`."""
+    max_tokens: int = Field(512, ge=2)
+    """Longest row in tokens."""
+    on_long_rows: Literal["stop", "truncate", "drop", "split"] = "stop"
+    """For rows longer than `max_tokens`: stop with an error, or truncate or drop them, counted and reported. `split`
+    makes several rows of a long `text`, and stops at other long rows."""
+    on_bad_rows: Literal["stop", "skip"] = "stop"
+    """For rows that cannot be read: stop with an error, or skip them. Skipped rows are counted and reported."""
+    loss_on: Literal["answer", "all"] = "answer"
+    """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
+    ignore_keys: tuple[Name, ...] = ()
+    """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error."""
+    packing: bool = True
+    """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them."""
+    hub_split: Name = "train"
+    """Split to read if `train` is a hub data set id."""
+    hub_eval_split: Name = "test"
+    """Split to read if `eval` is a hub data set id."""
+    cache_gb: float = Field(20.0, ge=0)
+    """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _some_rows_are_named(cls, value: Any) -> Any:
+        if value == ():
+            raise ValueError("the list is empty: name at least one")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _templates_are_complete(cls, columns: Columns) -> Columns:
+        return check_columns(columns)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "DataSection":
+        shares = [source for source in self.train_sources() if self.share_of(source)]
+        for sources in (self.train_sources(), (*self.eval_sources(), *shares)):
+            counts = Counter(source.label for source in sources)
+            if repeated := [label for label, number in counts.items() if number > 1]:
+                raise ValueError(f"two sources have the name {repeated[0]!r}: give each its own `name`")
+        for source in self.eval_sources():
+            if source.weight != 1 or source.eval is not None:
+                raise ValueError(f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`")
+        return self
+
+    def train_sources(self) -> tuple[SourceSection, ...]:
+        """Return the sources of training rows. Several names without a mapping are one source."""
+        return _sources(self.train)
+
+    def eval_sources(self) -> tuple[SourceSection, ...]:
+        """Return the sources of held-out rows that are none of the training rows' sources."""
+        return () if self.eval is None or isinstance(self.eval, float) else _sources(self.eval)
+
+    def share_of(self, source: SourceSection) -> float:
+        """Return the share of a source of training rows that is held out."""
+        if source.eval is not None:
+            return source.eval
+        return self.eval if isinstance(self.eval, float) else 0.0
+
+    @property
+    def has_eval(self) -> bool:
+        """True if rows are held out."""
+        return bool(self.eval_sources()) or any(map(self.share_of, self.train_sources()))
+
+
+def _sources(value: Any) -> tuple[SourceSection, ...]:
+    entries = value if isinstance(value, tuple) else (value,)
+    if not any(isinstance(entry, SourceSection) for entry in entries):
+        return (SourceSection(path=value),)
+    return tuple(entry if isinstance(entry, SourceSection) else SourceSection(path=entry) for entry in entries)
+
+
+def check_columns(columns: Columns) -> Columns:
+    """Return the columns, if every template among them can be filled.
+
+    Raises:
+        ValueError: a brace without its other half, or something else than a column's name in braces.
+    """
+    for key, source in columns.items():
+        if "{" not in source and "}" not in source:
+            continue
+        try:
+            parts = list(Formatter().parse(source))
+        except ValueError as problem:
+            raise ValueError(f"{key}: {problem}; write a brace of the text twice: {{{{ or }}}}") from None
+        names = [name for _, name, _, _ in parts if name is not None]
+        if "" in names or any(form or conversion for _, _, form, conversion in parts):
+            raise ValueError(f"{key}: in braces stands a column's name alone, such as {{question}}, got {source!r}")
+        if not names:
+            raise ValueError(f"{key}: names no column: {source!r}")
+    return columns

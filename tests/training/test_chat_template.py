@@ -1,0 +1,80 @@
+"""A chat template of the recipe's own is the patch's: whoever prompts the patch uses it, and nobody another."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import lorakit
+from lorakit.cli import main
+from lorakit.data import Encoder
+from lorakit.errors import DataError, LorakitError, PatchError
+from lorakit.inference.load import brought_template
+from lorakit.patch.prompting import PromptForm
+from lorakit.recipe import load_recipe
+from lorakit.training.check import check
+from tests.helpers.rows import chat
+from tests.helpers.training import train
+
+CHATML = (
+    "{% for m in messages %}{{ '<|user|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
+)
+SHORT = {"steps": 2, "warmup_steps": 0, "eval_every_steps": 9}
+
+
+def test_a_patch_brings_its_chat_template_with_it(
+    recipe: Callable[..., Path], base: Path, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(CHATML)
+    own, _ = train(recipe(data={"chat_template": str(template)}, train=SHORT))
+    prompt = [{"role": "user", "content": "say 1"}]
+
+    foreign = tmp_path / "foreign"
+    inject = lorakit.inject(AutoModelForCausalLM.from_pretrained(base), rank=2, targets=["q_proj"])
+    lorakit.save_patch(inject, foreign)
+
+    model = lorakit.load(base, {"own": own}, dtype="float32")
+
+    asked = model.prompts.token_ids("say 1", PromptForm())
+    assert tokenizer.decode(asked) == "<|user|>user\nsay 1<|end|>\n<|user|>assistant\n"
+    taught = Encoder(model.tokenizer, "answer")(chat("say 1", "so"))
+    assert taught.ids[: len(asked)] == model.prompts.token_ids(prompt, PromptForm()) == asked
+    with pytest.raises(PatchError, match="another chat template than is in use here"):
+        lorakit.load(base, {"own": own}, dtype="float32", chat_template=CHATML + " ")
+    with pytest.raises(PatchError, match="another chat template than .*llama has"):
+        lorakit.load(base, dtype="float32").load_adapter("own", own)
+    assert brought_template([tmp_path / "absent", own]) == CHATML
+    assert brought_template([own, foreign]) is None
+    with pytest.raises(PatchError, match=f"{foreign}: was trained with another chat template than is in use here"):
+        model.load_adapter("foreign", foreign)  # another program's, which was never asked so
+    assert str(tmp_path) not in (own / "README.md").read_text().replace(str(base), "")
+
+    options = ["--adapter", f"a={own}", "--dtype", "float32"]
+    assert main(["generate", str(base), *options, "--prompt", "say 1", "--max-new-tokens", "2"]) == 0
+    assert "written by the chat template that the adapters bring" in capsys.readouterr().err
+    assert main(["merge", str(base), str(own), "--out", str(tmp_path / "merged")]) == 0
+    assert "another chat template" not in capsys.readouterr().out
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == CHATML
+
+    start = {"start_from": str(own), "rank": 4, "dropout": 0.0}
+    with pytest.raises(LorakitError, match="adapter.start_from: .*another chat template"):
+        check(load_recipe(recipe(adapter=start, output=str(tmp_path / "next"))), say=lambda text: None)
+    same = recipe(adapter=start, data={"chat_template": str(template)}, output=str(tmp_path / "next"))
+    check(load_recipe(same), say=lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, "No such file"), (b" \n", "is empty"), (b"\xff", "not UTF-8")], ids=str
+)
+def test_a_template_that_cannot_be_read_is_named(
+    recipe: Callable[..., Path], tmp_path: Path, content: bytes | None, expected: str
+) -> None:
+    path = tmp_path / "mine.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=f"data.chat_template: .*{expected}"):
+        train(recipe(data={"chat_template": str(path)}))
