@@ -1,20 +1,27 @@
 """Tokenise the rows of a recipe's `data` section: those for training, and those held out."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lorakit.data.cache_entries import trim_cache
+from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset
 from lorakit.data.encode_chunks import RowSettings
+from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.find_rows import files_without_rows, find_sources
+from lorakit.data.json_row import BadRow
+from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_rows
 from lorakit.errors import DataError
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe.data import DataSection, SourceSection
 
+LocatedRow = tuple[str, Any]
+"""(file:line, row or BadRow)"""
 OpenProgress = Callable[[], AbstractContextManager[Progress]]
 
 
@@ -75,6 +82,28 @@ def load_rows(
         raise DataError("\n".join(problems))
     trim_cache(data.cache_gb * 1e9)
     return TokenDataset(parts)
+
+
+def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
+    """Yield the rows of all sets as `load_rows` reads them, before they are tokenised."""
+    for one in sets:
+        settings = one.settings
+        for location, row in itertools.islice(rows_of_files(one.names, one.split), settings.limit):
+            content = None if isinstance(row, BadRow) else content_of(row, settings.columns, settings.ignore_keys)
+            if settings.eval_share and is_eval_row(content, settings.eval_share) != settings.eval_side:
+                continue
+            try:
+                mapped = map_columns(row, settings.columns).row if settings.columns and content is not None else row
+            except BadRow as problem:
+                mapped = problem
+            yield location, mapped
+
+
+def rows_of_files(names: str | tuple[str, ...], split: str) -> Iterator[LocatedRow]:
+    """Yield the rows of files, folders, patterns or hub data sets, as they are there."""
+    for source in find_sources(names, split):
+        for line, row in read_rows(source):
+            yield f"{source.name}:{line}", row
 
 
 def check_sources(data: "DataSection") -> None:

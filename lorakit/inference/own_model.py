@@ -17,7 +17,7 @@ from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_module
 from lorakit.lora.module import AdapterModule
 from lorakit.patch import BaseShapes, Patch, check_fits, patch_from_model, read_patch, with_head_names
-from lorakit.patch.fingerprint import check_live_base
+from lorakit.patch.live_base import check_live_base
 from lorakit.patch.onto_model import adapter_from_patch
 
 

@@ -7,14 +7,14 @@ are left out, as in training; every other row counts once, whatever its weight.
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lorakit.data.load import LocatedRow, rows_of_files
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.json_row import BadRow
+from lorakit.data.load import LocatedRow, rows_of_files
 from lorakit.data.question import Question, parse_question
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file

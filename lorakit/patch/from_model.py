@@ -14,7 +14,7 @@ from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors
 from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import TrainableModule, TrainableTokens
-from lorakit.patch.fingerprint import fingerprint_live
+from lorakit.patch.live_base import fingerprint_live
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
 from lorakit.version import VERSION

@@ -266,13 +266,15 @@ class Recipe(Section):
             if self.evaluation != EvaluationSection():
                 raise ValueError("evaluation: nothing is generated; set train.eval_generate, or leave the section out")
             return self
-        if self.data.eval is None:
+        if not self.data.has_eval:
             raise ValueError("train.eval_generate needs held-out rows: set data.eval")
         backend, reason = self.parallel.backend, None
         if self.parallel.offloads.streams:
             reason = "offload: stream reads the base for every token"
         elif self.parallel.offloads.parameters != "none" or backend not in ("single", "ddp", "auto"):
             reason = f"backend {backend} shards or moves what every token needs"
+        elif self.parallel.pipeline > 1:
+            reason = "no process has all layers with pipeline"
         elif self.train.compile:
             reason = "train.compile compiles layers for steps"
         if reason is not None:

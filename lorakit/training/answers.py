@@ -15,8 +15,7 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from lorakit.base.find import find_tokenizer
-from lorakit.base.load import generation_settings, load_tokenizer
+from lorakit.base.load import generation_settings, load_recipe_tokenizer
 from lorakit.data.load import eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.slot_model import SlotModel
@@ -130,7 +129,7 @@ def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -
     if recipe.train.eval_generate is None:
         return None
     measures = chosen_measures(recipe.evaluation.measures, hooks.metrics)
-    trained = TrainedModel(model, load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder)))
+    trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder))
     return Answers(recipe, trained, rows_to_answer(recipe, trained, measures), measures)
 
 

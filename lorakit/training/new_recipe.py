@@ -19,7 +19,8 @@ from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.data import find_sources
 from lorakit.data.encode import Encoder
-from lorakit.data.rows import BadRow, RowSource, parse_raw, read_raw
+from lorakit.data.json_row import BadRow, parse_raw
+from lorakit.data.rows import RowSource, read_raw
 from lorakit.errors import DataError
 from lorakit.training.updates import SMALL_BASE
 
