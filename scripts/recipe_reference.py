@@ -48,9 +48,20 @@ def _flat(keys: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) 
     """Yield the keys of a section, and below each that may be a section of its own the keys of that one."""
     for name, value in keys.items():
         yield prefix + name, value
-        for choice in value.get("anyOf", []):
-            if "$ref" in choice:
-                yield from _flat(_resolve(choice, definitions)["properties"], definitions, f"{prefix}{name}.")
+        for section in dict.fromkeys(_sections_in(value)):
+            yield from _flat(_resolve({"$ref": section}, definitions)["properties"], definitions, f"{prefix}{name}.")
+
+
+def _sections_in(value: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the references to sections among the values that a key takes."""
+    for choice in [*_choices(value), *([value["items"]] if "items" in value else [])]:
+        if "$ref" in choice:
+            yield choice["$ref"]
+        yield from _sections_in(choice)
+
+
+def _choices(value: Mapping[str, Any]) -> list[Any]:
+    return [*value.get("anyOf", []), *value.get("oneOf", [])]
 
 
 def _resolve(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
@@ -59,8 +70,8 @@ def _resolve(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
 
 def _values(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Return the values that a key takes, as text."""
-    if "anyOf" in value:
-        return " or ".join(_values(choice, definitions) for choice in value["anyOf"])
+    if choices := _choices(value):
+        return " or ".join(_values(choice, definitions) for choice in choices)
     if "enum" in value:
         return ", ".join(f"`{choice}`" for choice in value["enum"])
     if "const" in value:
