@@ -37,19 +37,26 @@ def page() -> str:
 
 def _table(keys: Mapping[str, Any], required: list[str], definitions: Mapping[str, Any], prefix: str = "") -> list[str]:
     lines = ["| key | values | default | about |", "|---|---|---|---|"]
-    for name, value in _flat(keys, definitions, prefix):
+    for name, value in _flat(keys, definitions, prefix, set()):
         default = "" if name.removeprefix(prefix) in required else f"`{json.dumps(value.get('default'))}`"
         about = " ".join(value["description"].split()).replace("|", "\\|")
         lines.append(f"| `{name}` | {_values(value, definitions)} | {default} | {about} |")
     return lines
 
 
-def _flat(keys: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(
+    keys: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, shown: set[str]
+) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section, and below each that may be a section of its own the keys of that one."""
     for name, value in keys.items():
         yield prefix + name, value
         for section in dict.fromkeys(_sections_in(value)):
-            yield from _flat(_resolve({"$ref": section}, definitions)["properties"], definitions, f"{prefix}{name}.")
+            if section in shown:
+                continue
+            shown.add(section)
+            yield from _flat(
+                _resolve({"$ref": section}, definitions)["properties"], definitions, f"{prefix}{name}.", shown
+            )
 
 
 def _sections_in(value: Mapping[str, Any]) -> Iterator[str]:
