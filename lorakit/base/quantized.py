@@ -65,17 +65,17 @@ class QuantizedTensors:
         if module not in self._layers or key == "bias":
             self._unquantized.fill(name, start, out)
             return
-        flat = self._tensors_of(module)[key].view(-1)
+        flat = self.tensors_of(module)[key].view(-1)
         out.detach().view(-1).copy_(flat[start : start + out.numel()])
 
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter; a quantised weight is returned dequantised, in its shape (out, in)."""
         module, _, key = name.rpartition(".")
         if module in self._layers and key == "weight":
-            return dequantized_weight(QuantLinear(self._layers[module], self._tensors_of(module), None))
+            return dequantized_weight(QuantLinear(self._layers[module], self.tensors_of(module), None))
         return self._unquantized.read_weight(name)
 
-    def _tensors_of(self, module: str) -> dict[str, Tensor]:
+    def tensors_of(self, module: str) -> dict[str, Tensor]:
         """Return the quantised tensors of a layer: weight and scales.
 
         Those of the last layer stay cached, because an engine fills the tensors of a layer one after the other.

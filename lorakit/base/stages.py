@@ -14,7 +14,7 @@ from lorakit.lora.inject import adapter_tensors, replace_module
 from lorakit.ops.stage import Stage, StageLink
 
 
-def cut_model(model: nn.Module, link: StageLink, label_share: float) -> Stage:
+def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
     """Leave in a model the layers of this process's stage, the embedding in the first and the head in the last.
 
     label_share: of the tokens, those that go through the head.

@@ -41,6 +41,7 @@ class LoraLinear(AdapterModule):
         self.kind, self.method, self.rank, self.alpha = kind, method, rank, alpha
         self.scale = METHODS[method].scale(alpha, rank)
         self.dropout, self.name = dropout, name
+        self.first_column = 0  # of x in the layer's full input, where ranks have parts of it
         bias = base._parameters.get("bias")
         self.bias_dtype = None if bias is None else bias.dtype
         for name in kind.copied_attributes:
@@ -62,7 +63,7 @@ class LoraLinear(AdapterModule):
     def inputs(self, x: Tensor) -> LayerInputs:
         """Return what the method reads in a forward pass on x."""
         has_dropout = self.dropout > 0 and self.training and x.is_floating_point()  # an embedding's x is token ids
-        mask = dropout_mask(x, self.dropout, self.name) if has_dropout else None
+        mask = dropout_mask(x, self.dropout, self.name, self.first_column) if has_dropout else None
         return LayerInputs(self, self.kind, x, self._bias(), mask)
 
     def _bias(self) -> Tensor | None:

@@ -19,6 +19,7 @@ from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.stage import Stage
+from lorakit.ops.tensor_parallel import VocabularyPart
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -49,6 +50,7 @@ class LossModel(nn.Module):
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
     `stage`: the layers that are here, where other processes have the others; None if all are.
     `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
+    `vocabulary`: the tokens whose rows of the head are here; None: all of them.
     `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
     that is not the one of the tensors (a plan's are on meta). `label_smoothing`: share of each label that is spread
     over all tokens of the vocabulary, in training mode alone.
@@ -64,12 +66,18 @@ class LossModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.objective, self.label_smoothing = model, objective, label_smoothing
-        self.head = loss_head(model, device_type)
-        self.chunked, self.packed_attention = self.head is not None, False
+        self._device_type, self.packed_attention = device_type, False
+        self.vocabulary: VocabularyPart | None = None
+        self.find_head()
         self.kernel: VarlenKernel | KernelProbe | None = None
         self.exchange: HeadExchange | None = None
         self.stage: Stage | None = None
         self.kernel_problem: str | None = None
+
+    def find_head(self) -> None:
+        """Read the model's head, and once more after its tensors were replaced."""
+        self.head = loss_head(self.model, self._device_type, self.vocabulary)
+        self.chunked = self.head is not None
 
     def forward(
         self,
@@ -167,11 +175,17 @@ class LossHead(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, head: nn.Linear, transform: LogitTransform, device_type: str | None = None) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        transform: LogitTransform,
+        device_type: str | None = None,
+        vocabulary: VocabularyPart | None = None,
+    ) -> None:
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
-        self.transform, self.device_type = transform, device_type
+        self.transform, self.device_type, self.vocabulary = transform, device_type, vocabulary
 
     def forward(
         self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
@@ -183,19 +197,21 @@ class LossHead(nn.Module):
         hidden, labels = select_labelled(hidden, labels, positions)
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing)
+        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary)
         losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
 
-def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
+def loss_head(
+    model: nn.Module, device_type: str | None = None, vocabulary: VocabularyPart | None = None
+) -> LossHead | None:
     """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     backbone = getattr(model, "base_model", model)
     if not is_plain or backbone is model or any(p.requires_grad for p in head.parameters()):
         return None
-    return LossHead(head, logit_transform(model), device_type)
+    return LossHead(head, logit_transform(model), device_type, vocabulary)
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:
@@ -227,27 +243,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         chunk_bytes: int,
         smoothing: float,
+        vocabulary: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
-        size = chunk_bytes // (4 * weight.shape[0])
+        size = chunk_bytes // (4 * (weight.shape[0] if vocabulary is None else vocabulary.max_rows))
         size = max(1, size - size % CHUNK_MULTIPLE or size)
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
-            targets = labels[chunk, None]
+            targets, is_here = _own_targets(labels[chunk, None], weight.shape[0], vocabulary)
             z, slope = _transformed(F.linear(hidden[chunk], weight, bias).float(), transform)
             # in place from here, because torch.logsumexp would allocate a second chunk
             largest, target_logits = z.amax(1, keepdim=True), z.gather(1, targets)
-            hits[chunk] = (target_logits == largest)[:, 0]
-            if smoothing:
-                # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
-                target_logits = torch.lerp(target_logits, z.mean(1, keepdim=True), smoothing)
+            mean = z.mean(1, keepdim=True) if smoothing else None
+            if vocabulary is not None:
+                vocabulary.group.maximum(largest)
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
+            if vocabulary is not None:
+                sums = vocabulary.group.sum(torch.cat([total, target_logits * is_here], 1))
+                total, target_logits = sums.split(1, dim=1)
+            hits[chunk] = (target_logits == largest)[:, 0]
+            if mean is not None:
+                # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
+                target_logits = torch.lerp(target_logits, mean, smoothing)
             losses[chunk] = (total.log() + largest - target_logits)[:, 0]
             if gradient is not None:
                 # d loss / d logits = softmax - one-hot, or the smoothed label
-                z.div_(total).scatter_add_(1, targets, z.new_full(targets.shape, smoothing - 1.0))
+                z.div_(total).scatter_add_(1, targets, is_here * (smoothing - 1.0))
                 if smoothing:
                     z.sub_(smoothing / z.shape[1])
                 if slope is not None:
@@ -257,7 +280,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
             del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
-        ctx.gradient_scale = gradient_scale
+        ctx.gradient_scale, ctx.vocabulary = gradient_scale, vocabulary
         ctx.mark_non_differentiable(hits)
         return losses, hits
 
@@ -266,7 +289,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
-        return (gradient.float() * factors).to(gradient.dtype), None, None, None, None, None, None
+        dhidden = (gradient.float() * factors).to(gradient.dtype)
+        if ctx.vocabulary is not None:
+            dhidden = ctx.vocabulary.group.sum(dhidden)
+        return dhidden, None, None, None, None, None, None, None
+
+
+def _own_targets(labels: Tensor, num_rows: int, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """Return the labels as rows of the head that are here, and 1.0 for each that is, else 0.0; both (labels, 1)."""
+    if vocabulary is None:
+        return labels, torch.ones_like(labels, dtype=torch.float32)
+    rows = labels - vocabulary.start
+    is_here = (rows >= 0) & (rows < num_rows)
+    return rows.masked_fill(~is_here, 0), is_here.float()
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

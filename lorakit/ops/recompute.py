@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from lorakit.ops._internals import DEEPSPEED_NODES, left_factor, right_factor, saved_tensor_hooks
+from lorakit.ops.tensor_parallel import COPY_NODE
 
 Recompute = Callable[[], Tensor]
+PASSING: Final = (*DEEPSPEED_NODES, COPY_NODE)
+"""nodes that change no value"""
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
 
@@ -56,7 +59,7 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
     if torch.compiler.is_compiling() or x.grad_fn is None or _is_unpacked_once():
         return None
     node: Any = x.grad_fn
-    while node is not None and node.name() in DEEPSPEED_NODES:
+    while node is not None and node.name() in PASSING:
         ((node, _),) = node.next_functions
     shared = _inputs_by_node.get(id(node))
     if shared is None:

@@ -36,12 +36,11 @@ class DdpEngine(SingleEngine):
         self._accelerator, group = init_process_group(world, parallel, device, [settings])
         mesh = make_mesh(group, parallel, message_timeout(parallel))
         super().__init__(device, group, parallel.backend, mesh)
-        self.shards_base = mesh.pipeline.size > 1
+        self.shards_base = mesh.pipeline.size * mesh.tensor.size > 1
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
-        if loss_model.stage is not None:
-            # without DDP, whose sums begin in the last micro-batch's backward, and expect its forward just before that
-            assert weights is not None
+        if weights is not None:  # of which this rank has a part
+            # without DDP: accelerate's is over all ranks, and its sums expect backward right after a forward
             fill_resident(loss_model, weights, self.device)
             self._optimizer = build(adapter_tensors(loss_model.model))
             return loss_model
@@ -67,9 +66,10 @@ class DdpEngine(SingleEngine):
     def describe(self) -> dict[str, Any]:
         # read from the object, because accelerate alone decides whether it wraps the model
         wrapped = isinstance(self._wrapped, DistributedDataParallel)
-        stage = self._loss_model.stage
-        if stage is not None:
-            return {"engine": f"stage {stage.link.rank + 1} of {stage.link.size}", "backend": "ddp"}
+        parts = [f"stage {s.link.rank + 1} of {s.link.size}"] if (s := self._loss_model.stage) else []
+        parts += [f"part {self.mesh.tensor.rank + 1} of {self.mesh.tensor.size}"] if self.parts is not None else []
+        if parts:
+            return {"engine": ", ".join(parts), "backend": "ddp"}
         return {"engine": type(self._wrapped).__name__, "backend": "ddp" if wrapped else "single"}
 
 

@@ -73,21 +73,28 @@ class Fsdp2Engine(SingleEngine):
         # times the ranks, because FSDP averages gradients over ranks and the loss is divided by all ranks' labels
         (loss * self.mesh.tokens.size).backward()
 
-    def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
-        shards = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
-        squares = sum((shard.float().square().sum() for shard in shards), torch.zeros((), device=self._shard_device))
+    def clip(self, tensors: Mapping[str, nn.Parameter], limit: float) -> float:
+        shards = [_local(tensor.grad) for tensor in tensors.values() if tensor.grad is not None]
+        if self.parts is None:
+            zero = torch.zeros((), device=self._shard_device)
+            squares = float(sum((shard.float().square().sum() for shard in shards), zero))
+        else:
+            squares = self.parts.sum_gradients(_local)
         # one message, not one per tensor
-        norm = self.norm_over_stages(math.sqrt(self.mesh.tokens.all_reduce_sum(float(squares))[0]))
+        norm = self.norm_over_stages(math.sqrt(self.mesh.tokens.all_reduce_sum(squares)[0]))
         for shard in shards if norm > limit else ():
             shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
     def stage_adapter(self) -> dict[str, Tensor]:
-        return {name: _full_tensor(tensor, self.device) for name, tensor in checkpoint_tensors(self._model).items()}
+        return {
+            name: self.join(name, _full_tensor(tensor, self.device))
+            for name, tensor in checkpoint_tensors(self._model).items()
+        }
 
     def stage_optimizer_state(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{part}": _full_tensor(value, self.device)
+            f"{name}.{part}": self.join(name, _full_tensor(value, self.device))
             for name, tensor in adapter_tensors(self._model).items()
             for part, value in self._optimizer.state[tensor].items()
         }
@@ -95,10 +102,11 @@ class Fsdp2Engine(SingleEngine):
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
         for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
-            _local(tensor.detach()).copy_(shard_rows(adapter[name], self.mesh.tokens.size, self.mesh.tokens.rank))
+            own = self.part(name, adapter[name])
+            _local(tensor.detach()).copy_(shard_rows(own, self.mesh.tokens.size, self.mesh.tokens.rank))
             if name in state:
                 self._optimizer.state[tensor] = {
-                    part: self._shard_like(value, tensor) for part, value in state[name].items()
+                    part: self._shard_like(self.part(name, value), tensor) for part, value in state[name].items()
                 }
 
     def _shard_like(self, value: Tensor, like: DTensor) -> Tensor:

@@ -39,18 +39,22 @@ class SingleEngine(BaseEngine):
                     tensor.grad.div_(self._scale.value)
         limit = self._settings.max_grad_norm
         # an infinite limit clips nothing but still computes the norm, which the check below needs
-        norm = self.clip(list(tensors.values()), math.inf if limit is None else limit)
+        norm = self.clip(tensors, math.inf if limit is None else limit)
         if math.isfinite(norm):
             set_rate(self._optimizer.param_groups, rate)
             self._optimizer.step()
         self._optimizer.zero_grad()
         return norm
 
-    def clip(self, tensors: list[nn.Parameter], limit: float) -> float:
+    def clip(self, tensors: Mapping[str, nn.Parameter], limit: float) -> float:
         """Scale the gradients down to a norm of `limit` if theirs is larger. Returns their norm before that."""
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        norm = self.norm_over_stages(float(get_total_norm(gradients)))
-        clip_grads_with_norm_(tensors, limit, torch.tensor(norm, device=self.device))
+        gradients = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
+        if self.parts is None:
+            norm = float(get_total_norm(gradients))
+        else:
+            norm = math.sqrt(self.parts.sum_gradients(lambda gradient: gradient))
+        norm = self.norm_over_stages(norm)
+        clip_grads_with_norm_(tensors.values(), limit, torch.tensor(norm, device=self.device))
         return norm
 
     def norm_over_stages(self, norm: float) -> float:
@@ -59,11 +63,11 @@ class SingleEngine(BaseEngine):
         return norm if pipeline.size == 1 else math.sqrt(pipeline.all_reduce_sum(norm * norm)[0])
 
     def stage_adapter(self) -> dict[str, Tensor]:
-        return {name: to_cpu(tensor) for name, tensor in checkpoint_tensors(self._model).items()}
+        return {name: self.join(name, to_cpu(tensor)) for name, tensor in checkpoint_tensors(self._model).items()}
 
     def stage_optimizer_state(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{part}": state_to_cpu(value)
+            f"{name}.{part}": self.join(name, state_to_cpu(value))
             for name, tensor in adapter_tensors(self._model).items()
             for part, value in self._optimizer.state[tensor].items()
         }
@@ -72,10 +76,10 @@ class SingleEngine(BaseEngine):
         tensors = adapter_tensors(self._model)
         with torch.no_grad():
             for name, tensor in checkpoint_tensors(self._model).items():
-                tensor.copy_(adapter[name])
+                tensor.copy_(self.part(name, adapter[name]))
         for name in state.keys() & tensors.keys():
             self._optimizer.state[tensors[name]] = {
-                part: state_to_device(value, self.device) for part, value in state[name].items()
+                part: state_to_device(self.part(name, value), self.device) for part, value in state[name].items()
             }
 
     def resident_bytes(self) -> dict[str, int]:

@@ -7,20 +7,19 @@ The counts that divide are summed over the ranks before the first forward, becau
 than another's: a mean of the ranks' means would weight tokens unequally.
 """
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
-from lorakit.base.stages import cut_model
+from lorakit.base.stages import cut_stage
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
@@ -42,8 +41,12 @@ from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline import FORWARD, StageForward, StageSteps, one_forward_one_backward
+from lorakit.parallel.seeds import derived_seed, dropout_keys
 from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
+
+if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
+    from lorakit.parallel.tensor import TensorParts
 
 
 class BaseEngine(ABC):
@@ -60,6 +63,8 @@ class BaseEngine(ABC):
         self.rank, self.mesh = group.rank, mesh or Mesh(data=group, tokens=group)
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
+        self.parts: TensorParts | None = None
+        """of a model that is cut over the axis `tensor`"""
 
     # --- hooks of a backend ------------------------------------------------------------------------------------------
 
@@ -134,7 +139,10 @@ class BaseEngine(ABC):
         self._num_micro_batches = 0
         self._all_names = checkpoint_tensors(model).keys()
         if self.mesh.pipeline.size > 1:
-            self._cut(loss_model)
+            self._cut_layers(loss_model)
+        check_parts: Callable[[], None] | None = None
+        if self.mesh.tensor.size > 1:
+            weights, check_parts = self._cut_weights(loss_model, weights)
         self._without_gradient, self._all_had_gradient = set(adapter_tensors(model)), False
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -146,31 +154,38 @@ class BaseEngine(ABC):
             sum(p.nbytes for p in base),
             adapter_bytes,
             self.resident_base_bytes(base),
+            summed_layers=0 if self.parts is None else self.parts.summed_layers,
         )
         with quiet_libraries():
             self._wrapped = self.wrap(loss_model, optimizer, weights)
         self._stage_steps = StageSteps(self._wrapped, loss_model.stage)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+        if check_parts is not None:
+            check_parts()
 
-    def _cut(self, loss_model: LossModel) -> None:
+    def _cut_layers(self, loss_model: LossModel) -> None:
         """Leave in the model the layers of this rank's stage."""
         model: Any = loss_model.model
         width = model.config.get_text_config().hidden_size
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-        pipeline = self.mesh.pipeline
-        link = StageLink(
-            pipeline.rank,
-            pipeline.size,
-            width,
-            dtype,
-            self.device,
-            pipeline.device_group,
-            self.mesh.upstream.device_group,
-        )
-        loss_model.stage = self.group.run_on_all(lambda: cut_model(model, link, self._settings.label_share))
+        groups = self.mesh.pipeline.device_group, self.mesh.upstream.device_group
+        link = StageLink(self.mesh.pipeline.rank, self.mesh.pipeline.size, width, dtype, self.device, *groups)
+        loss_model.stage = self.group.run_on_all(lambda: cut_stage(model, link, self._settings.label_share))
         if not link.is_last:
             loss_model.head = None
+
+    def _cut_weights(self, loss_model: LossModel, weights: LazyBase | None) -> tuple[LazyBase, Callable[[], None]]:
+        """Leave in the model this rank's part of each weight. Returns the parts, and a check of them once filled."""
+        from lorakit.parallel.tensor import cut_weights
+        from lorakit.parallel.tensor_proof import check_layers, copy_layers
+
+        assert weights is not None
+        full_layers, chunked = copy_layers(loss_model.model), loss_model.chunked
+        self.parts = self.group.run_on_all(lambda: cut_weights(loss_model, self.mesh.tensor))
+        loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
+        check = partial(check_layers, loss_model, full_layers, weights, self.device, self.group)
+        return self.parts.weights(weights), check
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         counts = count_step(self._objective, micro_batches, self.mesh.data)
@@ -231,7 +246,7 @@ class BaseEngine(ABC):
         # of all ranks' micro-batches and stages, so that no two of them share a mask
         position = number * self.mesh.tokens.size + self.mesh.tokens.rank
         stage = self.mesh.pipeline.rank
-        return _derived_seed(self._settings.seed, index, f"stage {stage} {position}" if stage else position)
+        return derived_seed(self._settings.seed, index, f"stage {stage} {position}" if stage else position)
 
     def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
         """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""
@@ -314,6 +329,14 @@ class BaseEngine(ABC):
         self._scale.restore(state.optimizer.get(LOSS_SCALE_KEY))
         self.record_gradient(parts_by_name)  # an optimizer has state only for tensors that have had a gradient
 
+    def join(self, name: str, value: Tensor) -> Tensor:
+        """Return the full tensor of an adapter's tensor or its optimizer state, where ranks have parts. Collective."""
+        return value if self.parts is None else self.parts.join(name, value)
+
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """Undo `join`."""
+        return full if self.parts is None else self.parts.part_of(name, full)
+
     def _collectives_by_axis(self) -> dict[str, Any]:
         """Return the collectives along each axis of the mesh, and the groups that are none of its axes."""
         axes = self.mesh.ranks
@@ -326,7 +349,7 @@ class BaseEngine(ABC):
             }
             for axis, ranks in axes.items()
         }
-        others = self._collectives.groups() - set(axes.values())
+        others = {ranks for ranks in self._collectives.groups() if len(ranks) > 1} - set(axes.values())
         return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
 
     def _stage_facts(self, stage: Stage) -> dict[str, Any]:
@@ -353,22 +376,6 @@ class BaseEngine(ABC):
             "collectives_of_a_step": self._collectives.counts(),
             **self._collectives_by_axis(),
         }
-
-
-def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
-    """Return the keys of a micro-batch's dropout and noise.
-
-    They are functions of seed, step and row, so checkpoints need no state.
-    """
-    positions, lengths = batch.position_ids.flatten(), batch.lengths_of_tokens()
-    if not batch.row_indices:  # a rank without rows: its tokens have no label
-        return TokenKeys(torch.zeros_like(positions), positions, lengths)
-    seeds = torch.tensor([*(_derived_seed(seed, step, f"row {row}") for row in batch.row_indices), 0])  # 0: padding
-    return TokenKeys(seeds[batch.rows_of_tokens()], positions, lengths)
-
-
-def _derived_seed(seed: int, step: int, part: int | str) -> int:
-    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/{part}".encode()).digest()[:7], "little")
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

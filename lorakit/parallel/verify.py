@@ -18,8 +18,8 @@ SLACK_BYTES: Final = 4096  # flat buffers are padded, and AdamW stores a step co
 class ExpectedLayout:
     """The requested backend, and the bytes that follow from it.
 
-    num_processes: all. num_ranks: those with the same layers. base_bytes, adapter_bytes: of these layers, full size.
-    resident_base_bytes: the most of the base on one rank.
+    num_processes: all. num_ranks: those with the same part of the model. base_bytes, adapter_bytes: of that part, full
+    size. resident_base_bytes: the most of the base on one rank. summed_layers: layers whose outputs are partial sums.
     """
 
     backend: str
@@ -28,6 +28,7 @@ class ExpectedLayout:
     base_bytes: int
     adapter_bytes: int
     resident_base_bytes: int
+    summed_layers: int = 0
 
 
 def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
@@ -76,6 +77,7 @@ def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Itera
         yield f"something is sent among ranks {layout['groups_of_no_axis']}, which no axis of {layout['mesh']} joins"
     if "stage" in layout:
         yield from _pipeline_problems(layout)
+    yield from _tensor_problems(expected, layout)
     if expected.num_ranks == 1:
         return
     sent = layout["collectives_by_axis"]["tokens"]  # gradients and the parts of the base belong to this axis
@@ -104,3 +106,13 @@ def _pipeline_problems(layout: Mapping[str, Any]) -> Iterator[str]:
         actual, wanted = sent.get(kind, {}).get("calls", 0), number * stage["micro_batches"]
         if actual != wanted:
             yield f"stage {stage['number']} should {kind} {wanted} messages in a step, and there are {actual}"
+
+
+def _tensor_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the differences between what is sent along `tensor` and what the cut layers send in a step."""
+    if not expected.summed_layers:
+        return
+    sent = {kind: count["calls"] for kind, count in layout["collectives_by_axis"]["tensor"].items()}
+    # each output once in a forward, and once in a step the gradients of the factors that every rank has
+    if sent.keys() != {"all_reduce"} or sent["all_reduce"] <= expected.summed_layers:
+        yield f"outputs of {expected.summed_layers} layers should be summed along the axis `tensor`, {sent} are sent"

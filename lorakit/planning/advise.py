@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of
+from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of, sharing_weights
 from lorakit.planning.estimate import Candidate, Changes, Estimator
 from lorakit.planning.gpus import GB
 from lorakit.planning.sharding import adapter_bytes, base_bytes
+from lorakit.planning.stages import num_stages
 
 EQUALLY_FAST: Final = 1.03
 """Step times within this factor count as equal, because estimates are no better; the simplest backend then wins."""
@@ -121,8 +122,9 @@ def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -
         if others:
             count = 2 * best.work.micro_batches
             gathers = f"; {_listed(others)} would gather the base of {base} {count} times a step"
-        stages = estimator.recipe.parallel.pipeline
-        part = f"the full base of {base}" if stages == 1 else f"a stage of {stages} of the base of {base}"
+        shared = sharing_weights(best.backend, estimator.recipe.parallel, best.num_processes)
+        shared *= num_stages(estimator.recipe.parallel, best.backend, best.num_processes // shared)
+        part = f"the full base of {base}" if shared == 1 else f"a process's part of the base of {base}"
         return f"{part} fits each process, so a step sends only the adapter's {adapter}{gathers}"
     unsharded = [candidate for candidate in candidates if not LAYOUTS[candidate.backend].splits_base]
     why = f"a full base of {base} does not fit each process ({_listed(unsharded)})"

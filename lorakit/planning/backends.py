@@ -62,6 +62,8 @@ class Layout:
     splits_base: bool = False
     has_stages: bool = False
     """Whether it goes with `parallel.pipeline`."""
+    cuts_weights: bool = False
+    """Whether processes can share each weight (`parallel.tensor`)."""
     single_process: bool = False
     """The backend has one process, whatever the recipe requests."""
     package: str | None = None
@@ -81,7 +83,8 @@ def _sharded_gradients(rule: ShardRule) -> Callable[[ModelShapes, int], int]:
 LAYOUTS: Final[Mapping[str, Layout]] = {
     "single": Layout(single_process=True),
     "ddp": Layout(
-        messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(2.0), has_stages=True
+        messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(2.0), has_stages=True,
+        cuts_weights=True,
     ),
     "zero1": Layout(
         optimizer=flat_shard, one_counter=True, messages=zero12_messages, traffic=all_reduce_traffic(3.0),
@@ -99,7 +102,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "fsdp2": Layout(
         base=row_shard, adapter=row_shard, optimizer=row_shard, gradients=_sharded_gradients(row_shard),
         gathered=fsdp2_gathered, traffic=all_gather_traffic(with_adapter=True), splits_base=True,
-        offloads_adapter=True, has_stages=True,
+        offloads_adapter=True, has_stages=True, cuts_weights=True,
     ),
 }  # fmt: skip
 SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
@@ -120,6 +123,11 @@ def _accepts(recipe: Recipe, backend: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def sharing_weights(backend: str, parallel: ParallelSection, num_processes: int) -> int:
+    """Return how many processes share each weight: ``tensor``, where the backend and so many processes can."""
+    return parallel.tensor if LAYOUTS[backend].cuts_weights and num_processes % parallel.tensor == 0 else 1
 
 
 def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.planning.activations import ActivationTracer, LiveBytes, MicroBatch
-from lorakit.planning.backends import supported_backends
+from lorakit.planning.backends import sharing_weights, supported_backends
 from lorakit.planning.gpus import GB
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
@@ -86,15 +86,16 @@ class Estimator:
         recipe = apply_changes(self.recipe, changes)
         dtype = str(changes.get("base.dtype", self.dtype))
         checkpointing = recipe.train.activation_checkpointing == "layers"
-        number = num_stages(recipe.parallel, backend, num_processes)
-        work = make_workload(recipe, self._rows(), num_processes // number)
+        tensor = sharing_weights(backend, recipe.parallel, num_processes)
+        number = num_stages(recipe.parallel, backend, num_processes // tensor)
+        work = make_workload(recipe, self._rows(), num_processes // (tensor * number))
         setting = self._setting(recipe, backend, num_processes, dtype, work, checkpointing)
         # of the processes with the same layers, over which tensors are sharded and tokens are divided
-        of_stage = replace(setting, num_processes=num_processes // number)
+        of_stage = replace(setting, num_processes=setting.num_processes // number)
         training = self._live(dtype, checkpointing, work.training)
         evaluation = None if work.evaluation is None else self._live(dtype, False, work.evaluation, training=False)
         memories, steps = [], []
-        for stage in stages_of(self._shapes(dtype), number, work.micro_batches, self._label_share()):
+        for stage in stages_of(self._shapes(dtype).part(tensor), number, work.micro_batches, self._label_share()):
             evaluating = None if evaluation is None else stage.live(evaluation)
             process = self._process_bytes(setting, dtype)
             memories.append(memory_of(stage.shapes, of_stage, stage.live(training), evaluating, process))
@@ -112,12 +113,13 @@ class Estimator:
     def _setting(
         self, recipe: Recipe, backend: str, num_processes: int, dtype: str, work: Workload, checkpointing: bool
     ) -> Setting:
-        shapes = self._shapes(dtype)
+        shapes, tensor = self._shapes(dtype), sharing_weights(backend, recipe.parallel, num_processes)
         stored = MODEL_DTYPES[dtype] if shapes.quantization else shapes.stored_dtype or MODEL_DTYPES[dtype]
         inputs = work.training.num_tokens * shapes.hidden_size * shapes.num_layers * MODEL_DTYPES[dtype].itemsize
         return Setting(
             backend=backend,
-            num_processes=num_processes,
+            num_processes=num_processes // tensor,
+            tensor=tensor,
             local_processes=max(1, min(num_processes, self.num_processes) // self.machine.nodes),
             optimizer=recipe.train.optimizer,
             parallel=recipe.parallel,
@@ -163,7 +165,9 @@ class Estimator:
         return inspect_rows(self.recipe, self.folder)
 
     def _read_shapes(self, dtype: str) -> ModelShapes:
-        return read_shapes(self.folder, self.recipe.base, self.recipe.adapter, MODEL_DTYPES[dtype])
+        return read_shapes(
+            self.folder, self.recipe.base, self.recipe.adapter, MODEL_DTYPES[dtype], self.recipe.parallel.tensor
+        )
 
     def _make_tracer(self, dtype: str, checkpointing: bool) -> ActivationTracer:
         return ActivationTracer(

@@ -77,6 +77,7 @@ class Setting:
 
     backend: str
     num_processes: int
+    """Processes with the same part of each weight."""
     local_processes: int
     """Processes on one machine."""
     optimizer: str
@@ -91,6 +92,8 @@ class Setting:
     """Checkpoints that stay on disk."""
     layer_bytes: int = 0
     """Bytes that one layer saves for backward without recomputation."""
+    tensor: int = 1
+    """Processes that share each weight."""
     activations_on_host: int = 0
     """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
 
@@ -185,7 +188,7 @@ def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 def channel_bytes(setting: Setting) -> int:
     """Return the bytes of NCCL's buffers; 0 on CPUs or with one process."""
-    return NCCL_BUFFERS if setting.on_gpu and setting.num_processes > 1 else 0
+    return NCCL_BUFFERS if setting.on_gpu and setting.num_processes * setting.tensor > 1 else 0
 
 
 def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
@@ -195,7 +198,7 @@ def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
     On GPUs files are read into host memory. A quantised base needs one weight in floats at a time on either.
     """
     resident = step.base + step.adapter + step.process
-    read_in_shards = setting.layout.splits_base or setting.offloads.streams
+    read_in_shards = setting.layout.splits_base or setting.offloads.streams or setting.tensor > 1
     mapped = setting.stored_bytes if setting.converts and not read_in_shards and not setting.on_gpu else 0
     buffers = 0 if setting.layout.loading is None else setting.layout.loading(shapes)
     return resident + mapped + max(shapes.quantizing_bytes, buffers)
@@ -216,8 +219,9 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
     if not setting.on_gpu:
         return 0
     num_ranks, layout = setting.num_processes, setting.layout
-    shared = 0 if layout.splits_base else setting.stored_bytes // setting.local_processes
-    own = base_bytes(shapes) if setting.converts and not layout.splits_base else 0
+    in_parts = layout.splits_base or setting.tensor > 1
+    shared = 0 if in_parts else setting.stored_bytes // setting.local_processes
+    own = base_bytes(shapes) if setting.converts and not in_parts else 0
     if shapes.quantization:
         own = max(tensor.nbytes for tensor in shapes.frozen) + shapes.quantizing_bytes
     state = _optimizer_state(shapes, setting)

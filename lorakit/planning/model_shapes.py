@@ -6,8 +6,8 @@ Of weight files only the headers are read, so a base with missing or truncated w
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from lorakit.files.safetensors import read_header
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.ops.fuse import fuse_model
+from lorakit.parallel.tensor import checked_plan, cut_dims
 from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
@@ -82,6 +83,8 @@ class ModelShapes:
     """Name of the quantisation scheme; empty for a base in floats."""
     quantizing_bytes: int = 0
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
+    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    """Tensor name -> the dimension of which a rank has a part, where ranks share each weight."""
 
     @property
     def frozen(self) -> tuple[TensorShape, ...]:
@@ -100,6 +103,20 @@ class ModelShapes:
     def fixed_bytes(self) -> int:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
         return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)
+
+    def part(self, num_ranks: int) -> "ModelShapes":
+        """Return the shapes of rank 0's part, where so many ranks share each weight; unchanged for one."""
+        if num_ranks == 1:
+            return self
+        tensors = []
+        for tensor in self.tensors:
+            dim, shape = self.cut_dims.get(tensor.name), list(tensor.shape)
+            if dim is not None:
+                dim = min(dim, len(shape) - 1)  # 4-bit weights are stored flat
+                shape[dim] = math.ceil(shape[dim] / num_ranks)
+            share = math.prod(shape) / max(1, tensor.numel)
+            tensors.append(replace(tensor, shape=tuple(shape), num_values=round(tensor.num_values * share)))
+        return replace(self, tensors=tuple(tensors), attention_width=self.attention_width // num_ranks)
 
     def base_bytes_of_layers(self) -> list[int]:
         """Return the bytes of base tensors in each repeated layer."""
@@ -122,14 +139,22 @@ class ModelShapes:
         return sum(t.num_values for t in self.frozen if t.is_matrix and t.name != lookup_only)
 
 
-def read_shapes(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> ModelShapes:
+def read_shapes(
+    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype, tensor: int = 1
+) -> ModelShapes:
     """Return the shapes of the base in a folder, in ``dtype`` or quantised, with the adapter of a recipe.
 
+    tensor: how many ranks may share each weight.
+
     Raises:
+        RunError: they cannot.
         BaseModelError: no config, an architecture unknown to transformers, or an unsupported quantisation.
         TargetError: the adapter does not fit the base.
     """
-    shapes = shapes_of(adapted_skeleton(folder, base, adapter, dtype), read_stored_dtype(folder))
+    model = adapted_skeleton(folder, base, adapter, dtype)
+    shapes = shapes_of(model, read_stored_dtype(folder))
+    if tensor > 1:
+        shapes = replace(shapes, cut_dims=cut_dims(model, checked_plan(model, tensor)))
     # without the recipe key, quantised layers come from quantised files, which are read as they are
     return shapes if base.quantize != "none" else replace(shapes, quantizing_bytes=0)
 

@@ -51,7 +51,7 @@ def step_time(
     arithmetic = tokens * (2 * passes * matmul + attention + 6 * trainable) / flops
     reading = work.micro_batches * passes * base_bytes(shapes) / memory_rate
     computing = arithmetic + reading
-    exchanged = _exchanged_bytes(shapes, setting, work, dtype)
+    exchanged = _exchanged_bytes(shapes, setting, work, dtype) + _summed_bytes(shapes, setting, work, dtype)
     return StepTime(computing, _waiting(shapes, setting, work, machine, computing, exchanged))
 
 
@@ -67,7 +67,7 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
 def _waiting(
     shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, computing: float, exchanged: float
 ) -> float:
-    """Return the seconds that ``computing`` does not hide. exchanged: bytes of heads, which attention waits for.
+    """Return the seconds that ``computing`` does not hide. exchanged: bytes for which layers wait.
 
     On GPUs it hides gathering and offloading. On CPUs it hides only layers streamed from files.
     """
@@ -95,6 +95,16 @@ def _exchanged_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtyp
     # queries, keys, values and outputs, at most of the attention's width each
     values = tokens * 4 * shapes.attention_width * shapes.num_layers
     return 2 * values * MODEL_DTYPES[dtype].itemsize * (sequence - 1) / sequence
+
+
+def _summed_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtype: str) -> float:
+    """Return the bytes that a process sends in a step to those with other parts of each weight.
+
+    Four sums of hidden states for each layer, two forward and two backward, each 2 (t-1)/t of them in a ring.
+    """
+    tokens = work.tokens_per_step / setting.num_processes
+    hidden = tokens * shapes.hidden_size * shapes.num_layers * MODEL_DTYPES[dtype].itemsize
+    return 4 * hidden * 2 * (setting.tensor - 1) / setting.tensor
 
 
 def _offload_seconds(shapes: ModelShapes, setting: Setting, work: Workload) -> float:

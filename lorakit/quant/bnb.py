@@ -106,6 +106,17 @@ def dequantize(
     return by_blocks
 
 
+def block_scales(tensors: Mapping[str, Tensor], scheme: QuantScheme) -> Tensor:
+    """Return the float32 scales of the blocks of a 4-bit weight, as `dequantize` computes with them."""
+    if not scheme.double_quant:
+        return tensors["block_scale"]
+    bnb, scales = bitsandbytes().functional, tensors["block_scale"]
+    _, codes = code_tables(scheme.name, scales.device)
+    nested = bnb.QuantState(tensors["nested_scale"], code=codes, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    unpacked: Tensor = bnb.dequantize_blockwise(scales, nested) + tensors["offset"]
+    return unpacked
+
+
 @lru_cache(maxsize=8)
 def code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values of the 16 codes of a 4-bit scheme, and of the 256 codes of quantised scales."""

@@ -11,6 +11,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from lorakit.recipe.section import Count, Name, Section
 
+NEIGHBOURS = ("sequence", "tensor")
+"""axes whose processes are on one machine"""
+
 
 class OffloadSection(Section):
     optimizer: Literal["none", "cpu", "nvme"] = "none"
@@ -39,7 +42,8 @@ class ParallelSection(Section):
     pipeline: Count = 1
     """Processes that share the layers, each a part of them, for bases too large for one. Goes with ddp and fsdp2."""
     tensor: Count = 1
-    """Processes that share each weight. Only 1 is there yet."""
+    """Neighbouring processes that share each weight and its adapter (ddp and fsdp2). The base's heads of attention must
+    divide by it, those of keys and values too."""
     rendezvous: Name | None = None
     """`host:port` of the first machine; needed for more than one machine."""
     offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
@@ -78,6 +82,11 @@ class ParallelSection(Section):
         return self.backend == "auto"
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Processes along each axis but `data`, which has the others."""
+        return {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
+
+    @property
     def is_distributed(self) -> bool:
         """True if the run has worker processes of its own, even a single one."""
         return self.backend != "single"
@@ -93,25 +102,25 @@ class ParallelSection(Section):
 
 
 def _axis_problems(section: ParallelSection) -> Iterator[str]:
-    if section.pipeline > 1 and section.backend not in ("ddp", "fsdp2"):
-        yield f"pipeline: {section.pipeline} goes with ddp or fsdp2, got backend `{section.backend}`"
-    elif section.processes % (section.pipeline * section.sequence):
-        yield (
-            f"pipeline: {section.pipeline} stages of sequence: {section.sequence} processes do not divide the"
-            f" {section.processes} processes"
-        )
+    local, shared = section.processes // section.nodes, [axis for axis in NEIGHBOURS if getattr(section, axis) > 1]
+    inner = section.sequence * section.tensor
     if section.sequence > 1 and section.backend in ("auto", "single"):
         yield f"sequence: {section.sequence} goes with ddp, zero1-3 or fsdp2, got backend `{section.backend}`"
-    elif section.processes // section.nodes % section.sequence:
+    for axis in ("pipeline", "tensor"):
+        if getattr(section, axis) > 1 and section.backend not in ("ddp", "fsdp2"):
+            why = " (DeepSpeed shards over all processes alike)" if section.backend.startswith("zero") else ""
+            yield f"{axis}: {getattr(section, axis)} goes with ddp or fsdp2, got backend `{section.backend}`{why}"
+    if section.backend in ("auto", "single"):
+        return
+    if local % inner:
+        names = " x ".join(f"{axis}: {getattr(section, axis)}" for axis in shared)
         yield (
-            f"sequence: {section.sequence} does not divide the {section.processes // section.nodes} processes of a"
-            " machine; processes that share tokens are on one machine, because they send each other every layer's heads"
+            f"{names} does not divide the {local} processes of a machine; processes that share tokens or weights are on"
+            " one machine, because they send each other something in every layer"
         )
-    if section.tensor > 1:
-        yield (
-            f"tensor: {section.tensor} is not there yet, as no backend splits work along that axis; leave it out. For a"
-            " base larger than a process there are zero3, fsdp2 and pipeline"
-        )
+    elif section.processes % (section.pipeline * inner):
+        names = " x ".join(f"{axis}: {getattr(section, axis)}" for axis in ("pipeline", *shared))
+        yield f"{names} does not divide the {section.processes} processes"
 
 
 def _auto_problems(section: ParallelSection) -> Iterator[str]:

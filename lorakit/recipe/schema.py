@@ -273,8 +273,8 @@ class Recipe(Section):
             reason = "offload: stream reads the base for every token"
         elif self.parallel.offloads.parameters != "none" or backend not in ("single", "ddp", "auto"):
             reason = f"backend {backend} shards or moves what every token needs"
-        elif self.parallel.pipeline > 1:
-            reason = "no process has all layers with pipeline"
+        elif self.parallel.pipeline * self.parallel.tensor > 1:
+            reason = "no process has the full base with pipeline or tensor"
         elif self.train.compile:
             reason = "train.compile compiles layers for steps"
         if reason is not None:
@@ -308,6 +308,26 @@ class Recipe(Section):
     def _optimizers_have_the_tensors_they_need(self) -> "Recipe":
         if (problem := backend_problem(self.train.optimizer, self.parallel.backend)) is not None:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _shared_weights_can_be_cut(self) -> "Recipe":
+        if self.parallel.tensor == 1:
+            return self
+        train, adapter = self.train, self.adapter
+        refused = {
+            f"adapter.method: {adapter.method}": adapter.method in ("dora", "rsdora"),
+            f"adapter.bias: {adapter.bias}": adapter.bias != "none",
+            f"train.optimizer: {train.optimizer}": train.optimizer != "adamw",
+            f"train.label_smoothing: {train.label_smoothing}": train.label_smoothing != 0,
+            f"train.neftune_alpha: {train.neftune_alpha}": train.neftune_alpha is not None,
+        }
+        if any(refused.values()):
+            raise ValueError(
+                f"parallel.tensor: {self.parallel.tensor} does not go with"
+                f" {' and '.join(key for key, is_set in refused.items() if is_set)} yet; leave one of them out"
+                " (backend fsdp2 or zero3 without tensor divides the base too)"
+            )
         return self
 
 

@@ -26,6 +26,7 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.parallel.optimizer import check_tensors
+from lorakit.parallel.tensor import checked_plan
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
@@ -130,6 +131,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     num_targets = len(targets) + len(experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
+    checked_plan(model, recipe.parallel.tensor)
     fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")

@@ -68,3 +68,11 @@ def test_without_an_engine_masks_follow_torchs_generator() -> None:
     assert not torch.equal(drawn(1), drawn(2))
     first, second = (dropout_mask(x, 0.5, "layer").apply(x) for _ in range(2))
     assert not torch.equal(first, second)
+
+
+def test_the_mask_of_some_columns_is_that_part_of_the_full_mask() -> None:
+    """As a rank has it that reads some columns of a layer's input."""
+    x = torch.ones(TOKENS, COLUMNS)
+    with use_token_keys(keys()):
+        part = dropout_mask(x[:, 300:], 0.2, "layer", 300)
+    assert torch.equal(part.apply(x[:, 300:]), mask_of().apply(x)[:, 300:])

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import lorakit
 from benchmarks.axes import idle_share
-from lorakit.base.stages import cut_model, split_costs, split_layers, structure_of
+from lorakit.base.stages import cut_stage, split_costs, split_layers, structure_of
 from lorakit.errors import RunError
 from lorakit.lora import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
@@ -75,7 +75,7 @@ def test_a_stage_has_its_own_tensors_alone_and_together_they_are_all() -> None:
     parts = []
     for rank in range(2):
         model = lorakit.inject(llama())
-        stage = cut_model(model, link(rank), 1.0)
+        stage = cut_stage(model, link(rank), 1.0)
         parts.append(set(dict(model.named_parameters())))
         assert (stage.sends_gradient, stage.receives_gradient) == (rank == 1, rank == 0)
     assert parts[0] | parts[1] == whole
@@ -84,7 +84,7 @@ def test_a_stage_has_its_own_tensors_alone_and_together_they_are_all() -> None:
 
 def test_no_gradient_goes_to_stages_with_nothing_to_train() -> None:
     model = lorakit.inject(llama(), layers=[3])
-    stage = cut_model(model, link(1), 1.0)
+    stage = cut_stage(model, link(1), 1.0)
     assert not stage.sends_gradient
 
 
@@ -100,7 +100,7 @@ def test_what_two_stages_would_train_is_refused_by_name(
 ) -> None:
     model = lorakit.inject(llama(**settings), targets=["q_proj"], **adapter)
     with pytest.raises(RunError, match=f"parallel.pipeline: .*{named}.* would be in several stages"):
-        cut_model(model, link(0), 1.0)
+        cut_stage(model, link(0), 1.0)
 
 
 def test_a_model_of_two_lists_of_layers_is_refused() -> None:
@@ -143,6 +143,6 @@ def test_stages_give_the_logits_of_the_full_model(family: str) -> None:
         for rank in range(3):
             part = copy.deepcopy(model)
             stage = LossModel(lorakit.inject(part, targets=r".*(q_proj|c_attn|query_key_value)")).eval()
-            stage.stage = cut_model(part, link(rank, 3), 1.0)
+            stage.stage = cut_stage(part, link(rank, 3), 1.0)
             hidden = stage(**inputs, own_stage=True, hidden=hidden)
     assert torch.equal(hidden, expected)

@@ -19,7 +19,7 @@ from lorakit.ops.dropout import use_token_keys
 from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer, learning_rate, set_rate
-from lorakit.parallel.stepping import dropout_keys
+from lorakit.parallel.seeds import dropout_keys
 from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, load_recipe
 from lorakit.recipe.schema import count_warmup_steps

@@ -157,10 +157,14 @@ def test_help_and_recipe_errors_answer_without_torch(arguments: list[str]) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "zero3", "processes": 2}, "pipeline: 2 goes with ddp or fsdp2, got backend `zero3`"),
+        ({"backend": "zero3", "processes": 2}, r"pipeline: 2 goes with ddp or fsdp2, got backend `zero3` \(DeepSpeed"),
         ({"backend": "single"}, "pipeline: 2 goes with ddp or fsdp2, got backend `single`"),
-        ({"backend": "ddp", "processes": 3}, "pipeline: 2 stages of sequence: 1 processes do not divide the 3"),
-        ({"backend": "ddp", "processes": 6, "sequence": 2}, "2 stages of sequence: 2 processes do not divide the 6"),
+        ({"backend": "ddp", "processes": 3}, "pipeline: 2 does not divide the 3 processes"),
+        (
+            {"backend": "ddp", "processes": 6, "sequence": 2},
+            "pipeline: 2 x sequence: 2 does not divide the 6 processes",
+        ),
+        ({"backend": "fsdp2", "processes": 6, "tensor": 2}, "pipeline: 2 x tensor: 2 does not divide the 6 processes"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
@@ -168,12 +172,34 @@ def test_stages_that_cannot_be_are_refused(settings: dict[str, object], message:
         ParallelSection(pipeline=2, **settings)
 
 
-@pytest.mark.parametrize("axis", ["tensor"])
-def test_an_axis_that_no_backend_splits_is_refused(axis: str) -> None:
-    assert getattr(ParallelSection(**{axis: 1}), axis) == 1
-    for backend in ("fsdp2", "auto"):
-        with pytest.raises(ValueError, match=f"{axis}: 2 is not there yet"):
-            ParallelSection(backend=backend, processes=2, **{axis: 2})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "zero3", "processes": 2}, r"tensor: 2 goes with ddp or fsdp2, got backend `zero3` \(DeepSpeed"),
+        ({"backend": "single"}, "tensor: 2 goes with ddp or fsdp2, got backend `single`"),
+        ({"backend": "ddp", "processes": 3}, "tensor: 2 does not divide the 3 processes of a machine"),
+        ({"backend": "ddp", "processes": 6, "sequence": 2}, "sequence: 2 x tensor: 2 does not divide the 6 processes"),
+    ],
+)
+def test_processes_that_cannot_share_weights_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSection(tensor=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "adapter.method=dora",
+        "adapter.bias=all",
+        "train.optimizer=adamw8bit",
+        "train.label_smoothing=0.1",
+        "train.neftune_alpha=5.0",
+    ],
+)
+def test_shared_weights_do_not_go_with_what_reads_them_in_full(tmp_path: Path, setting: str) -> None:
+    parallel = ("parallel.backend=ddp", "parallel.processes=2", "parallel.tensor=2")
+    (problem,) = problems(tmp_path, GOOD, *parallel, setting)
+    assert f"parallel.tensor: 2 does not go with {setting.replace('=', ': ')}" in problem
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""What a process holds and sends where two share every weight (P3): counted, not timed.
+
+    python -m benchmarks.tensor [--keep]
+
+Half of the base in each; the messages of the base's own cut, and one for the adapter. The peak of a process is that of
+loading and two steps of 128 tokens, beside one process that has all of the base.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import peak_bytes, program, python, rss_bytes, scratch, table
+from benchmarks.models import SHAPES, make_base
+from benchmarks.sides import Row, Rows
+
+SHAPE = "100M"
+NUM_LAYERS = SHAPES[SHAPE]["num_hidden_layers"]
+BASES_MESSAGES = (1 + 2 * NUM_LAYERS + 2) + (2 * NUM_LAYERS - 1 + 1)
+"""forward: embedding, two of each layer, two of the loss; backward: two of each layer but the first one's attention,
+whose input has no gradient, and one of the loss"""
+LAYOUTS = {"ddp x 1": ("ddp", 1, 1), "ddp, tensor 2": ("ddp", 2, 2), "fsdp2, data 2 x tensor 2": ("fsdp2", 4, 2)}
+
+
+def rank(backend: str, processes: str, tensor: str, base: str) -> None:
+    """One of the processes: two steps; the first process prints what it holds and sends."""
+    from lorakit.base.loading import load_for_training
+    from lorakit.data import collate
+    from lorakit.launch.environment import detect_world
+    from lorakit.lora import AdapterSpec, attach, find_targets
+    from lorakit.objectives.cross_entropy import LossModel
+    from lorakit.ops.fuse import fuse_model
+    from lorakit.parallel import StepSettings, open_engine
+    from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.parallel.process_group import destroy_process_group
+    from lorakit.recipe import BaseSection, ParallelSection
+
+    torch.set_num_threads(1)
+    parallel = ParallelSection(backend=backend, processes=int(processes), tensor=int(tensor))  # type: ignore[arg-type]
+    engine = open_engine(parallel, detect_world(os.environ))
+    before = rss_bytes()
+    section = BaseSection(model=base)
+    loaded = load_for_training(section, Path(base), torch.float32, engine.device, sharded=engine.shards_base)
+    spec = AdapterSpec(rank=16)
+    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
+    fuse_model(loaded.model)
+    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
+    numbers = np.random.default_rng(0)
+    for step in range(2):
+        rows = Rows(Row(numbers.integers(0, SHAPES[SHAPE]["vocab_size"], 64), np.ones(64, bool)) for _ in range(2))
+        engine.step(step, [collate(rows, [0, 1], packing=True)])  # type: ignore[arg-type]
+    if engine.rank == 0:
+        layout = engine.layout()
+        sent = layout["collectives_by_axis"].get("tensor", {})
+        result = {"base_bytes": layout["base_bytes"], "sent": sent, "peak_bytes": peak_bytes() - before}
+        print(json.dumps(result), flush=True)
+    destroy_process_group()
+
+
+def measure() -> dict[str, Any]:
+    """Each layout once."""
+    base = make_base(scratch(), SHAPE, torch.float32)
+    measured: dict[str, Any] = {"shape": SHAPE}
+    for name, (backend, processes, tensor) in LAYOUTS.items():
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+        command = python(*launcher, "-m", "benchmarks.tensor", backend, str(processes), str(tensor), str(base))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            raise SystemExit(done.stderr[-3000:])
+        measured[name] = json.loads(lines[-1])
+    return measured
+
+
+def rates(result: dict[str, Any]) -> dict[str, float]:
+    """The figures that the target speaks of."""
+    alone, *others = LAYOUTS
+    figures = {}
+    for name in others:
+        messages = sum(count["calls"] for count in result[name]["sent"].values())
+        figures[f"{name}: base / one process"] = result[name]["base_bytes"] / result[alone]["base_bytes"]
+        figures[f"{name}: messages beyond the base's own"] = messages - BASES_MESSAGES
+    return figures
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    lines = [
+        ("", "base, MB", "/ one process", "messages along tensor", "beyond the base's own", "peak above imports, MB")
+    ]
+    figures = rates(result)
+    for name in LAYOUTS:
+        one = result[name]
+        calls = str(sum(count["calls"] for count in one["sent"].values()))
+        share, more = (
+            figures.get(f"{name}: {what}") for what in ("base / one process", "messages beyond the base's own")
+        )
+        peak, size = f"{one['peak_bytes'] / 1e6:,.0f}", f"{one['base_bytes'] / 1e6:,.1f}"
+        lines.append(
+            (name, size, "" if share is None else f"{share:.3f}", calls, "" if more is None else str(more), peak)
+        )
+    table(lines)
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        rank(*sys.argv[1:])
+    else:
+        program("tensor", measure, show)

@@ -1,0 +1,49 @@
+"""A rank's part of a base, read from its files, is the part of the full base, bit for bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorakit.base import cut_weights
+from lorakit.base.cut_weights import Cut, CutTensors
+from lorakit.base.lazy import LazyTensors
+from lorakit.base.meta import load_on_meta
+from tests.helpers.models import scrambled
+
+ROWS, COLUMNS = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    scrambled("llama").save_pretrained(folder)
+    return folder
+
+
+def parts(size: int) -> Iterator[range]:
+    yield from (range(5), range(5, size), range(size))
+
+
+@pytest.mark.parametrize(("name", "dim"), [(ROWS, 0), (COLUMNS, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_that_is_read_is_the_part_of_the_full_tensor(
+    folder: Path, name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_weights, "PIECE_BYTES", 3 * 48 * dtype.itemsize)  # three rows of down_proj
+    weights = LazyTensors(folder, load_on_meta(folder, dtype))
+    full = weights.read_weight(name)
+    for part in parts(full.shape[dim]):
+        cut = Cut(dim, part, tuple(full.shape))
+        expected = full.narrow(dim, part.start, len(part))
+        assert torch.equal(cut.of(full), expected)
+        assert cut.part_shape == expected.shape
+        reader, size = CutTensors(weights, {name: cut}), expected.numel()
+        for start, stop in ((0, size), (7, size - 3), (size // 2, size)):  # as an engine's shards are
+            out = torch.empty(stop - start, dtype=dtype)
+            reader.fill(name, start, out)
+            assert torch.equal(out, expected.flatten()[start:stop])
+    norm = torch.empty(32, dtype=dtype)
+    reader.fill("model.norm.weight", 0, norm)  # not cut
+    assert torch.equal(norm, reader.read_weight("model.norm.weight"))

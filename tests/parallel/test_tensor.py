@@ -1,0 +1,195 @@
+"""Ranks that share every weight take the steps of one process, and send what the base's own cut sends."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakit.base.loading import load_lazily
+from lorakit.errors import RunError
+from lorakit.lora import inject
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel import Group
+from lorakit.parallel.tensor import checked_plan
+from lorakit.parallel.tensor_proof import check_layers, copy_layers
+from lorakit.parallel.verify import ExpectedLayout, verify_step
+from lorakit.planning.model_shapes import read_shapes
+from lorakit.planning.sharding import adapter_bytes, base_bytes
+from lorakit.recipe import AdapterSection, BaseSection
+from tests.helpers.bases import make_base
+from tests.helpers.models import scrambled
+from tests.helpers.ranks import Case, run_cases
+from tests.helpers.rows import write_uneven_rows
+from tests.parallel.test_backends import after_half, assert_same
+
+PLAIN: Case = {"name": "plain", "steps": 2}
+CUT: Case = {"name": "cut", "steps": 2, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
+NORMS: Case = {  # norms inside a cut block, and outside of any, are trained too; embedding and head are one weight
+    "name": "norms", "steps": 2, "base": "qwen3", "micro_batch_size": 3,
+    "adapter": {"modules_to_save": ["q_norm", "input_layernorm"]},
+}  # fmt: skip
+BIASED: Case = {"name": "biased", "steps": 2, "base": "gpt_neox", "objective": "two terms", "packing": False}
+HEAD: Case = {"name": "head", "steps": 2, "adapter": {"modules_to_save": ["lm_head"], "init": "pissa"}}
+GEMMA: Case = {"name": "gemma", "steps": 2, "base": "gemma3_text", "micro_batch_size": 3}
+HALF: Case = BIASED | {"name": "half", "dtype": "bfloat16"}
+NF4: Case = {"name": "nf4", "steps": 2, "base": "wide", "quantize": "nf4"}
+INT8: Case = {"name": "int8", "steps": 2, "base": "wide", "quantize": "int8"}
+FIRST: Case = {"name": "first-half", "steps": 1}
+RESUMED: Case = PLAIN | {"name": "resumed", "resume": "half.pt"}
+ALONE = [PLAIN, CUT, NORMS, BIASED, HEAD, GEMMA, HALF, NF4, INT8, FIRST]
+DDP, FSDP2 = {"backend": "ddp", "tensor": 2}, {"backend": "fsdp2", "tensor": 2}
+PARTS: dict[int, list[Case]] = {
+    2: [
+        *(case | {"parallel": DDP} for case in (PLAIN, BIASED, HEAD, GEMMA, HALF, NF4)),
+        *(case | {"parallel": FSDP2} for case in (CUT, RESUMED, INT8)),
+    ],
+    4: [
+        CUT | {"parallel": DDP | {"sequence": 2}},
+        NORMS | {"parallel": FSDP2},
+        PLAIN | {"parallel": FSDP2},
+        PLAIN | {"name": "staged", "micro_batch_size": 2, "parallel": DDP | {"pipeline": 2}},
+    ],
+    8: [CUT | {"parallel": FSDP2 | {"pipeline": 2}}],
+}
+"""processes -> cases"""
+Results = Callable[[int], dict[str, Any]]
+spread = [pytest.mark.xdist_group("tensor"), pytest.mark.spread, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("tensor")
+    # parts of different sizes: of the vocabulary, and of the MLP
+    make_base(folder / "base", tokenizer, num_hidden_layers=2, intermediate_size=49, vocab_size=len(tokenizer) + 1)
+    make_base(folder / "wide", tokenizer, hidden_size=128, intermediate_size=256)  # parts of full blocks
+    for name, settings in (("qwen3", {"tie_word_embeddings": True}), ("gpt_neox", {}), ("gemma3_text", {})):
+        model = scrambled(name, **settings, vocab_size=len(tokenizer), max_position_embeddings=256)
+        for parameter in model.parameters():
+            parameter.data = 0.3 * parameter.data + float(parameter.dim() == 1)  # norms near 1, as a base's are
+        model.save_pretrained(folder / name)
+    write_uneven_rows(folder / "rows.jsonl", 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    @functools.cache
+    def results(processes: int) -> dict[str, Any]:
+        cases = [case | {"parallel": {"backend": "single"}} for case in ALONE]
+        if processes > 1:
+            torch.save(results(1)["first-half"], folder / "half.pt")
+            cases = [
+                case | ({"resume": str(folder / "half.pt")} if "resume" in case else {}) for case in PARTS[processes]
+            ]
+        return run_cases(folder, processes, cases)
+
+    return results
+
+
+@pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in PARTS])
+def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results, processes: int) -> None:
+    alone, shared = results(1), results(processes)
+
+    for case in PARTS[processes]:
+        name, result = case["name"], shared[case["name"]]
+        if name == "half":  # as far from float32 as one process is
+            exact, own, other = (each["adapter"] for each in (alone["biased"], alone["half"], result))
+            assert 0 < distance(other, exact) <= 1.5 * distance(own, exact)
+        elif name == "nf4":  # AdamW divides small gradients by small ones
+            assert_same(result, alone[name], adapter=1e-3, losses=1e-5)
+        elif name == "resumed":
+            assert_same(after_half(alone, result), alone["plain"])
+        else:
+            assert_same(result, alone["plain" if name == "staged" else name])
+
+
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return sum(float((some[name] - others[name]).square().sum()) for name in others) ** 0.5
+
+
+@pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in (2, 4)])
+def test_a_rank_has_its_part_of_the_base(results: Results, folder: Path, processes: int) -> None:
+    alone, ranks = results(1)["plain"]["ranks"][0], results(processes)["plain"]["ranks"]  # with ddp, then with fsdp2
+    planned = read_shapes(folder / "base", BaseSection(model="base"), AdapterSection(rank=3), torch.float32, 2).part(2)
+    if processes == 2:
+        assert max(rank["base_bytes"] for rank in ranks) == base_bytes(planned)
+        assert max(rank["adapter_bytes"] for rank in ranks) == adapter_bytes(planned)
+    for rank in ranks:
+        assert rank["base_bytes"] <= 1.05 * alone["base_bytes"] / processes
+        assert rank["mesh"] == {"data": processes // 2, "pipeline": 1, "sequence": 1, "tensor": 2}
+        assert rank["groups_of_no_axis"] == []
+
+
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=spread)])
+def test_an_adapter_sends_one_message_more_than_the_base_does(results: Results, processes: int) -> None:
+    layers = 2
+    # forward: embedding, two of each layer, two of the loss. Backward: two of each layer but the first one's attention,
+    # whose input has no gradient, and one of the loss
+    base = (1 + 2 * layers + 2) + (2 * layers - 1 + 1)
+    for rank in results(processes)["plain"]["ranks"]:
+        sent = rank["collectives_by_axis"]["tensor"]
+        assert {kind: count["calls"] for kind, count in sent.items()} == {"all_reduce": base + 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, r"2 processes cannot share the 1 heads of model\.layers\.0\.self_attn\.k_proj"),
+        ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, "cannot share the 3 heads of"),
+        ("gpt2", {}, r"transformers has no plan \(tp_plan\) how to cut GPT2LMHeadModel"),
+        ("mixtral", {}, r"MixtralForCausalLM is cut in ways .*experts is 'moe_tp_experts'"),
+        ("phi3", {}, "is 'colwise_gather_output'"),
+    ],
+)  # fmt: skip
+def test_a_base_that_cannot_be_cut_is_refused_by_name(architecture: str, settings: Any, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        checked_plan(scrambled(architecture, **settings), 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "dora"}, r"adapter\.method dora reads full rows of model\.layers\.0\.self_attn\.q_proj"),
+        ({"modules_to_save": ["down_proj"], "targets": ["q_proj"]}, "down_proj is trained in full, and is cut"),
+        ({"bias": "lora_only"}, "adapter.bias trains the bias of model.layers.0.self_attn.q_proj, which is cut"),
+    ],
+)
+def test_an_adapter_that_cannot_be_cut_is_refused_by_name(settings: Any, message: str) -> None:
+    model = inject(scrambled("llama", attention_bias=True), **settings)
+    with pytest.raises(RunError, match=message):
+        checked_plan(model, 2)
+    assert checked_plan(model, 1) == {}
+
+
+def test_layers_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    scrambled("llama").save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    model, weights = load_lazily(tmp_path, torch.float32, cpu, None)
+    layers = copy_layers(model)
+    assert list(layers) == ["model.layers.0"]  # the second one is of its kind
+    other = LossModel(scrambled("llama"))
+    check_layers(other, dict(layers), weights, cpu, Group())
+
+    with torch.no_grad():
+        other.model.get_parameter("model.layers.0.mlp.down_proj.weight")[0, 0] += 1
+    with pytest.raises(RunError, match="LlamaForCausalLM gives other outputs where ranks share its weights"):
+        check_layers(other, dict(layers), weights, cpu, Group())
+    other.model.get_submodule("model.layers.0.self_attn").head_dim = 5  # type: ignore[assignment]
+    with pytest.raises(RunError, match="LlamaForCausalLM does not run on parts"):
+        check_layers(other, dict(layers), weights, cpu, Group())
+
+
+def test_parts_that_never_meet_end_the_run() -> None:
+    expected = ExpectedLayout("ddp", 2, 1, 1000, 800, 1000, summed_layers=4)
+    sent = {"all_reduce": {"calls": 5, "bytes": 800}}
+    layout = {
+        "engine": "DDP", "backend": "ddp", "mesh": {"data": 1, "sequence": 1, "tensor": 2}, "groups_of_no_axis": [],
+        "collectives_by_axis": {"tensor": sent},
+    }  # fmt: skip
+    verify_step(expected, layout)
+    for other in ({}, {"all_reduce": {"calls": 4, "bytes": 800}}, sent | {"all_gather": {"calls": 1, "bytes": 8}}):
+        with pytest.raises(RunError, match="outputs of 4 layers should be summed along the axis `tensor`"):
+            verify_step(expected, layout | {"collectives_by_axis": {"tensor": other}})
