@@ -100,7 +100,9 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
         settings = estimator.recipe.train
         reasons = [] if settings.optimizer == "adamw" else [f"optimizer {settings.optimizer}"]
         reasons += [] if settings.eval_generate is None else ["eval_generate"]
-        lines.append(f"left out    {', '.join(refused)}: refused with {' and '.join(reasons) or 'train.compile'}")
+        reasons += ["train.compile"] if settings.compile else []
+        reasons += ["parallel.pipeline"] if estimator.recipe.parallel.pipeline > 1 else []
+        lines.append(f"left out    {', '.join(refused)}: refused with {' and '.join(reasons) or 'other keys of the recipe'}")
     if best is None:
         return lines
     changes = f" with {best.overrides()}" if best.changes else ""
