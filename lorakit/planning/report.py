@@ -102,7 +102,8 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
         reasons += [] if settings.eval_generate is None else ["eval_generate"]
         reasons += ["train.compile"] if settings.compile else []
         reasons += ["parallel.pipeline"] if estimator.recipe.parallel.pipeline > 1 else []
-        lines.append(f"left out    {', '.join(refused)}: refused with {' and '.join(reasons) or 'other keys of the recipe'}")
+        why = " and ".join(reasons) or "other keys of the recipe"
+        lines.append(f"left out    {', '.join(refused)}: refused with {why}")
     if best is None:
         return lines
     changes = f" with {best.overrides()}" if best.changes else ""
