@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import axes, gathers, merge, mixed, pool, ragged, save, serving, startup, step, stream, tensor
+from benchmarks import gathers, merge, mixed, pipeline, pool, ragged, save, serving, startup, step, stream, tensor
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
 
@@ -22,7 +22,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
-    "axes": (axes.measure, axes),
+    "pipeline": (pipeline.measure, pipeline),
     "tensor": (tensor.measure, tensor),
     "mixed": (lambda: mixed.measure("1.1B", 5), mixed),
     "ragged": (lambda: ragged.measure("100M", 5), ragged),
@@ -48,8 +48,8 @@ TARGETS = (
     Target("C12", "gathers", "fsdp2: gathered / base", at_most=2.1),
     Target("C12", "gathers", "zero3: added up / adapter", at_most=1.05),
     Target("C12", "gathers", "fsdp2: added up / adapter", at_most=1.05),
-    Target("P2", "axes", "pipeline 2: base of a process / all", at_most=0.55),
-    Target("P2", "axes", "pipeline 2: idle share - (p - 1) / (m + p - 1)", at_most=0.001),
+    Target("P2", "pipeline", "2 stages: base of a process / all", at_most=0.55),
+    Target("P2", "pipeline", "2 stages: idle share - (p - 1) / (m + p - 1)", at_most=0.001),
     Target("P3", "tensor", "ddp, tensor 2: base / one process", at_most=0.55),
     Target("P3", "tensor", "ddp, tensor 2: messages beyond the base's own", at_most=1.0),
     Target("P3", "tensor", "fsdp2, data 2 x tensor 2: messages beyond the base's own", at_most=1.0),

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lorakit
-from benchmarks.axes import idle_share
+from benchmarks.pipeline import idle_share
 from lorakit.base.stages import cut_stage, split_costs, split_layers, structure_of
 from lorakit.errors import RunError
 from lorakit.lora import adapter_tensors

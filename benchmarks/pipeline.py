@@ -1,6 +1,6 @@
 """What the two stages of a pipeline hold and send, and the share of a step in which they idle (P2): counted, not timed.
 
-python -m benchmarks.axes [--keep]
+python -m benchmarks.pipeline [--keep]
 """
 
 import json
@@ -75,7 +75,15 @@ def idle_share(num_stages: int, num_micro_batches: int) -> float:
 def measure() -> dict[str, Any]:
     """One run of two stages."""
     base = make_base(scratch(), "1.1B", torch.bfloat16)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES), "-m", "benchmarks.axes")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(STAGES),
+        "-m",
+        "benchmarks.pipeline",
+    )
     done = subprocess.run(python(*launcher, str(base)), capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -89,8 +97,8 @@ def rates(result: dict[str, Any]) -> dict[str, float]:
     largest = max(layout["base_bytes"] for layout in result["layouts"])
     expected = (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
     return {
-        "pipeline 2: base of a process / all": largest / result["base_bytes"],
-        "pipeline 2: idle share - (p - 1) / (m + p - 1)": abs(idle_share(STAGES, MICRO_BATCHES) - expected),
+        "2 stages: base of a process / all": largest / result["base_bytes"],
+        "2 stages: idle share - (p - 1) / (m + p - 1)": abs(idle_share(STAGES, MICRO_BATCHES) - expected),
     }
 
 
@@ -111,4 +119,4 @@ if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
         rank(*sys.argv[1:])
     else:
-        program("axes", measure, show)
+        program("pipeline", measure, show)
