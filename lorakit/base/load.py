@@ -16,7 +16,6 @@ from lorakit.base._internals import without_length_warning
 from lorakit.base.find import find_tokenizer
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
-from lorakit.patch.prompting import read_chat_template
 
 if TYPE_CHECKING:  # because bases are loaded without a recipe too, and then without importing pydantic
     from lorakit.recipe import Recipe
@@ -120,7 +119,11 @@ def load_recipe_tokenizer(recipe: "Recipe", folder: Path) -> Any:
 
 def recipe_template(recipe: "Recipe") -> str | None:
     """Return the text of `data.chat_template`; None: the template is the tokenizer's own."""
-    return None if recipe.data.chat_template is None else read_chat_template(recipe.data.chat_template)
+    if recipe.data.chat_template is None:
+        return None
+    from lorakit.patch.prompting import read_chat_template  # here, because a base alone needs none of a patch's packages
+
+    return read_chat_template(recipe.data.chat_template)
 
 
 def check_tokenizer(folder: Path) -> None:
