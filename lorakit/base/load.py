@@ -121,7 +121,8 @@ def recipe_template(recipe: "Recipe") -> str | None:
     """Return the text of `data.chat_template`; None: the template is the tokenizer's own."""
     if recipe.data.chat_template is None:
         return None
-    from lorakit.patch.prompting import read_chat_template  # here, because a base alone needs none of a patch's packages
+    # imported here, because a base alone needs none of a patch's packages
+    from lorakit.patch.prompting import read_chat_template
 
     return read_chat_template(recipe.data.chat_template)
 
