@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
-from lorakit.base.stages import cut_stage
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
@@ -166,6 +165,8 @@ class BaseEngine(ABC):
 
     def _cut_layers(self, loss_model: LossModel) -> None:
         """Leave in the model the layers of this rank's stage."""
+        from lorakit.base.stages import cut_stage  # here, because a loop without a recipe needs no pydantic
+
         model: Any = loss_model.model
         width = model.config.get_text_config().hidden_size
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
