@@ -55,7 +55,7 @@ class Mesh:
         return {
             name: group.ranks
             for name, group in groups.items()
-            if group.size > 1 and (name == "tokens" or group is not self.tokens)
+            if group.size > 1 and (name != "data" or group is not self.tokens)
         }
 
 

@@ -6,6 +6,7 @@ traceback.
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -393,7 +394,11 @@ def test_a_rank_without_memory_is_named_and_ends_all(endless: Path, start: Any, 
     assert code in (2, 75), output
     assert "memory" in output, output
     assert "rank 1" in output, output
-    assert_in_words(output)
+    # without what torch's own hook prints where even that has no memory: it imports tabulate at the process's end
+    hook = (
+        r"\[rank 1\] Exception ignored in atexit callback: <function dump_compile_times.*?\[rank 1\] MemoryError: *\n"
+    )
+    assert_in_words(re.sub(hook, "", output, flags=re.DOTALL))
 
 
 def test_a_nan_loss_on_one_rank_names_its_row(recipe: Recipe, start: Any, tmp_path: Path, tokenizer: Any) -> None:
