@@ -21,6 +21,8 @@ OTHER_NAMES: Final = {
     "lr_scheduler_type": "schedule", "optim": "optimizer", "min_lr": "min_learning_rate", "adam_beta1": "beta1",
     "adam_beta2": "beta2", "adam_epsilon": "epsilon", "neftune_noise_alpha": "neftune_alpha",
     "label_smoothing_factor": "label_smoothing", "num_cycles": "schedule_cycles",
+    "val_set_size": "eval", "val_size": "eval", "max_samples": "limit", "context_parallel_size": "sequence",
+    "tensor_parallel_size": "tensor", "report_to": "log_to",
 }  # fmt: skip
 """names of other trainers that are not similar to lorakit's, and lorakit's"""
 

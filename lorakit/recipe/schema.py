@@ -79,8 +79,8 @@ class AdapterSection(Section):
     `pissa`: A and B from the largest singular vectors of W. `olora`: A and B from the QR decomposition of W. The last
     two are saved as a plain patch of rank 2 r."""
     start_from: Name | None = None
-    """Patch folder, of lorakit or PEFT, whose values the adapter starts with. Method, rank, alpha and targets are the
-    patch's: leave them out, or give the same."""
+    """Patch of lorakit or PEFT whose values the adapter starts with: a folder, or a hub id `ORG/NAME[@REVISION]`.
+    Method, rank, alpha and targets are the patch's: leave them out, or give the same."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """Trainable biases of the base: none, those of adapted layers, or all."""
     modules_to_save: tuple[Pattern, ...] = ()

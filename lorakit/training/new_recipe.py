@@ -19,6 +19,7 @@ from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.data import find_sources
 from lorakit.data.encode import Encoder
+from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.json_row import BadRow, parse_raw
 from lorakit.data.rows import RowSource, read_raw
 from lorakit.errors import DataError
@@ -33,6 +34,10 @@ ROWS_OF_RANK: Final = ((1000, 8), (20_000, 16), (math.inf, 32))
 """(largest number of rows, rank)"""
 ENOUGH_STEPS: Final = 300
 MAX_EPOCHS: Final = 10
+EVAL_SHARE: Final = 0.05
+"""of the training rows, held out where no held-out rows are named"""
+ENOUGH_TO_HOLD_OUT: Final = 400
+"""rows, so that about 20 are held out"""
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,23 @@ class BaseFacts:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a recipe's values follow from: of the rows. lengths: tokens of each sampled row that can be used."""
+    """What a recipe's values follow from: of the rows.
+
+    lengths: tokens of each sampled row that can be used. num_eval: those of them that EVAL_SHARE holds out.
+    """
 
     names: tuple[str, ...]
     count: int
     sampled: int
     form: str
     lengths: tuple[int, ...]
+    num_eval: int
     bad: tuple[str, ...]
+
+    @property
+    def can_hold_out(self) -> bool:
+        """True if a share is enough rows to measure: copies are on one side, so of many copies it is none or all."""
+        return self.count >= ENOUGH_TO_HOLD_OUT and 0 < self.num_eval < len(self.lengths)
 
 
 def read_base(name: str) -> tuple[BaseFacts, Any]:
@@ -82,7 +96,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any) -> RowFacts:
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
     encode = Encoder(tokenizer, "answer")
-    lengths, bad, forms = list[int](), list[str](), Counter[str]()
+    lengths, bad, forms, num_eval = list[int](), list[str](), Counter[str](), 0
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
         row = parse_raw(raw)
         try:
@@ -90,12 +104,13 @@ def read_sample(names: tuple[str, ...], tokenizer: Any) -> RowFacts:
                 raise row
             lengths.append(len(encode(row).ids))
             forms[_form(row)] += 1
+            num_eval += is_eval_row(content_of(row, (), ()), EVAL_SHARE)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
     if not lengths:
         first = f"; the first: {bad[0]}" if bad else ""
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
-    return RowFacts(names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), tuple(bad))
+    return RowFacts(names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), num_eval, tuple(bad))
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
@@ -108,15 +123,17 @@ def _form(row: dict[str, Any]) -> str:
 
 
 def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str) -> str:
-    """Return a recipe as YAML with comments. eval_rows: None without held-out rows. output: folder of the run."""
+    """Return a recipe as YAML with comments. eval_rows: None if no file has them. output: folder of the run."""
     rank = next(rank for limit, rank in ROWS_OF_RANK if rows.count <= limit)
     longest, usual = max(rows.lengths), sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1]
     max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
     too_long = sum(length > max_tokens for length in rows.lengths)
     is_tight = max_tokens == base.positions
     batch_size = 16 if rows.count >= 16 * 16 else 8
-    epochs = min(MAX_EPOCHS, max(1, math.ceil(ENOUGH_STEPS * batch_size / rows.count)))
-    steps = epochs * math.ceil(rows.count / batch_size)
+    is_split = eval_rows is None and rows.can_hold_out
+    count = round(rows.count * (1 - EVAL_SHARE)) if is_split else rows.count
+    epochs = min(MAX_EPOCHS, max(1, math.ceil(ENOUGH_STEPS * batch_size / count)))
+    steps = epochs * math.ceil(count / batch_size)
     micro = max(1, min(batch_size, 2 ** int(math.log2(max(1, TOKENS_AT_ONCE / min(usual, max_tokens))))))
     small = base.num_parameters < SMALL_BASE
     every = max(10, 10 * round(steps / 100))
@@ -139,8 +156,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         "  targets: all-linear    # every linear layer; fewer layers learn less than a lower rank does",
         "data:",
         f"  train: {_names(rows.names)}",
-        *([f"  eval: {_names(eval_rows.names)}"] if eval_rows else
-          ["  # eval: held-out.jsonl    # rows to test with: without them, learning by heart is not seen"]),
+        _eval_line(rows, eval_rows),
         f"  max_tokens: {max_tokens}    # {why_tokens}",
         *([f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them"]
           if too_long or is_tight else []),
@@ -152,7 +168,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         + ("a base as small as this one learns at high rates" if small else "usual for adapters: ten times a full"
            " fine-tuning's"),
         f"  save_every_steps: {every}",
-        *([f"  eval_every_steps: {every}"] if eval_rows else []),
+        *([f"  eval_every_steps: {every}"] if eval_rows or is_split else []),
         f"output: {_scalar(output)}    # the run while it trains, the patch when it is finished",
         "",
     ])  # fmt: skip
@@ -169,6 +185,18 @@ def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
         wanted,
         "room for the longest row" if sees_all else "twice the longest sampled row; shorter rows cost no more",
     )
+
+
+def _eval_line(rows: RowFacts, eval_rows: RowFacts | None) -> str:
+    """Return the line of data.eval, which is a comment where nothing is held out."""
+    if eval_rows:
+        return f"  eval: {_names(eval_rows.names)}"
+    if rows.can_hold_out:
+        number = f"about {round(EVAL_SHARE * rows.count, -1):,.0f} rows"
+        return f"  eval: {EVAL_SHARE}    # {number} held out: their loss rises when the others are learnt by heart"
+    few = rows.count < ENOUGH_TO_HOLD_OUT
+    why = f"{rows.count} are too few to hold some out" if few else "too many of these are the same"
+    return f"  # eval: held-out.jsonl    # rows to test with, of your own: {why}"
 
 
 def _rank_reason(count: int) -> str:

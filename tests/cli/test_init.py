@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,29 @@ def test_values_follow_from_number_and_lengths_of_the_rows(init: Any) -> None:
     assert (few.data.on_long_rows, many.data.on_long_rows) == ("stop", "drop")
     assert few.train.epochs > many.train.epochs
     assert few.train.micro_batch_size > many.train.micro_batch_size or few.train.batch_size == 8
+
+
+def test_a_share_of_many_rows_is_held_out_and_none_of_few(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init("text", 400) == 0
+    many = load_recipe("r.yaml")
+    assert many.data.eval == 0.05
+    assert "eval_every_steps" in many.train.model_fields_set
+    assert "eval: 0.05    # about 20 rows held out" in Path("r.yaml").read_text()
+    assert main(["check", "r.yaml"]) == 0
+    used = dict(re.findall(r"^(train|eval) +(\d+)", capsys.readouterr().out, re.MULTILINE))
+    assert int(used["train"]) + int(used["eval"]) == 400
+
+    assert init("text", 399, out="few.yaml") == 0
+    assert load_recipe("few.yaml").data.eval is None
+    assert "# eval: held-out.jsonl    # rows to test with, of your own: 399 are too few" in Path("few.yaml").read_text()
+
+
+def test_no_share_is_held_out_of_copies_of_a_row(init: Any, tmp_path: Path, base: Path) -> None:
+    write_rows(tmp_path / "copies.jsonl", [{"text": "a b c"}] * 500)
+    assert main(["init", "--base", str(base), "--data", "copies.jsonl", "--out", "c.yaml"]) == 0
+    assert load_recipe("c.yaml").data.eval is None
+    assert "# rows to test with, of your own: too many of these are the same" in Path("c.yaml").read_text()
+    assert main(["check", "c.yaml"]) == 0
 
 
 def test_held_out_rows_count_for_the_longest_and_outputs_do_not_meet(init: Any, tmp_path: Path) -> None:

@@ -18,16 +18,18 @@ RECIPES = sorted((ROOT / "recipes" / "coming-from").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_translated_recipe_is_on_the_page_and_passes_check(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, recipe = path.read_text().split("\n", 1)
     assert first == "# yaml-language-server: $schema=../../docs/recipe.schema.json"
     assert f"```yaml\n# recipes/coming-from/{path.name}\n{recipe}```" in PAGE
 
-    rows = write_uneven_rows(tmp_path / "rows.jsonl", 400)
-    here = ["base.model=builtin:tiny", "data.max_tokens=128", f"data.train={rows}", "train.log_to=[]"]
-    held_out = [f"data.eval={rows}"] if load_recipe(path).data.eval else []
-    assert main(["check", str(path), *here, *held_out]) == 0, capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    data = load_recipe(path).data
+    for source in (*data.train_sources(), *data.eval_sources()):
+        write_uneven_rows(tmp_path / str(source.path), 400)
+    here = ["base.model=builtin:tiny", "data.max_tokens=128", "train.log_to=[]"]
+    assert main(["check", str(path), *here]) == 0, capsys.readouterr().err
     assert "nothing is wrong with this recipe" in capsys.readouterr().out
 
 

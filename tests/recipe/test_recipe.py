@@ -31,6 +31,11 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("rank: 3\n" + GOOD, "r.yaml:1: rank: unknown key. Nearest: 'adapter.rank'."),
         ("lr: 3\n" + GOOD, "r.yaml:1: lr: unknown key. Nearest: 'train.learning_rate'."),
         ("train: {lr: 3}\n" + GOOD, "r.yaml:1: train.lr: unknown key. Nearest: 'learning_rate'."),
+        ("val_set_size: 0.1\n" + GOOD, "r.yaml:1: val_set_size: unknown key. Nearest: 'data.eval'."),
+        (
+            "parallel: {context_parallel_size: 2}\n" + GOOD,
+            "r.yaml:1: parallel.context_parallel_size: unknown key. Nearest: 'sequence'.",
+        ),
         ("adapter:\n  rank: true\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got True"),
         ("adapter:\n  rank: yes\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got 'yes'"),
         ("adapter:\n  rank: 010\n" + GOOD, "r.yaml:2: adapter.rank: Input should be a valid integer, got '010'"),
