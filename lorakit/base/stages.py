@@ -22,7 +22,7 @@ def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
     Raises:
         RunError: the model cannot be cut so.
     """
-    _check_trainable(model)
+    check_stages_fit(model, link.size)
     ranges = split_layers(model, link.size, label_share)
     stage = Stage(decoder_layers(model), ranges[link.rank], link, first_trained_stage(model, ranges))
     if not link.is_first:
@@ -73,19 +73,23 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
     """
     if len(num_weights) < num_stages:
         raise RunError(
-            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}"
+            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}; choose"
+            f" at most {len(num_weights)}"
         )
     costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
     costs[-1] += 2.0 * head
     return _partition(costs, num_stages)
 
 
-def _check_trainable(model: nn.Module) -> None:
-    """Return if each trainable tensor is in one stage alone.
+def check_stages_fit(model: nn.Module, num_stages: int) -> None:
+    """Return if a model can be cut into so many stages, and each trainable tensor is in one of them alone.
 
     Raises:
-        RunError: some are in several, where their gradients would not meet.
+        RunError: it has fewer layers, or some tensors are in several, where their gradients would not meet.
     """
+    if num_stages == 1:
+        return
+    split_layers(model, num_stages, 1.0)
     layers, parts = decoder_layers(model), (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     uses = [id(p) for module in (*layers, *parts) for p in module.parameters()]
     shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]

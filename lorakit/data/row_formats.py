@@ -70,7 +70,7 @@ def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
         hints = [f"; {key}: {REMEDIES[key]}" for key in row if key in ("chosen", "rejected")][:1]
         raise BadRow(
             f"keys {sorted(map(str, row))} are none of: messages; conversations; prompt + completion;"
-            f" instruction (+ input) + output; text{''.join(hints)}"
+            f" instruction (+ input) + output; text{''.join(hints) or '; data.columns names other columns'}"
         )
     is_chat = (
         names == ("prompt", "completion") and isinstance(row["prompt"], list) and isinstance(row["completion"], list)

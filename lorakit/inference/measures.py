@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -115,6 +116,10 @@ MEASURES: Final[Mapping[str, Measure]] = {
 """name in a recipe and on the command line -> measure"""
 
 
+RESERVED: Final = ("loss", "accuracy", "perplexity")
+"""names of other figures of held-out rows"""
+
+
 def check_measures(names: Collection[str]) -> None:
     """Return if the packages of these measures are installed.
 
@@ -144,20 +149,24 @@ def chosen_measures(names: Collection[str], metrics: Mapping[str, RowMeasure]) -
     """
     check_measures(names)
     for name in metrics:
-        if name in MEASURES or not name.isidentifier():
-            raise LorakitError(f"metric {name!r}: the name of a measure, or no name; rename the function")
+        if name in (*MEASURES, *RESERVED) or not name.isidentifier():
+            taken = ", ".join((*RESERVED, *MEASURES))
+            raise LorakitError(f"metric {name!r}: no name, or one that is taken ({taken}); rename the function")
     return {name: MEASURES[name] for name in names} | {
         name: Measure(partial(_checked, name, function)) for name, function in metrics.items()
     }
 
 
 def _checked(name: str, function: RowMeasure, predicted: str, expected: str) -> float:
-    value = function(predicted, expected)
+    where = f"for the answer {predicted[:60]!r} where {expected[:60]!r} is expected"
+    try:
+        value = function(predicted, expected)
+    except Exception as problem:
+        frame = traceback.extract_tb(problem.__traceback__)[-1]
+        line = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise DataError(f"metric {name}: {line} raised {type(problem).__name__}: {problem} {where}") from problem
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(
-            f"metric {name}: a number for each row, got {value!r} for the answer {predicted[:60]!r} where"
-            f" {expected[:60]!r} is expected"
-        )
+        raise DataError(f"metric {name}: a number for each row, got {value!r} {where}")
     return float(value)
 
 

@@ -73,6 +73,13 @@ def read_chat_template(path: str) -> str:
         raise DataError(f"data.chat_template: {path}: not UTF-8: {problem}") from None
     if not text.strip():
         raise DataError(f"data.chat_template: {path}: is empty")
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as problem:
+        if "generation" not in str(problem.message):  # a tag of transformers' own
+            raise DataError(f"data.chat_template: {path}:{problem.lineno}: {problem.message}") from None
     return text
 
 

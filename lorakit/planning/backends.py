@@ -4,6 +4,7 @@ P: bytes of the base. A: bytes of the adapter in float32. N: processes. m: micro
 are those of rank 0, which has the largest shards.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -116,8 +117,9 @@ def supported_backends(recipe: Recipe) -> tuple[str, ...]:
 
 def _accepts(recipe: Recipe, backend: str) -> bool:
     parallel: dict[str, Any] = {"backend": backend}
-    if recipe.parallel.pipeline > 1 and not LAYOUTS[backend].single_process:
-        parallel |= {"pipeline": recipe.parallel.pipeline, "processes": recipe.parallel.pipeline}
+    axes = {"pipeline": recipe.parallel.pipeline, "tensor": recipe.parallel.tensor}
+    if not LAYOUTS[backend].single_process:
+        parallel |= axes | {"processes": math.prod(axes.values())}
     try:
         Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
     except ValueError:

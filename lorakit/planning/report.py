@@ -101,7 +101,8 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
         reasons = [] if settings.optimizer == "adamw" else [f"optimizer {settings.optimizer}"]
         reasons += [] if settings.eval_generate is None else ["eval_generate"]
         reasons += ["train.compile"] if settings.compile else []
-        reasons += ["parallel.pipeline"] if estimator.recipe.parallel.pipeline > 1 else []
+        parallel = estimator.recipe.parallel
+        reasons += [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(parallel, axis) > 1]
         why = " and ".join(reasons) or "other keys of the recipe"
         lines.append(f"left out    {', '.join(refused)}: refused with {why}")
     if best is None:

@@ -127,6 +127,8 @@ class DataSection(Section):
             counts = Counter(source.label for source in sources)
             if repeated := [label for label, number in counts.items() if number > 1]:
                 raise ValueError(f"two sources have the name {repeated[0]!r}: give each its own `name`")
+        if isinstance(self.eval, float) and not shares:
+            raise ValueError(f"eval: {self.eval:g}: every source of `train` has `eval: 0`, so no row would be held out")
         for source in self.eval_sources():
             if source.weight != 1 or source.eval is not None:
                 raise ValueError(f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`")

@@ -15,6 +15,7 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
+from lorakit.base.stages import check_stages_fit
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
 from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
@@ -132,6 +133,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
     checked_plan(model, recipe.parallel.tensor)
+    check_stages_fit(model, recipe.parallel.pipeline)
     fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")

@@ -22,7 +22,7 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton, recipe_templ
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
-from lorakit.base.stages import structure_of
+from lorakit.base.stages import check_stages_fit, structure_of
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
@@ -255,6 +255,7 @@ def check_without_rows(recipe: Recipe, folder: Path) -> None:
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     find_extra_targets(model, spec, find_targets(model, spec))
     checked_plan(model, recipe.parallel.tensor)
+    check_stages_fit(model, recipe.parallel.pipeline)
     check_positions(model, recipe.data.max_tokens)
 
 

@@ -177,6 +177,7 @@ def test_weights_of_rows_beside_rows_without_stay_with_their_rows(
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
+        ({"train": [{"path": "a", "eval": 0}], "eval": 0.5}, "eval: 0.5: every source of `train` has `eval: 0`"),
         ({"train": [{"path": "a"}, "a"]}, "two sources have the name 'a': give each its own `name`"),
         ({"train": "a", "eval": [{"path": "b", "weight": 2}]}, "`weight` and `eval` are keys of sources of `train`"),
         ({"train": [{"path": "a", "weigth": 2}]}, "data.train.0.weigth: unknown key. Nearest: 'weight'"),

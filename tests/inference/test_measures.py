@@ -104,6 +104,23 @@ def test_a_metric_that_returns_no_number_is_an_error(value: Any) -> None:
         measure(["a"], ["b"])
 
 
+@pytest.mark.parametrize("name", ["loss", "accuracy", "perplexity"])
+def test_a_metric_cannot_stand_in_for_another_figure_of_held_out_rows(name: str) -> None:
+    with pytest.raises(LorakitError, match=f"metric '{name}': no name, or one that is taken"):
+        chosen_measures([], {name: lambda predicted, expected: 1.0})
+
+
+def test_a_metric_that_raises_is_named_with_its_line_and_the_answer() -> None:
+    def boom(predicted: str, expected: str) -> float:
+        return {}[predicted]  # type: ignore[no-any-return]
+
+    measure = chosen_measures([], {"boom": boom})["boom"]
+    with pytest.raises(
+        LorakitError, match=r"metric boom: test_measures.py:\d+ raised KeyError: 'x' for the answer 'x'"
+    ):
+        measure(["x"], ["y"])
+
+
 def test_a_metric_with_the_name_of_a_measure_is_refused() -> None:
-    with pytest.raises(LorakitError, match="metric 'prefix': the name of a measure"):
+    with pytest.raises(LorakitError, match="metric 'prefix': no name, or one that is taken"):
         chosen_measures([], {"prefix": lambda predicted, expected: 1.0})

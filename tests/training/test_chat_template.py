@@ -68,7 +68,14 @@ def test_a_patch_brings_its_chat_template_with_it(
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"), [(None, "No such file"), (b" \n", "is empty"), (b"\xff", "not UTF-8")], ids=str
+    ("content", "expected"),
+    [
+        (None, "No such file"),
+        (b" \n", "is empty"),
+        (b"\xff", "not UTF-8"),
+        (b"a\n{{ b }", "mine.jinja:2: unexpected"),
+    ],
+    ids=str,
 )
 def test_a_template_that_cannot_be_read_is_named(
     recipe: Callable[..., Path], tmp_path: Path, content: bytes | None, expected: str
