@@ -7,7 +7,6 @@ Two gathers of the base, one for forward and one for backward; no reduce-scatter
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import program, python, scratch, table
+from benchmarks.machine import program, run_ranks, scratch, table
 from benchmarks.models import make_base
 from benchmarks.step import rows_of
 
@@ -59,12 +58,7 @@ def measure() -> dict[str, Any]:
     base = make_base(scratch(), "tiny", torch.float32)
     found: dict[str, Any] = {"shape": "tiny"}
     for backend in BACKENDS:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.gathers")
-        done = subprocess.run(python(*launcher, backend, str(base)), capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            raise SystemExit(done.stderr[-3000:])
-        found[backend] = json.loads(lines[-1])
+        found[backend] = run_ranks("benchmarks.gathers", 2, backend, str(base))
     return found
 
 

@@ -136,6 +136,16 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
+def run_ranks(module: str, processes: int, *arguments: str) -> Any:
+    """Run a module in so many processes, and return the JSON that one of them prints last."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module)
+    done = subprocess.run(python(*launcher, *arguments), capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads(lines[-1])
+
+
 def program(name: str, measure: Callable[..., Result], show: Callable[[Result], None], **own: Any) -> None:
     """The command line of a benchmark: measures, shows, and with --keep keeps under its name, filled in with options.
 

@@ -5,7 +5,6 @@ python -m benchmarks.pipeline [--keep]
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import program, python, scratch, table
+from benchmarks.machine import program, run_ranks, scratch, table
 from benchmarks.models import make_base
 from benchmarks.sides import Row, Rows
 
@@ -75,21 +74,7 @@ def idle_share(num_stages: int, num_micro_batches: int) -> float:
 def measure() -> dict[str, Any]:
     """One run of two stages."""
     base = make_base(scratch(), "1.1B", torch.bfloat16)
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(STAGES),
-        "-m",
-        "benchmarks.pipeline",
-    )
-    done = subprocess.run(python(*launcher, str(base)), capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise SystemExit(done.stderr[-3000:])
-    result: dict[str, Any] = json.loads(lines[-1])
-    return {"shape": "1.1B", **result}
+    return {"shape": "1.1B", **run_ranks("benchmarks.pipeline", STAGES, str(base))}
 
 
 def rates(result: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,6 @@ loading and two steps of 128 tokens, beside one process that has all of the base
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import peak_bytes, program, python, rss_bytes, scratch, table
+from benchmarks.machine import peak_bytes, program, rss_bytes, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.sides import Row, Rows
 
@@ -70,13 +69,8 @@ def measure() -> dict[str, Any]:
     base = make_base(scratch(), SHAPE, torch.float32)
     measured: dict[str, Any] = {"shape": SHAPE}
     for name, (backend, processes, tensor) in LAYOUTS.items():
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-        command = python(*launcher, "-m", "benchmarks.tensor", backend, str(processes), str(tensor), str(base))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            raise SystemExit(done.stderr[-3000:])
-        measured[name] = json.loads(lines[-1])
+        arguments = (backend, str(processes), str(tensor), str(base))
+        measured[name] = run_ranks("benchmarks.tensor", processes, *arguments)
     return measured
 
 

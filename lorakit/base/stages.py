@@ -56,9 +56,7 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
     Raises:
         RunError: fewer layers than stages, or the model cannot be cut.
     """
-    layers = decoder_layers(model)
-    trains = [_trains(layer) for layer in layers]
-    first = 0 if _trains(model.get_input_embeddings()) else (*trains, True).index(True)  # type: ignore[operator]
+    layers, first = decoder_layers(model), _first_trained_layer(model)
     head = count_parameters(model.get_output_embeddings())  # type: ignore[operator]
     return split_costs([count_parameters(layer) for layer in layers], head * label_share, first, num_stages)
 
@@ -103,11 +101,15 @@ def check_stages_fit(model: nn.Module, num_stages: int) -> None:
 
 def first_trained_stage(model: nn.Module, stages: Sequence[range]) -> int:
     """Return the number of the first stage that has something to train."""
-    layers = decoder_layers(model)
+    first = _first_trained_layer(model)
+    return next((number for number, stage in enumerate(stages) if first < stage.stop), len(stages) - 1)
+
+
+def _first_trained_layer(model: nn.Module) -> int:
+    """Return the index of the first layer through which gradients go; the number of layers if only the head learns."""
     if _trains(model.get_input_embeddings()):  # type: ignore[operator]
         return 0
-    trained = (any(_trains(layers[index]) for index in stage) for stage in stages)
-    return next((number for number, trains in enumerate(trained) if trains), len(stages) - 1)
+    return [*map(_trains, decoder_layers(model)), True].index(True)
 
 
 def _trains(module: nn.Module) -> bool:

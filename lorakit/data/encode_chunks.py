@@ -54,6 +54,13 @@ class RowSettings:
     eval_side: bool = False
     """take the rows that are held out, instead of the others"""
 
+    def takes(self, row: Any) -> bool:
+        """True if a file's row is on this side of the split; a BadRow is on the side of training."""
+        if not self.eval_share:
+            return True
+        content = content_of(row, self.columns, self.ignore_keys)
+        return is_eval_row(content, self.eval_share) == self.eval_side
+
 
 class ChunkEncoder:
     """Encodes chunks of rows of these sources with one tokenizer. The result is the bytes of a TokenRecord."""
@@ -84,11 +91,9 @@ class ChunkEncoder:
             BadRow: as `Encoder` and `map_columns`.
         """
         settings, row = self._settings, parse_raw(raw)
-        if settings.eval_share:
-            content = content_of(row, settings.columns, settings.ignore_keys)
-            if is_eval_row(content, settings.eval_share) != settings.eval_side:
-                counts.eval_rows = int(not settings.eval_side)
-                return None
+        if not settings.takes(row):
+            counts.eval_rows = int(not settings.eval_side)
+            return None
         if isinstance(row, BadRow):
             raise row
         if not settings.columns:

@@ -1,7 +1,7 @@
 """Tokenise the rows of a recipe's `data` section: those for training, and those held out."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from lorakit.data.cache_entries import trim_cache
 from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset
 from lorakit.data.encode_chunks import RowSettings
-from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.find_rows import files_without_rows, find_sources
 from lorakit.data.json_row import BadRow
 from lorakit.data.rows import read_rows
@@ -89,11 +88,11 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
     for one in sets:
         settings = one.settings
         for location, row in itertools.islice(rows_of_files(one.names, one.split), settings.limit):
-            content = None if isinstance(row, BadRow) else content_of(row, settings.columns, settings.ignore_keys)
-            if settings.eval_share and is_eval_row(content, settings.eval_share) != settings.eval_side:
+            if not settings.takes(row):
                 continue
             try:
-                mapped = map_columns(row, settings.columns).row if settings.columns and content is not None else row
+                has_columns = settings.columns and isinstance(row, Mapping)
+                mapped = map_columns(row, settings.columns).row if has_columns else row
             except BadRow as problem:
                 mapped = problem
             yield location, mapped

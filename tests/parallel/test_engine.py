@@ -50,16 +50,6 @@ def trained(
     return engine.adapter_state_dict(), losses
 
 
-@pytest.fixture
-def batches(rows: Path, tokenizer: Any) -> Any:
-    prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
-
-    def make(micro_batch_size: int, packing: bool = True) -> BatchSampler:
-        return BatchSampler(prepared, 8, micro_batch_size, packing, 0)
-
-    return make
-
-
 def prepared(base: Path) -> tuple[Engine, LossModel]:
     """Return an engine on a fresh adapter, and what it trains."""
     loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=3))

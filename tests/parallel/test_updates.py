@@ -11,7 +11,7 @@ from torch import nn
 
 from lorakit.base.load import load_base
 from lorakit.cli import main
-from lorakit.data import BatchSampler, RowSettings, collate, tokenize_rows
+from lorakit.data import collate
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
@@ -49,16 +49,6 @@ class Lion(torch.optim.Optimizer):
             tensor.mul_(1 - self.param_groups[0]["lr"] * 0.1)
             tensor.sub_(self.param_groups[0]["lr"] * (0.8 * m + 0.2 * tensor.grad).sign())
             m.mul_(0.99).add_(0.01 * tensor.grad)
-
-
-@pytest.fixture
-def batches(rows: Path, tokenizer: Any) -> Any:
-    prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
-
-    def make(micro_batch_size: int, packing: bool = True) -> BatchSampler:
-        return BatchSampler(prepared, 8, micro_batch_size, packing, 0)
-
-    return make
 
 
 def engine_of(base: Path, optimizer: str = "adamw", alpha: float | None = None, smoothing: float = 0.0) -> Engine:
