@@ -669,7 +669,7 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
         resolve_auto(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
 
 
-# --- beside reality (benchmarks/plan.py has the whole matrix) -------------------------------------------------------
+# --- beside reality (`make attack` has two more, benchmarks/plan.py the whole matrix) -------------------------------
 
 
 @pytest.mark.spread
@@ -677,8 +677,8 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("backend", "processes", "quantize", "settings"),
     [
-        ("single", 1, "none", {}),
-        ("fsdp2", 2, "none", {}),
+        pytest.param("single", 1, "none", {}, marks=pytest.mark.attack),
+        pytest.param("fsdp2", 2, "none", {}, marks=pytest.mark.attack),
         ("single", 1, "nf4", {"adapter": {"method": "dora"}, "train": {"optimizer": "adamw8bit"}}),
         ("fsdp2", 2, "nf4", {}),
     ],

@@ -44,6 +44,7 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
 
 @pytest.mark.spread
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.filterwarnings("default")
 def test_dropout_adds_no_graphs(recipe: Any) -> None:
