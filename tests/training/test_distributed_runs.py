@@ -147,7 +147,9 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
     assert layouts == ["single", "zero2", "fsdp2", "ddp", "zero3", "fsdp2", "single"]
 
 
-@pytest.mark.parametrize(("backend", "pipeline"), [("ddp", 2), pytest.param("fsdp2", 1, marks=pytest.mark.attack), ("zero3", 1)])
+@pytest.mark.parametrize(
+    ("backend", "pipeline"), [("ddp", 2), pytest.param("fsdp2", 1, marks=pytest.mark.attack), ("zero3", 1)]
+)
 def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     long_recipe: Path, base: Path, tmp_path: Path, backend: str, pipeline: int
 ) -> None:
@@ -240,13 +242,12 @@ def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) ->
     assert_finished(output, tmp_path / "out", "ddp")
 
 
-# DeepSpeed itself takes 170 MB besides, so its base is the larger one.
-@pytest.mark.parametrize(("backend", "layers", "more"), [("zero3", 20, {"prefetch_mb": 1}), ("fsdp2", 10, {})])
+@pytest.mark.parametrize(("backend", "more"), [("zero3", {"prefetch_mb": 1}), ("fsdp2", {})])
 def test_no_process_ever_has_the_full_base(
-    backend: str, layers: int, more: dict[str, Any], recipe: Recipe, rows: Path, tmp_path: Path, tokenizer: Any
+    backend: str, more: dict[str, Any], recipe: Recipe, rows: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     """Loading, training, saving: two processes stay below what the base alone takes."""
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 12,
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 12,
              "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
     folder = make_base(tmp_path / "base", tokenizer, **sizes)
     path = recipe(
@@ -258,7 +259,7 @@ def test_no_process_ever_has_the_full_base(
 
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     base = 4 * sum(parameter.numel() for parameter in load_skeleton(folder).parameters())
-    assert base > 25_000_000 * layers
+    assert base > 500_000_000
     for rank in (record["engine"], *record["ranks"]):
         assert rank["base_bytes"] == pytest.approx(base / 2, rel=0.01)
         assert rank["peak_memory_bytes"] - measure_process_bytes(folder, "float32", None) < base
