@@ -21,12 +21,13 @@ CHOSEN = {  # those of `make test`: every method, every kind, every target, not 
     ("floats", "rsdora"), ("floats", "lora_fa"), ("floats", "init: olora"), ("floats", "embedding"),
     ("floats, tied head", "embedding and head alike"), ("floats, tied head", "trainable_tokens"),
     ("floats", "trainable_tokens"), ("floats", "modules_to_save"), ("floats, Conv1D", "bias: all"),
-    ("floats, experts", "target_parameters"), ("floats", "output head"),
+    ("floats, experts", "target_parameters"), ("floats", "output head"), ("floats", "new_tokens"),
+    ("floats, tied head", "new_tokens"),
 }  # fmt: skip
 
 RESUMED = [  # with tensors in a checkpoint besides A and B: fixed starts, magnitudes, full tensors, rows, experts
     ("nf4", "init: pissa"), ("floats", "lora_fa"), ("floats", "rsdora"), ("floats", "modules_to_save"),
-    ("floats", "trainable_tokens"), ("floats, experts", "target_parameters"),
+    ("floats", "trainable_tokens"), ("floats", "new_tokens"), ("floats, experts", "target_parameters"),
     ("floats, tied head", "embedding and head alike"),
 ]  # fmt: skip
 

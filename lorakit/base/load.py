@@ -14,6 +14,7 @@ from torch import nn
 
 from lorakit.base._internals import without_length_warning
 from lorakit.base.find import find_tokenizer
+from lorakit.base.new_tokens import add_new_tokens
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
 
@@ -106,12 +107,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_recipe_tokenizer(recipe: "Recipe", folder: Path) -> Any:
-    """Load the tokenizer of a recipe's rows, on the base in a folder, with the chat template of the recipe.
+    """Load the tokenizer of a recipe's rows, on the base in a folder, with the recipe's chat template and new tokens.
 
     Raises:
-        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read.
+        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read. TargetError: a new token is
+        none.
     """
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
+    add_new_tokens(tokenizer, recipe.adapter.new_tokens)
     if (template := recipe_template(recipe)) is not None:
         tokenizer.chat_template = template
     return tokenizer

@@ -11,6 +11,7 @@ from lorakit.base.layers import layer_lists
 from lorakit.base.quantized import count_parameters
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors, replace_module
+from lorakit.lora.spec import AdapterSpec
 from lorakit.ops.stage import Stage, StageLink
 
 
@@ -96,6 +97,19 @@ def check_stages_fit(model: nn.Module, num_stages: int) -> None:
             f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
             " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
             " leave out pipeline"
+        )
+
+
+def check_known_tokens(spec: AdapterSpec, num_stages: int) -> None:
+    """Return if a run of so many stages trains no new tokens.
+
+    Raises:
+        RunError: it does. Stages are compared with the full base before the run, and that has no rows for them.
+    """
+    if spec.new_tokens and num_stages > 1:
+        raise RunError(
+            f"parallel.pipeline: {num_stages} stages are compared with the base before training, and the base has no"
+            f" {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
         )
 
 

@@ -27,7 +27,7 @@ SELECTION: Final = ("targets", "exclude", "layers")
 """keys that select layers together, so that they are taken from the patch together or not at all"""
 FIXED: Final = (
     "method", "rank", "alpha", *SELECTION, "target_parameters", "rank_pattern", "alpha_pattern", "bias",
-    "modules_to_save", "trainable_tokens", "tied_head",
+    "modules_to_save", "trainable_tokens", "new_tokens", "tied_head",
 )  # fmt: skip
 """keys of the `adapter` section that a patch decides"""
 SHOWN: Final = ("method", "rank", "alpha", "targets")
@@ -192,9 +192,16 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
         "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": config.modules_to_save,
-        "trainable_tokens": next((rows.tokens for rows in patch.token_rows.values()), ()),
+        "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
         "tied_head": "both" if raw.get("ensure_weight_tying") else "untie",
     }  # fmt: skip
+
+
+def _known_tokens(patch: Patch) -> tuple[int, ...]:
+    """Return the tokens of the base among those whose rows the patch holds."""
+    rows = next(iter(patch.token_rows.values()), None)
+    new = set(patch.new_tokens.values())
+    return () if rows is None else tuple(token for token in rows.tokens if token not in new)
 
 
 def _frozen(value: Any) -> Any:

@@ -7,6 +7,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -20,10 +21,10 @@ MIXED: Final = {".jsonl", ".parquet"}
 """forms that may be together in one folder"""
 
 
-def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
+def find_sources(names: str | tuple[str, ...], split: str, *, streaming: bool = False) -> list[RowSource]:
     """Return the files that a recipe names, in a fixed order.
 
-    ``split``: of a hub data set.
+    ``split``: of a hub data set. ``streaming``: read hub data sets without storing them.
 
     Raises:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
@@ -31,7 +32,7 @@ def find_sources(names: str | tuple[str, ...], split: str) -> list[RowSource]:
     sources, problems = list[RowSource](), list[str]()
     for name in _all(names):
         try:
-            sources += _find(name, split)
+            sources += [_stream(name, split)] if streaming else _find(name, split)
         except DataError as problem:
             problems.append(str(problem))
     if problems:
@@ -69,6 +70,17 @@ def _find(name: str, split: str) -> list[RowSource]:
             )
         return [RowSource(name, None, split)]
     raise DataError(f"{missing}.{_nearest_files(path)}")
+
+
+def _stream(name: str, split: str) -> RowSource:
+    """Return a hub data set, or a folder in the form of one, as a stream."""
+    if _is(Path(name), Path.is_dir):
+        return RowSource(name, None, split, streaming=True)
+    if _is(Path(name), Path.is_file) or glob.has_magic(name):
+        raise DataError(
+            f"data: {name}: `streaming` is for data sets of the hub; files are read row by row anyway: leave it out"
+        )
+    return replace(_find(name, split)[0], streaming=True)
 
 
 def _source(name: str) -> RowSource:

@@ -12,8 +12,8 @@ from lorakit.data.dataset import Part, TokenDataset
 from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.find_rows import files_without_rows, find_sources
 from lorakit.data.json_row import BadRow
-from lorakit.data.rows import read_rows
-from lorakit.data.token_cache import Progress, no_progress, tokenize_rows
+from lorakit.data.rows import RowSource, read_rows
+from lorakit.data.token_cache import Progress, no_progress, tokenize_sources
 from lorakit.errors import DataError
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
@@ -28,7 +28,7 @@ OpenProgress = Callable[[], AbstractContextManager[Progress]]
 class RowSet:
     """Rows that are tokenised with the same settings.
 
-    names: files, folders, patterns or hub ids. split: of a hub data set. name, passes: as of `Part`.
+    names: files, folders, patterns or hub ids. split, streaming: of a hub data set. name, passes: as of `Part`.
     """
 
     names: str | tuple[str, ...]
@@ -36,6 +36,11 @@ class RowSet:
     settings: RowSettings
     name: str | None
     passes: float = 1.0
+    streaming: bool = False
+
+    def sources(self) -> list[RowSource]:
+        """Return the files and hub data sets of the rows; raises as `find_sources`."""
+        return find_sources(self.names, self.split, streaming=self.streaming)
 
 
 def training_sets(data: "DataSection") -> list[RowSet]:
@@ -73,7 +78,7 @@ def load_rows(
     for one in sets:
         try:
             with progress() as show:
-                (part,) = tokenize_rows(one.names, one.split, tokenizer, one.settings, show).parts
+                (part,) = tokenize_sources(one.sources(), tokenizer, one.settings, show).parts
             parts.append(replace(part, name=one.name, passes=one.passes))
         except DataError as problem:
             problems.append(str(problem))
@@ -87,7 +92,7 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
     """Yield the rows of all sets as `load_rows` reads them, before they are tokenised."""
     for one in sets:
         settings = one.settings
-        for location, row in itertools.islice(rows_of_files(one.names, one.split), settings.limit):
+        for location, row in itertools.islice(_rows_of(one.sources()), settings.limit):
             if not settings.takes(row):
                 continue
             try:
@@ -99,10 +104,12 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
 
 
 def rows_of_files(names: str | tuple[str, ...], split: str) -> Iterator[LocatedRow]:
-    """Yield the rows of files, folders, patterns or hub data sets, as they are there."""
-    for source in find_sources(names, split):
-        for line, row in read_rows(source):
-            yield f"{source.name}:{line}", row
+    """Return the rows of files, folders, patterns or hub data sets, as they are there."""
+    return _rows_of(find_sources(names, split))
+
+
+def _rows_of(sources: Iterable[RowSource]) -> Iterator[LocatedRow]:
+    return ((f"{source.name}:{line}", row) for source in sources for line, row in read_rows(source))
 
 
 def check_sources(data: "DataSection") -> None:
@@ -114,7 +121,7 @@ def check_sources(data: "DataSection") -> None:
     problems = list[str]()
     for one in training_sets(data) + eval_sets(data):
         try:
-            find_sources(one.names, one.split)
+            one.sources()
         except DataError as problem:
             problems.append(str(problem))
     if problems:
@@ -140,4 +147,5 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, *, share:
         source.limit,
         share,
     )
-    return RowSet(source.path, split, settings, source.label if several else source.name, source.weight)
+    name = source.label if several else source.name
+    return RowSet(source.path, split, settings, name, source.weight, source.streaming)

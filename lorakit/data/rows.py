@@ -4,6 +4,7 @@ Invariant: every row has a file and a line. A row that cannot be read is yielded
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.json_row import BadRow, parse_raw, without_none
 from lorakit.data.row_files import count_file_rows, form_of, read_file
-from lorakit.errors import DataError
+from lorakit.errors import DataError, TemporaryFailure
+from lorakit.files.hub import connection_errors
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,15 @@ class RowSource:
     name: str
     path: Path | None
     split: str | None = None
+    streaming: bool = False
+    """read a hub data set from there row by row, and store none of it"""
 
     def digest(self) -> str:
         """Return a digest of the content: the key of caches, and the test for changed data."""
         import xxhash
 
+        if self.streaming:
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_stream_version(self.name)}".encode())
         if self.path is None:
             return xxhash.xxh3_128_hexdigest(
                 f"{self.name}/{self.split}/{dataset_fingerprint(_open_hub(self))}".encode()
@@ -44,7 +50,9 @@ def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
 
 
 def count_rows(sources: list[RowSource]) -> int | None:
-    """Return the rows of all sources; None if that takes unpacking them."""
+    """Return the rows of all sources; None if that takes unpacking them, or reading a stream to its end."""
+    if any(source.streaming for source in sources):
+        return None
     numbers = [count_file_rows(s.path) if s.path else len(_open_hub(s)) for s in sources]
     return None if None in numbers else sum(filter(None, numbers))
 
@@ -52,7 +60,8 @@ def count_rows(sources: list[RowSource]) -> int | None:
 def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
     """Yield (line, row) of every row: the bytes of a JSON text, the row of a table, or a BadRow."""
     if source.path is None:
-        yield from ((line, without_none(row)) for line, row in enumerate(_open_hub(source), 1))
+        rows = _open_hub(source)
+        yield from ((line, without_none(row)) for line, row in enumerate(_streamed(source, rows), 1))
     else:
         yield from read_file(source.path)
 
@@ -60,10 +69,50 @@ def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
 def _open_hub(source: RowSource) -> Any:
     import datasets
 
+    with _hub_errors(source.name, source.split):
+        return datasets.load_dataset(source.name, split=source.split, streaming=source.streaming)
+
+
+def _streamed(source: RowSource, rows: Any) -> Iterator[Any]:
+    """Yield the rows of a hub data set. A stream reads the hub here.
+
+    Raises:
+        DataError: what it reads are no rows. TemporaryFailure: the connection broke.
+    """
+    number, broken = 0, connection_errors()
     try:
-        return datasets.load_dataset(source.name, split=source.split)
+        for row in rows:
+            yield row
+            number += 1
+    except ValueError as problem:  # of pyarrow, and of casts by datasets
+        raise DataError(f"data: {source.name}: cannot be read after row {number}: {problem}") from None
+    except broken as problem:
+        raise TemporaryFailure(
+            f"data: {source.name}: the connection broke after row {number}: {problem}; the same command goes on with"
+            " what was tokenised"
+        ) from None
+
+
+def _stream_version(name: str) -> str:
+    """Return what changes when a data set that is streamed does: its commit on the hub, the times of a folder's files.
+
+    The content itself is known only when all of it was read.
+    """
+    import datasets
+
+    with _hub_errors(name, None):
+        builder = datasets.load_dataset_builder(name)
+    return f"{builder.hash} {builder.config_id}"
+
+
+@contextmanager
+def _hub_errors(name: str, split: str | None) -> Iterator[None]:
+    import datasets
+
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as problem:
+        which = "" if split is None else f" (split {split})"
         raise DataError(
-            f"data: {source.name}: neither a file ({Path(source.name).absolute()}) nor a data set the hub gave"
-            f" (split {source.split}): {problem}"
+            f"data: {name}: neither a file ({Path(name).absolute()}) nor a data set the hub gave{which}: {problem}"
         ) from None

@@ -52,6 +52,13 @@ def tokenize_rows(
     settings: RowSettings,
     progress: Progress = no_progress,
 ) -> TokenDataset:
+    """Tokenise the rows of files, as `tokenize_sources`. ``split``: of hub data sets."""
+    return tokenize_sources(find_sources(names, split), tokenizer, settings, progress)
+
+
+def tokenize_sources(
+    sources: list[RowSource], tokenizer: Any, settings: RowSettings, progress: Progress = no_progress
+) -> TokenDataset:
     """Tokenise the rows of files, or open them from the cache.
 
     An interrupted call leaves a journal, and the next one goes on after it. ``progress``: called with the number of
@@ -61,7 +68,6 @@ def tokenize_rows(
         DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
         TemporaryFailure: a process that tokenises was killed, or the cache's disk is full.
     """
-    sources = find_sources(names, split)
     digests = [source.digest() for source in sources]
     folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
     if not manifest_matches(folder):
@@ -84,6 +90,7 @@ def tokenize_rows(
                     with atomic_folder(folder) as staging:
                         _build(staging, journal, settings, sources)
                         if digests != [source.digest() for source in sources]:
+                            names = ", ".join(source.name for source in sources)
                             raise DataError(f"data: {names} changed while it was read; run again when it is complete")
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
 

@@ -16,6 +16,7 @@ from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Row, Tok
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import SlotModel
+from lorakit.lora.routing import own_logits
 
 PREFILL_TOKENS: Final = 512
 """tokens of prompts in one step, so that the rows that decode do not wait for a long prompt"""
@@ -197,9 +198,10 @@ class ContinuousBatch:
                 return [problem]
             return [one for slot, row in enumerate(rows, first) for one in self._compute(slot, [row], num_new)]
         wrong = logits.sum(-1).isnan().tolist()
+        own = own_logits([row.generation.adapter for row in rows], logits)
         return [
             ArithmeticError("the logits are not numbers") if is_wrong else row
-            for row, is_wrong in zip(logits, wrong, strict=True)
+            for row, is_wrong in zip(own, wrong, strict=True)
         ]
 
     def _draw(self, row: Row, logits: Tensor) -> None:

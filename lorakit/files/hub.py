@@ -60,18 +60,23 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
     return str(commit.commit_url)
 
 
-@contextmanager
-def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into those of lorakit."""
+def connection_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which huggingface_hub ends where the hub is not reached, or refuses."""
     import huggingface_hub.errors as errors
 
     # the client's own errors are of httpx, or of httpx2 after version 2.0: a base of all errors with a status
-    client_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    return errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError
+
+
+@contextmanager
+def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into those of lorakit."""
+    broken: tuple[type[Exception], ...] = (*connection_errors(), ValueError)
     try:
         yield
     except (HubError, TemporaryFailure):
         raise
-    except (client_error, OSError, ValueError, RuntimeError) as problem:
+    except broken as problem:
         raise _explained(name, problem, writes=writes) from None
 
 

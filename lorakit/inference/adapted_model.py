@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from lorakit.base.load import generation_settings
 from lorakit.decoding.generation import Generation
-from lorakit.decoding.sampling import MAX_SEED
+from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.choice import SURROUNDING, Adapters, Default, check_size, chosen_names
 from lorakit.inference.generate import answer_all, slots_of
-from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec, check_prompts
+from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec, check_prompts, encode
 from lorakit.lora.bank import AdapterBank
 from lorakit.lora.routing import Adapter, Route
 from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
@@ -36,7 +36,7 @@ from lorakit.patch import (
     read_patch,
     unverified_note,
     with_head_names,
-)
+)  # fmt: skip
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
@@ -95,7 +95,11 @@ class AdaptedModel:
 
     def prompt_form(self, adapter: Adapter | None) -> PromptForm:
         """Return how the rows of an adapter, or of the base, were written in training."""
-        return self._base_form if adapter is None else adapter.facts
+        return self._base_form if adapter is None else adapter.facts.form
+
+    def codec(self, adapter: Adapter | None) -> PromptCodec:
+        """Return what encodes prompts and decodes answers of an adapter, whose tokenizer may have new tokens."""
+        return self.prompts if adapter is None else adapter.facts.codec
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:
@@ -182,7 +186,8 @@ class AdaptedModel:
             patch = self._fitting(patch, allow_base_mismatch, allow_template_change)
             adapter = self._resident(patch.identity)
             if adapter is None:
-                adapter = build_adapter(patch, self.model, self._bank)
+                facts = AdapterFacts(trained_form(patch.metadata), self.prompts.of_patch(patch))
+                adapter = build_adapter(patch, self.model, self._bank, facts)
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
@@ -229,14 +234,13 @@ class AdaptedModel:
         Raises:
             LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
         """
-        self._resolve(name)
-        source = self._sources[name]
+        codec, source = self.codec(self.adapter(name)), self._sources[name]
         patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
         patch = self._fitting(patch, allow_base_mismatch=True, allow_template_change=True)  # as it was accepted before
         merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
-        yield AdaptedModel(merged, self.tokenizer, None, self.prompts, form)
+        yield AdaptedModel(merged, codec.tokenizer, None, codec, form)
 
     def __call__(
         self,
@@ -278,10 +282,8 @@ class AdaptedModel:
         """
         if self.tokenizer is None:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
-        answers = self.generate_ids(
-            prompts, adapters, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, raw=raw
-        )
-        return [self.prompts.decode(answer) for answer in answers]
+        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
+        return [self.codec(one.adapter).decode(one.ids()) for one in self._answer(prompts, adapters, settings, raw)]
 
     def generate_ids(
         self,
@@ -299,27 +301,31 @@ class AdaptedModel:
         Raises:
             LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
+        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
+        return [one.ids() for one in self._answer(prompts, adapters, settings, raw)]
+
+    def _answer(
+        self, prompts: Sequence[Prompt], adapters: Adapters | Default, settings: SamplingSettings, raw: bool | None
+    ) -> list[Generation]:
+        """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
         check_prompts(prompts)
         route = self._chosen(adapters)
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
         check_size(route, adapters, (len(prompts),), "{} prompts")
-        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
         if not prompts:
             return []
         chosen = route.adapters * len(prompts) if len(route.adapters) == 1 else route.adapters
-        rows = self.prompts.encode(prompts, [self._form(adapter, raw) for adapter in chosen], max_new_tokens)
+        forms = [self.prompt_form(adapter) for adapter in chosen]
+        forms = forms if raw is None else [PromptForm(raw, form.system) for form in forms]
+        codecs = [self.codec(adapter) for adapter in chosen]
+        rows = encode(codecs, prompts, forms, settings.max_tokens)
         generations = [
-            Generation(adapter, ids, replace(settings, seed=(seed + number) % MAX_SEED))
+            Generation(adapter, ids, replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED))
             for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))
         ]
-        answer_all(self, self._slots, generations, self.prompts)
-        return [one.ids() for one in generations]
-
-    def _form(self, adapter: Adapter | None, raw: bool | None) -> PromptForm:
-        """Return the form of a prompt: that of its adapter's rows; ``raw`` decides alone if the template is used."""
-        form = self.prompt_form(adapter)
-        return form if raw is None else PromptForm(raw, form.system)
+        answer_all(self, self._slots, generations, [frozenset(codec.end_ids) for codec in codecs])
+        return generations
 
     @cached_property
     def _slots(self) -> SlotModel | None:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear,
 from lorakit.lora.merge_weight import Update, merged_weight, rows_update
 from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
 from lorakit.lora.routing import Adapter, Slot, adapter_numbers
-from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, copy_with
-from lorakit.lora.targets import tied_head
+from lorakit.lora.slot_hook import KnownTokensForward, PassHook, SlotHook, TokenwiseForward, copy_with
+from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.patch import is_finite
@@ -51,8 +52,8 @@ class PatchSource:
         return cls(patch.folder, patch.identity, note, rank, num_bytes, trained_form(patch.metadata))
 
 
-def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
-    """Return the adapter of a patch that fits, with its factors in the bank.
+def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any = None) -> Adapter:
+    """Return the adapter of a patch that fits, with its factors in the bank. ``facts``: for the caller.
 
     Tensors are on their layer's device, in its dtype.
 
@@ -63,20 +64,39 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank) -> Adapter:
     """
     own, number = _own_tensors(patch, model), next(adapter_numbers)
     layers = [name for name, layer in patch.layers.items() if not layer.num_experts]
-    slots = _expert_slots(patch, model, own)
+    slots, embedding = _expert_slots(patch, model, own), embedding_and_head(model)[0]
     for name in [*layers, *(name for name in own if name not in patch.layers and name not in slots)]:
         layer = model.get_submodule(name)
         replacement = copy_with(layer, own[name]) if name in own else None
+        if replacement is not None and name == embedding:  # it sees the ids of other rows too
+            KnownTokensForward.install(replacement)
         slots[name] = Slot(replacement=replacement)
         if name in patch.layers:
             A, B, gain = _factors(patch.layers[name], layer, replacement)
             factors = bank.add(name, A, B, patch.layers[name].scale, number)
             slots[name] = Slot(factors, replacement, gain)
+    num_new = 0
     for name, token_rows in patch.token_rows.items():
         weight = weight_of(model.get_submodule(name))
-        tokens = torch.tensor(token_rows.tokens, device=weight.device)
-        slots |= dict.fromkeys(_sharing(name, model), Slot(tokens=tokens, rows=_cast(token_rows.tensor, weight, name)))
-    return Adapter(number, slots, patch.identity, trained_form(patch.metadata))
+        tokens, rows = torch.tensor(token_rows.tokens, device=weight.device), _cast(token_rows.tensor, weight, name)
+        for module in _sharing(name, model):
+            is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
+            slots[module] = Slot(tokens=tokens, rows=rows) if is_embedding else _head_slot(tokens, rows, len(weight))
+            if is_embedding and (num_new := patch.num_added_rows(len(weight))):
+                KnownTokensForward.install(model.get_submodule(module))
+    return Adapter(number, slots, patch.identity, facts, num_new)
+
+
+def _head_slot(tokens: Tensor, rows: Tensor, num_base_rows: int) -> Slot:
+    """Return the slot of a head with the patch's rows of some tokens; those of new tokens come behind the base's."""
+    is_known = tokens < num_base_rows
+    new = rows[~is_known][tokens[~is_known].argsort()]
+    new_rows = new if len(new) else None
+    return (
+        Slot(tokens=tokens[is_known], rows=rows[is_known], new_rows=new_rows)
+        if bool(is_known.any())
+        else Slot(new_rows=new_rows)
+    )
 
 
 def _expert_slots(patch: Patch, model: nn.Module, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Slot]:
@@ -148,7 +168,9 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
         changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [layer_update(layer)], old.dtype)
     for name, token_rows in patch.token_rows.items():
         old = model.get_parameter(f"{name}.weight")
-        merged_rows = merged_weight(old, EMBEDDING, [rows_update(token_rows.tensor, token_rows.tokens)], old.dtype)
+        num_added = max(0, max(token_rows.tokens) + 1 - len(old))
+        grown = torch.cat([old, old.new_zeros(num_added, old.shape[1])])
+        merged_rows = merged_weight(grown, EMBEDDING, [rows_update(token_rows.tensor, token_rows.tokens)], old.dtype)
         changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
     return changed
 
@@ -160,11 +182,22 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     for module in merged.modules():  # else the copy would follow the routes of the base
         remove_forward_hooks(module, SlotHook)
         TokenwiseForward.remove(module)
+        KnownTokensForward.remove(module)
     remove_forward_pre_hooks(merged, PassHook)
     for name, tensor in merged_tensors(patch, model, base).items():
-        module_name, _, key = name.rpartition(".")
-        merged.get_submodule(module_name).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        replace_tensor(merged, name, tensor)
     return merged
+
+
+def replace_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter of a model; an embedding or head may have more rows then."""
+    module_name, _, key = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    module.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+    if key == "weight" and isinstance(module, nn.Embedding):
+        module.num_embeddings = len(tensor)
+    elif key == "weight" and isinstance(module, nn.Linear):
+        module.out_features = len(tensor)
 
 
 def _sharing(embedding: str, model: nn.Module) -> list[str]:

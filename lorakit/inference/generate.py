@@ -23,8 +23,7 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
-from lorakit.inference.prompts import PromptCodec
-from lorakit.lora.routing import Route
+from lorakit.lora.routing import Route, own_logits
 
 MAX_ROWS: Final = 64
 """of a batch; more rows wait until one of these has its answer"""
@@ -39,19 +38,18 @@ def slots_of(model: RoutedModel) -> SlotModel | None:
 
 
 def answer_all(
-    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], prompts: PromptCodec
+    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], ends: Sequence[frozenset[int]]
 ) -> None:
     """Compute the tokens of every generation.
 
-    slots: whose model this is; None for a base whose attention does not work on slots.
+    slots: whose model this is; None for a base whose attention does not work on slots. ends: end tokens of each.
 
     Raises:
         LorakitError: a row cannot be computed.
     """
-    ends = frozenset(prompts.end_ids)
     rows = [
-        Row(one, Sampler(one.settings, one.prompt, ends), list(one.prompt), ends, number)
-        for number, one in enumerate(generations)
+        Row(one, Sampler(one.settings, one.prompt, own), list(one.prompt), own, number)
+        for number, (one, own) in enumerate(zip(generations, ends, strict=True))
     ]
     limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
     in_slots = [row for row in rows if row.num_tokens_at_most <= limit]
@@ -61,11 +59,12 @@ def answer_all(
     for _, alike in itertools.groupby(others, key=_lengths):
         batch = list(alike)
         for start in range(0, len(batch), MAX_ROWS):
-            _answer_with_generate(model, batch[start : start + MAX_ROWS], prompts)
+            _answer_with_generate(model, batch[start : start + MAX_ROWS])
 
 
-def _lengths(row: Row) -> tuple[int, int]:
-    return len(row.tokens), row.num_tokens_at_most
+def _lengths(row: Row) -> tuple[int, int, list[int]]:
+    """Return what rows that go together have in common: tokens, tokens at most, and end tokens."""
+    return len(row.tokens), row.num_tokens_at_most, sorted(row.ends)
 
 
 def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
@@ -78,21 +77,21 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
         batch.step()
 
 
-def _answer_with_generate(model: RoutedModel, rows: Sequence[Row], prompts: PromptCodec) -> None:
-    """Answer rows of one length with transformers' `generate`."""
-    num_prompt, settings = len(rows[0].tokens), rows[0].generation.settings
+def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
+    """Answer rows of one length and with the same end tokens with transformers' `generate`."""
+    num_prompt, settings, ends = len(rows[0].tokens), rows[0].generation.settings, rows[0].ends
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
     with model.routed(Route(tuple(row.generation.adapter for row in rows))), torch.no_grad():
         output = model.model.generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             generation_config=generation_settings(
-                max_new_tokens=settings.max_tokens, eos_token_id=prompts.end_ids or None, pad_token_id=0
+                max_new_tokens=settings.max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
             ),
-            logits_processor=[_Drawn([row.sampler for row in rows])],
+            logits_processor=[_Drawn(rows)],
         )
     for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
-        answer = prompts.until_end(tokens)
+        answer = list(itertools.takewhile(lambda token: token not in ends, tokens))
         for token in answer:
             row.generation.put(Token(token))
         row.generation.finish(LENGTH if len(answer) == len(tokens) else STOP)
@@ -102,12 +101,13 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Row], prompts: Prom
 class _Drawn:
     """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
 
-    samplers: Sequence[Sampler]
+    rows: Sequence[Row]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if scores.isnan().any():
             raise LorakitError("the logits are not numbers")
-        tokens = [sampler.draw(row)[0] for sampler, row in zip(self.samplers, scores.float().cpu(), strict=True)]
+        own = own_logits([row.generation.adapter for row in self.rows], scores.float().cpu())
+        tokens = [row.sampler.draw(logits)[0] for row, logits in zip(self.rows, own, strict=True)]
         drawn = torch.full_like(scores, -math.inf)
         drawn[torch.arange(len(tokens)), tokens] = 0.0
         return drawn

@@ -12,7 +12,7 @@ from torch import nn
 
 from lorakit.base.start_patch import patch_settings
 from lorakit.errors import PatchError, TargetError
-from lorakit.inference.bind import merged_tensors
+from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_module
 from lorakit.lora.module import AdapterModule
@@ -49,7 +49,7 @@ def load_patch(
     check_fits(patch, shapes, type(model).__name__)
     if not allow_base_mismatch:
         check_live_base(patch, model)
-    spec = AdapterSpec(**{**patch_settings(patch), "dropout": dropout})
+    spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         attach(model, find_targets(model, spec), spec, seed=0)
@@ -107,8 +107,7 @@ def merge_into(model: nn.Module) -> nn.Module:
             replace_module(model, layer, adapted)
         raise TargetError(f"merge_into: {problem}") from None
     for name, tensor in merged.items():
-        module, _, key = name.rpartition(".")
-        model.get_submodule(module).register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        replace_tensor(model, name, tensor)
     return model
 
 

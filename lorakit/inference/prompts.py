@@ -1,16 +1,20 @@
 """Encode prompts into tokens and decode tokens into answers, for one base and its tokenizer, if it has one."""
 
+import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from lorakit.base.load import vocabulary_size
+from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
 from lorakit.data import end_marker
 from lorakit.decoding.sampling import SamplingSettings
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, PatchError, TargetError
+from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
@@ -32,26 +36,57 @@ def check_prompts(prompts: object) -> None:
         raise LorakitError(f"prompts: a list of prompts, got {what}")
 
 
+def encode(
+    codecs: Sequence["PromptCodec"], prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int
+) -> list[list[int]]:
+    """Return the token ids of prompts, each by its codec and in its form.
+
+    Raises:
+        LorakitError: a prompt that cannot be encoded, or is too long.
+    """
+    rows = [codec.token_ids(prompt, form) for codec, prompt, form in zip(codecs, prompts, forms, strict=True)]
+    for codec in dict.fromkeys(codecs):
+        codec.check_ids([ids for ids, own in zip(rows, codecs, strict=True) if own is codec], max_new_tokens)
+    return rows
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """How the prompts of an adapter are written, and what encodes them."""
+
+    form: PromptForm
+    codec: "PromptCodec"
+
+
 class PromptCodec:
     """Chat template, position limit and end tokens of a base."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.limit = num_positions(model.config) or math.inf
         """tokens of the longest prompt with its answer"""
         self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
 
-    def encode(self, prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int) -> list[list[int]]:
-        """Return the token ids of prompts, each in its form.
+    def of_patch(self, patch: Patch) -> "PromptCodec":
+        """Return the codec of a patch: this one, or one whose tokenizer has the patch's new tokens too.
 
         Raises:
-            LorakitError: a prompt that cannot be encoded, or is too long.
+            PatchError: the tokenizer gives a new token another id than it had in training.
         """
-        rows = [self.token_ids(prompt, form) for prompt, form in zip(prompts, forms, strict=True)]
-        self.check_ids(rows, max_new_tokens)
-        return rows
+        if not patch.new_tokens:
+            return self
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
+        if other.tokenizer is not None:
+            try:
+                check_recorded(other.tokenizer, patch.new_tokens)
+            except TargetError as problem:
+                raise PatchError(f"{patch.folder}: {problem}") from None
+        other.end_ids = sorted({*self.end_ids, *other._find_end_ids(None)})
+        return other
 
     def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
         """Return if the base has these tokens, and positions for them and so many more.
@@ -92,11 +127,11 @@ class PromptCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""
-        return str(self._tokenizer.decode(self.until_end(ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(self.until_end(ids), skip_special_tokens=True))
 
     def expect(self, answer: str) -> tuple[str, int]:
         """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""
-        ids = self.until_end(self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self.until_end(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
         return self.decode(ids), len(ids)
 
     def until_end(self, ids: list[int]) -> list[int]:
@@ -125,30 +160,30 @@ class PromptCodec:
         try:
             if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
                 return list(prompt)  # type: ignore[arg-type]
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise LorakitError(f"prompt {str(prompt)[:60]!r}: {NO_TOKENIZER}, or give token ids")
-            if isinstance(prompt, str) and (form.raw or not self._tokenizer.chat_template):
+            if isinstance(prompt, str) and (form.raw or not self.tokenizer.chat_template):
                 return self._plain_ids(prompt)
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _plain_ids(self, text: str) -> list[int]:
         """Return the tokens of a text with the begin token, without the end token that some tokenizers append."""
-        ids = list(self._tokenizer(text, verbose=False)["input_ids"])
-        end, end_text = self._tokenizer.eos_token_id, self._tokenizer.eos_token
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        end, end_text = self.tokenizer.eos_token_id, self.tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
 
     def _find_end_ids(self, end_ids: int | list[int] | None) -> list[int]:
         """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
         ends = {*(end_ids if isinstance(end_ids, list) else [end_ids])}
-        if self._tokenizer is not None:
-            ends.add(self._tokenizer.eos_token_id)
-        if self._tokenizer is not None and self._tokenizer.chat_template and (marker := end_marker(self._tokenizer)):
-            ends.add(self._tokenizer.convert_tokens_to_ids(marker))
+        if self.tokenizer is not None:
+            ends.add(self.tokenizer.eos_token_id)
+        if self.tokenizer is not None and self.tokenizer.chat_template and (marker := end_marker(self.tokenizer)):
+            ends.add(self.tokenizer.convert_tokens_to_ids(marker))
         return sorted(end for end in ends if end is not None)

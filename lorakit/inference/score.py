@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.json_row import BadRow
@@ -29,13 +29,6 @@ SHOWN_WRONG: Final = 5
 """wrong answers of one adapter on one file"""
 SHOWN_CHARACTERS: Final = 60
 """of an answer, in a line of the terminal"""
-
-
-class Answering(Protocol):
-    """A model whose prompts can be encoded."""
-
-    tokenizer: Any
-    prompts: PromptCodec
 
 
 @dataclass(frozen=True)
@@ -102,18 +95,15 @@ def score(
     Raises:
         DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
-    eval_rows = {
-        path: read_eval_rows(
-            model,
-            itertools.islice(rows_of_files(path, "test"), limit),
-            max_new_tokens=max_new_tokens,
-            ignore_keys=ignore_keys,
-            measures=measures,
-        )
-        for path in data
-    }
+
+    def read(path: str, codec: PromptCodec) -> EvalRows:
+        rows = itertools.islice(rows_of_files(path, "test"), limit)
+        return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=ignore_keys, measures=measures)
+
+    rows_of = _rows_of_each(model, data, read)
+    eval_rows = {path: rows_of[path, adapters[0]] for path, adapters in data.items()}
     _check(eval_rows, skip_bad_rows)
-    answered = _score(model, data, eval_rows, max_new_tokens, measures, say)
+    answered = _score(model, data, rows_of, max_new_tokens, measures, say)
     if predictions is not None:
         _write_predictions(predictions, answered, eval_rows, measures)
     for path, adapters in data.items():
@@ -129,8 +119,25 @@ def score(
     return answered
 
 
+def _rows_of_each(
+    model: AdaptedModel, data: Mapping[str, Sequence[str | None]], read: Callable[[str, PromptCodec], EvalRows]
+) -> dict[tuple[str, str | None], EvalRows]:
+    """Return (file, adapter) -> its rows. A row that cannot be asked in the tokens of one adapter is asked of none."""
+    codecs = {name: model.codec(model.adapter(name)) for names in data.values() for name in names}
+    rows_of = {}
+    for path, names in data.items():
+        # one codec for all, but for adapters with new tokens
+        by_codec = {codec: read(path, codec) for codec in dict.fromkeys(codecs[name] for name in names)}
+        problems = {location: text for rows in by_codec.values() for location, text in rows.problems.items()}
+        for name in names:
+            rows = by_codec[codecs[name]]
+            common = [row for row in rows.rows if row.location not in problems]
+            rows_of[path, name] = EvalRows(common, problems, rows.zero_weight)
+    return rows_of
+
+
 def read_eval_rows(
-    model: Answering,
+    codec: PromptCodec,
     rows: Iterable[LocatedRow],
     *,
     max_new_tokens: int = 128,
@@ -141,7 +148,7 @@ def read_eval_rows(
 
     A row whose answer one of the ``measures`` cannot be of is a problem.
     """
-    template = ChatTemplate(model.tokenizer)
+    template = ChatTemplate(codec.tokenizer)
     read = EvalRows([], {}, [])
     for location, row in rows:
         try:
@@ -151,23 +158,23 @@ def read_eval_rows(
             if question.weight == 0:
                 read.zero_weight.append(location)
             else:
-                read.rows.append(_eval_row(model, location, question, max_new_tokens, measures))
+                read.rows.append(_eval_row(codec, location, question, max_new_tokens, measures))
         except (BadRow, LorakitError) as problem:
             read.problems[location] = str(problem)
     return read
 
 
 def _eval_row(
-    model: Answering, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
+    codec: PromptCodec, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
 ) -> EvalRow:
     """Return a row with its tokens.
 
     Raises:
         BadRow: no exact answer is possible. LorakitError: the prompt cannot be encoded.
     """
-    ids = model.prompts.token_ids(question.prompt, PromptForm(raw=True), question.tools)
-    expected, answer_tokens = model.prompts.expect(question.answer)
-    limit = model.prompts.limit
+    ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
+    expected, answer_tokens = codec.expect(question.answer)
+    limit = codec.limit
     if not expected.strip():
         raise BadRow("its answer has no text that the tokenizer can write")
     if answer_tokens >= max_new_tokens:  # at equality the end token is not generated, so a longer answer looks exact
@@ -188,7 +195,7 @@ def _eval_row(
 def _score(
     model: AdaptedModel,
     data: Mapping[str, Sequence[str | None]],
-    eval_rows: Mapping[str, EvalRows],
+    rows_of: Mapping[tuple[str, str | None], EvalRows],
     max_new_tokens: int,
     measures: Mapping[str, Measure],
     say: Callable[[str], None],
@@ -202,7 +209,7 @@ def _score(
     answered: Answered = {}
     for path, adapters in data.items():
         for adapter in adapters:
-            answers = predict(model, eval_rows[path].rows, adapter, max_new_tokens)
+            answers = predict(model, rows_of[path, adapter].rows, adapter, max_new_tokens)
             right, rows = sum(answer.correct for answer in answers), len(answers)
             texts = [answer.text for answer in answers], [answer.row.expected for answer in answers]
             values = "".join(f"  {measure(*texts):>{max(6, len(name))}.1%}" for name, measure in others.items())

@@ -66,6 +66,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
         trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
+        new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
         step=facts.get("step"), started_from=_origin_of(facts.get("start")),
         results=", ".join(f"{key} {value:.4f}" for key, value in facts.get("results", {}).items()) or None,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Coverage:
 
 
 def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSpec) -> tuple[str, ...]:
-    """Return remarks for the user: about a small coverage, and about adapters that are larger than their layers."""
+    """Return remarks for the user: about a small coverage, adapters that are larger than their layers, new tokens."""
     larger = [target for target in targets if target.num_parameters > target.out_features * target.in_features]
     notes = [] if (note := coverage.note(spec)) is None else [note]
     if larger:
@@ -73,6 +73,8 @@ def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSp
             f" {one.rank} on {one.out_features}x{one.in_features}, where rank {min(one.out_features, one.in_features)}"
             " gives any update"
         )
+    if spec.new_tokens:
+        notes.append("new tokens: " + ", ".join(f"{text} ({token})" for text, token in spec.new_tokens.items()))
     return tuple(notes)
 
 

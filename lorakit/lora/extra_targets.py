@@ -25,6 +25,8 @@ class ExtraTargets:
     """module name -> names of its own tensors that are trained in full"""
     token_rows: str | None = None
     """name of the embedding with trainable rows; None: there are none"""
+    head_rows: str | None = None
+    """name of an untied head with trainable rows, those of new tokens; None: there are none"""
     tied: tuple[str, str] | None = None
     """names of a head and an embedding that share a weight and must change alike; None: there are none"""
 
@@ -40,6 +42,8 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
     modules_to_save, module_problems = _modules_to_save(model, spec, names)
     tied = tied_head(model)
     rows, token_problems = _token_rows(model, spec, names | set(modules_to_save))
+    head_rows, head_problems = _head_rows(model, spec, names | set(modules_to_save), tied)
+    token_problems += head_problems
     problems += [*module_problems, *token_problems, *_tied_problems(tied, spec, names, modules_to_save, rows)]
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
@@ -56,7 +60,7 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
         raise TargetError("\n".join(problems))
     touched = tied is not None and (tied[1] in names or tied[1] in modules_to_save or rows == tied[1])
     tied = tied if touched and (spec.tied_head == "both" or rows is not None) else None
-    return ExtraTargets(tuple(experts), modules_to_save, rows, tied)
+    return ExtraTargets(tuple(experts), modules_to_save, rows, head_rows, tied)
 
 
 def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], list[str]]:
@@ -143,24 +147,51 @@ def _modules_to_save(
 
 
 def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[str | None, list[str]]:
-    if not spec.trainable_tokens:
+    if not spec.trainable_tokens and not spec.new_tokens:
         return None, []
+    key = "adapter.trainable_tokens" if spec.trainable_tokens else "adapter.new_tokens"
     name, _ = embedding_and_head(model)
     embedding = model.get_submodule(name) if name is not None else None
     if not isinstance(embedding, nn.Embedding) or name is None:
-        return None, ["adapter.trainable_tokens: this base has no embedding of tokens"]
+        return None, [f"{key}: this base has no embedding of tokens"]
     problems = []
     outside = [token for token in spec.trainable_tokens if not 0 <= token < embedding.num_embeddings]
     if outside:
         problems.append(
-            f"adapter.trainable_tokens: {outside} of {embedding.num_embeddings} rows; add rows to the base first"
-            " (resize_token_embeddings, save_pretrained)"
+            f"adapter.trainable_tokens: {outside} of {embedding.num_embeddings} rows; tokens that the base does not"
+            " have go into adapter.new_tokens"
         )
-    if len(set(spec.trainable_tokens)) < len(spec.trainable_tokens):
+    new = spec.new_tokens.values()
+    added = sorted(token for token in new if token >= embedding.num_embeddings)
+    if added != list(range(embedding.num_embeddings, embedding.num_embeddings + len(added))):
+        problems.append(
+            f"adapter.new_tokens: the tokenizer gives the first one the id {min(new)}, and the embedding has"
+            f" {embedding.num_embeddings} rows, so some tokens have none; tokenizer and base do not belong together"
+        )
+    tokens = (*spec.trainable_tokens, *new)
+    if len(set(tokens)) < len(tokens):
         problems.append("adapter.trainable_tokens: a token is named twice")
     if name in taken:
-        problems.append(f"adapter.trainable_tokens: {name} is adapted or trained in full already; choose one")
+        problems.append(f"{key}: {name} is adapted or trained in full already; choose one")
     return name, problems
+
+
+def _head_rows(
+    model: nn.Module, spec: AdapterSpec, taken: set[str], tied: tuple[str, str] | None
+) -> tuple[str | None, list[str]]:
+    """Return the head that gets rows of new tokens, None where the embedding has them; and the settings' problems."""
+    if not spec.new_tokens:
+        return None, []
+    _, name = embedding_and_head(model)
+    head = model.get_submodule(name) if name is not None else None
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        kind = "no output head" if head is None else f"a {type(head).__name__} as output head, not a plain Linear layer"
+        return None, [f"adapter.new_tokens: this base has {kind}, which could get their rows"]
+    if head._parameters.get("bias") is not None:
+        return None, [f"adapter.new_tokens: {name} has a bias for each token, and a new token would have none"]
+    if name in taken and tied is None:
+        return None, [f"adapter.new_tokens: {name} is adapted or trained in full already; choose one"]
+    return (None if tied else name), []
 
 
 def _tied_problems(
@@ -176,7 +207,8 @@ def _tied_problems(
         return
     head, embedding = tied
     if rows == embedding and (head in targets or head in modules_to_save):
-        yield f"adapter.trainable_tokens: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
+        key = "trainable_tokens" if spec.trainable_tokens else "new_tokens"
+        yield f"adapter.{key}: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
     touched = [name for name in tied if name in targets or "weight" in modules_to_save.get(name, ())]
     if not touched:
         return

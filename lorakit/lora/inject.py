@@ -15,7 +15,7 @@ from lorakit.lora.init import INITS, RANDOM, init_factors
 from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TiedTokenHead, TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TiedTokenHead, TokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 
@@ -42,12 +42,14 @@ def inject(
     bias: str = "none",
     modules_to_save: Sequence[str] = (),
     trainable_tokens: Sequence[int] = (),
+    new_tokens: Mapping[str, int] | None = None,
     tied_head: str = "stop",
     seed: int = 0,
 ) -> nn.Module:
     """Freeze a model and put an untrained adapter on every target, in place. Returns the same model.
 
-    Settings as in the recipe's ``adapter`` section. Train ``adapter_tensors(model)``; write with ``save_patch``.
+    Settings as in the recipe's ``adapter`` section; ``new_tokens``: text -> id in your tokenizer. Train
+    ``adapter_tensors(model)``; write with ``save_patch``.
 
     Raises:
         TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
@@ -68,10 +70,7 @@ def inject(
         if value not in known:
             raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
     ranks, alphas = [rank, *(rank_pattern or {}).values()], [alpha, *(alpha_pattern or {}).values()]
-    if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
-        raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
-    if not 0 <= dropout < 1:
-        raise TargetError(f"0 <= dropout < 1; got {dropout}")
+    _check_values(ranks, alphas, dropout, new_tokens)
     for text in [*(p for p in (targets, exclude) if isinstance(p, str)), *(rank_pattern or {}), *(alpha_pattern or {})]:
         try:
             re.compile(text)
@@ -92,9 +91,21 @@ def inject(
         bias=bias,
         modules_to_save=tuple(modules_to_save),
         trainable_tokens=tuple(trainable_tokens),
+        new_tokens=dict(new_tokens or {}),
         tied_head=tied_head,
     )
     return attach(model, find_targets(model, spec), spec, seed)
+
+
+def _check_values(
+    ranks: Sequence[int], alphas: Sequence[float], dropout: float, new_tokens: Mapping[str, int] | None
+) -> None:
+    if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
+        raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
+    if not 0 <= dropout < 1:
+        raise TargetError(f"0 <= dropout < 1; got {dropout}")
+    if new_tokens and not isinstance(new_tokens, Mapping):
+        raise TargetError(f"new_tokens: text -> id in your tokenizer, which has them; got {new_tokens!r}")
 
 
 def attach(
@@ -127,7 +138,9 @@ def attach(
         if not isinstance(layer, LoraLinear) and name != head:  # `_attach_linear` trained the bias of these
             replace_module(model, layer, TrainableModule(_load_values(layer, name, keys, read_weight), keys))
     if extras.token_rows is not None:
-        _attach_tokens(model, extras.token_rows, spec.trainable_tokens, read_weight)
+        _attach_tokens(model, extras.token_rows, spec, read_weight)
+    if extras.head_rows is not None:
+        _attach_head_rows(model, extras.head_rows, tuple(spec.new_tokens.values()), read_weight)
     if extras.tied is not None:
         _tie_head(model, *extras.tied, spec)
     return model
@@ -186,13 +199,35 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     replace_module(model, layer, LoraExperts(layer, updates))
 
 
-def _attach_tokens(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: ReadWeight | None) -> None:
+def _attach_tokens(model: nn.Module, name: str, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Embedding)
     weight = read_weight(f"{name}.weight") if read_weight else layer.weight.detach()
-    rows = TrainableTokens(layer, tokens)
-    rows.add_tensors({"trainable_tokens_delta": weight[list(tokens)].to(torch.float32)})
+    new = tuple(spec.new_tokens.values())
+    rows = TrainableTokens(layer, (*spec.trainable_tokens, *new), spec.new_tokens)
+    old = weight[list(spec.trainable_tokens)].to(torch.float32)
+    rows.add_tensors({"trainable_tokens_delta": torch.cat([old, _mean_rows(weight, new)])})
     replace_module(model, layer, rows)
+
+
+def _attach_head_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: ReadWeight | None) -> None:
+    head = model.get_submodule(name)
+    assert isinstance(head, nn.Linear)
+    weight = read_weight(f"{name}.weight") if read_weight else head.weight.detach()
+    rows = TokenHead(head, tokens)
+    rows.add_tensors({"trainable_tokens_delta": _mean_rows(weight, tokens)})
+    replace_module(model, head, rows)
+
+
+def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    """Return the first values of new tokens' rows, (tokens, width) float32: the mean of the rows of all tokens before.
+
+    Rows behind those, which some bases have in reserve, were never trained.
+    """
+    if not tokens:
+        return weight.new_empty(0, weight.shape[1], dtype=torch.float32)
+    mean = weight[: min(tokens)].mean(0, dtype=torch.float32)
+    return mean.expand(len(tokens), -1).contiguous()
 
 
 def _tie_head(model: nn.Module, head_name: str, embedding_name: str, spec: AdapterSpec) -> None:

@@ -4,6 +4,7 @@ The base's module becomes a shell without memory. Its own forward is called with
 (`torch.func.functional_call`), so that a module of any architecture works without knowledge of its code.
 """
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -74,19 +75,26 @@ class TrainableModule(FunctionalWrapper):
 
 @final
 class TrainableTokens(AdapterModule):
-    """An embedding with some trainable rows, such as those of new tokens (PEFT's ``trainable_tokens``)."""
+    """An embedding with some trainable rows, such as those of new tokens (PEFT's ``trainable_tokens``).
 
-    def __init__(self, base: nn.Embedding, tokens: tuple[int, ...]) -> None:
+    Tokens from the base's number of rows on have these rows alone. ``new_tokens``: text -> id, for those of the tokens
+    that are not the base's.
+    """
+
+    def __init__(self, base: nn.Embedding, tokens: tuple[int, ...], new_tokens: Mapping[str, int]) -> None:
         super().__init__(base)
-        self.num_embeddings, self.embedding_dim = base.num_embeddings, base.embedding_dim
-        self.padding_idx, self.tokens = base.padding_idx, tokens
+        self.num_base_rows, self.embedding_dim = base.num_embeddings, base.embedding_dim
+        self.num_embeddings = max(base.num_embeddings, max(tokens) + 1)
+        self.padding_idx, self.tokens, self.new_tokens = base.padding_idx, tokens, dict(new_tokens)
         self.embed_scale = getattr(base, "embed_scale", None)
-        positions = torch.full((base.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
+        positions = torch.full((self.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
         positions[list(tokens)] = torch.arange(len(tokens))
         self.register_buffer("positions", _beside(base.weight, positions), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = nn.functional.embedding(ids, self.get_parameter("weight"))
+        is_grown = self.num_embeddings > self.num_base_rows
+        known = ids.clamp(max=self.num_base_rows - 1) if is_grown else ids  # a new token has no row of the base's
+        rows = nn.functional.embedding(known, self.get_parameter("weight"))
         positions = self.get_buffer("positions")[ids]
         trainable = self.get_parameter("trainable_tokens_delta").to(rows.dtype)  # rows, in spite of PEFT's name
         new_rows = nn.functional.embedding(positions.clamp(min=0), trainable)
@@ -102,13 +110,43 @@ class TiedTokenHead(AdapterModule):
         super().__init__(head)
         self.out_features, self.in_features = embedding.num_embeddings, embedding.embedding_dim
         self.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
-        tokens = _beside(embedding.get_parameter("weight"), torch.tensor(embedding.tokens))
-        self.register_buffer("tokens", tokens, persistent=False)
+        _register_tokens(self, embedding.tokens, embedding.get_parameter("weight"), embedding.num_base_rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, tokens = self.get_parameter("weight"), self.get_buffer("tokens")
-        y = nn.functional.linear(x, weight, self._parameters.get("bias"))
-        return replace_logit_rows(y, x, weight, tokens, self.get_parameter("trainable_tokens_delta"))
+        return _token_logits(self, x)
+
+
+@final
+class TokenHead(AdapterModule):
+    """A head with rows of its own for new tokens, where it shares no weight with the embedding."""
+
+    def __init__(self, head: nn.Linear, tokens: tuple[int, ...]) -> None:
+        super().__init__(head)
+        self.out_features, self.in_features = max(head.out_features, max(tokens) + 1), head.in_features
+        self.embedding_dim, self.tokens = head.in_features, tokens
+        _register_tokens(self, tokens, head.weight, head.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _token_logits(self, x)
+
+
+def _register_tokens(head: nn.Module, tokens: tuple[int, ...], weight: Tensor, num_base_rows: int) -> None:
+    """Register the base's tokens among those with trainable rows, and the rows of these and of the others."""
+    inside = [row for row, token in enumerate(tokens) if token < num_base_rows]
+    added = [row for token, row in sorted(zip(tokens, range(len(tokens)), strict=True)) if token >= num_base_rows]
+    base_tokens = [tokens[row] for row in inside]
+    for name, indices in (("base_tokens", base_tokens), ("base_rows", inside), ("added_rows", added)):
+        head.register_buffer(name, _beside(weight, torch.tensor(indices, dtype=torch.int64)), persistent=False)
+
+
+def _token_logits(head: AdapterModule, x: Tensor) -> Tensor:
+    """Return a head's logits, with its own rows for some of the base's tokens and behind these those of new ones."""
+    weight, trainable = head.get_parameter("weight"), head.get_parameter("trainable_tokens_delta")
+    base_tokens, base_rows, added_rows = (head.get_buffer(name) for name in ("base_tokens", "base_rows", "added_rows"))
+    y = nn.functional.linear(x, weight, head._parameters.get("bias"))
+    if len(base_tokens):
+        y = replace_logit_rows(y, x, weight, base_tokens, trainable[base_rows])
+    return torch.cat([y, nn.functional.linear(x, trainable[added_rows].to(x.dtype))], -1) if len(added_rows) else y
 
 
 def _beside(weight: Tensor, indices: Tensor) -> Tensor:

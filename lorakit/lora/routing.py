@@ -4,7 +4,7 @@ Invariant: a route and its adapters are immutable, so that a call under way is n
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -37,11 +37,15 @@ class Slot:
     """ids of the tokens with rows of their own, (tokens,)"""
     rows: Tensor | None = None
     """(tokens, width): replacement rows of the embedding, and of a head that is tied to it"""
+    new_rows: Tensor | None = None
+    """(new tokens, width): rows of a head for tokens behind those of the base; an embedding's are among ``rows``"""
 
     @property
     def is_low_rank(self) -> bool:
         """True for a low-rank update and nothing else."""
-        return self.factors is not None and self.replacement is None and self.gain is None and self.rows is None
+        return self.factors is not None and all(
+            part is None for part in (self.replacement, self.gain, self.rows, self.new_rows)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,18 @@ class Adapter:
     """digest of its tensors and settings; None if it was not read from files"""
     facts: Any = None
     """what its loader keeps with it, so that a call under way still has it after a swap"""
+    num_new_tokens: int = 0
+    """logits that its rows have more than the base's"""
+
+
+def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tensor]:
+    """Return the logits of each row without those of other adapters' new tokens, as the row has them alone.
+
+    logits: (rows, vocabulary), with the new tokens of the adapter that has the most.
+    """
+    numbers = [0 if adapter is None else adapter.num_new_tokens for adapter in adapters]
+    size = logits.shape[-1] - max(numbers)
+    return [row[: size + number] for row, number in zip(logits, numbers, strict=True)]
 
 
 TokenGroup = tuple[Adapter | None, slice | Tensor]
@@ -83,6 +99,11 @@ class Route:
         """True if every token has the same adapter."""
         return all(adapter is self.adapters[0] for adapter in self.adapters)
 
+    @cached_property
+    def num_new_tokens(self) -> int:
+        """Logits that the adapter with the most new tokens has more than the base."""
+        return max(0 if adapter is None else adapter.num_new_tokens for adapter in self.adapters)
+
     def of_pass(self, tokens_per_row: int) -> "Route":
         """Return this route for a forward pass on rows of so many tokens; the same object for the same number."""
         if tokens_per_row == self.tokens_per_row:
@@ -98,6 +119,11 @@ class Route:
     def has(self, layer: str) -> bool:
         """True if an adapter of this route changes the layer."""
         return any(self.slot(adapter, layer) is not None for adapter in set(self.adapters))
+
+    def slots(self, layer: str) -> list[Slot]:
+        """Return the slots of a layer that the adapters of this route have."""
+        slots = (self.slot(adapter, layer) for adapter in set(self.adapters))
+        return [slot for slot in slots if slot is not None]
 
     def describe(self) -> str:
         """Return the number of rows, or of segments, in words."""

@@ -6,6 +6,7 @@ plain base to the bit. The hook then adds each adapter's update in place to the 
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, final
@@ -36,6 +37,14 @@ class SlotHook:
         route = self._route.get()
         if route is None or not route.has(self.name):
             return y
+        changed = self._changed(route, layer, args, kwargs, y)
+        is_head = route.num_new_tokens > 0 and any(slot.new_rows is not None for slot in route.slots(self.name))
+        return self._with_new_logits(route, _layer_input(args, kwargs), changed) if is_head else changed
+
+    def _changed(
+        self, route: Route, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
+    ) -> Tensor:
+        """Return y with the changes of all adapters of the route."""
         x = _layer_input(args, kwargs)
         if route.is_uniform:
             slot = route.slot(route.adapters[0], self.name)
@@ -57,6 +66,22 @@ class SlotHook:
             if isinstance(tokens, Tensor) or new is not own:
                 flat[tokens] = new
         return y
+
+    def _with_new_logits(self, route: Route, x: Tensor, y: Tensor) -> Tensor:
+        """Return logits y, and behind them for each token those of its adapter's new tokens, else -infinity.
+
+        So a row's probabilities are those that it has alone: e to that is 0.
+        """
+        num_new = route.num_new_tokens
+        wide = y.new_full((*y.shape[:-1], num_new), -math.inf)
+        own, flat = x.reshape(-1, x.shape[-1]), wide.view(-1, num_new)
+        spans = (len(own),) if route.is_uniform else self._spans(route, x, y)
+        groups = [(route.adapters[0], slice(None))] if route.is_uniform else route.groups(spans, y.device)
+        for adapter, tokens in groups:
+            slot = route.slot(adapter, self.name)
+            if slot is not None and slot.new_rows is not None:
+                flat[tokens, : len(slot.new_rows)] = F.linear(own[tokens], slot.new_rows.to(x.dtype))
+        return torch.cat([y, wide], -1)
 
     def _spans(self, route: Route, x: Tensor, y: Tensor) -> tuple[int, ...]:
         """Return the tokens of each adapter of the route in y.
@@ -106,6 +131,36 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     matches = x[..., None] == slot.tokens
     rows = F.embedding(matches.int().argmax(-1), scale_embedding(layer, slot.rows))
     return torch.where(matches.any(-1, keepdim=True), rows, y)
+
+
+@final
+class KnownTokensForward:
+    """The forward of an embedding for ids of new tokens too: they get NaN, until the hook puts an adapter's rows there.
+
+    So a new token in a row of another adapter, or of the base, is noticed where the logits are read.
+    """
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self._forward, self._num_rows = embedding.forward, len(embedding.get_parameter("weight"))
+
+    @classmethod
+    def install(cls, embedding: nn.Module) -> None:
+        """Run an embedding by this class."""
+        if not isinstance(embedding.__dict__.get("forward"), cls):
+            embedding.__dict__["forward"] = cls(embedding)
+
+    @classmethod
+    def remove(cls, embedding: nn.Module) -> None:
+        """Let an embedding, which may be a copy, run by its own forward."""
+        if isinstance(embedding.__dict__.get("forward"), cls):
+            del embedding.__dict__["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KnownTokensForward":
+        return self
+
+    def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
+        rows: Tensor = self._forward(ids.clamp(max=self._num_rows - 1), **kwargs)
+        return rows.masked_fill_((ids >= self._num_rows)[..., None], math.nan)
 
 
 @final
@@ -219,6 +274,7 @@ def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
     remove_forward_hooks(replacement)
     TokenwiseForward.remove(replacement)
+    KnownTokensForward.remove(replacement)
     for name, tensor in tensors.items():
         replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return replacement

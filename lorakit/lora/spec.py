@@ -32,5 +32,7 @@ class AdapterSpec:
     """modules that are trained in full, by name or suffix"""
     trainable_tokens: tuple[int, ...] = ()
     """trainable rows of the embedding, by token id"""
+    new_tokens: Mapping[str, int] = field(default_factory=dict)
+    """text -> id of tokens that the base does not have: trainable rows of the embedding and of the head"""
     tied_head: str = "stop"
     """an adapter on a head or embedding that share a weight: ``stop``, change ``both`` alike, or ``untie`` them"""

@@ -80,7 +80,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
 
 def has_other_targets(spec: AdapterSpec) -> bool:
     """True if an adapter has trainable tensors even without a single adapted linear layer."""
-    return bool(spec.target_parameters or spec.modules_to_save or spec.trainable_tokens or spec.bias == "all")
+    rows = spec.trainable_tokens or spec.new_tokens
+    return bool(spec.target_parameters or spec.modules_to_save or rows or spec.bias == "all")
 
 
 def matches(patterns: Patterns, name: str) -> bool:

@@ -1,10 +1,13 @@
 """Write the files of a merged model beside its weights: config, tokenizer and index."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.base.load import TOKENIZER_FILES
+from lorakit.base.load import TOKENIZER_FILES, load_tokenizer
+from lorakit.base.new_tokens import check_recorded
+from lorakit.errors import LorakitError, MergeError
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
@@ -42,7 +45,7 @@ def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] |
     changes: dict[str, Any] = {}
     if plan.untied:
         changes["tie_word_embeddings"] = False
-    if plan.vocabulary is not None:
+    if plan.vocabulary is not None and plan.vocabulary.parameters:
         changes["vocab_size"] = plan.vocabulary.vocabulary_size
     if plan.dtype is not None:
         changes["dtype"] = dtype_name(plan.dtype)
@@ -67,8 +70,29 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
             shutil.copyfile(path, model / path.name)
     for path in [path for pattern in FOLDERS for path in files.folder.glob(pattern) if path.is_dir()]:
         shutil.copytree(path, model / path.name, dirs_exist_ok=True)
-    if plan.vocabulary is not None:
+    if plan.vocabulary is not None and plan.vocabulary.tokenizer is not None:
         for name in TOKENIZER_FILES:
             (model / name).unlink(missing_ok=True)
             if (plan.vocabulary.tokenizer / name).is_file():
                 shutil.copyfile(plan.vocabulary.tokenizer / name, model / name)
+    elif plan.vocabulary is not None:
+        _write_new_tokens(files.folder, plan.vocabulary.new_tokens, model)
+
+
+def _write_new_tokens(base: Path, tokens: Mapping[str, int], model: Path) -> None:
+    """Write the base's tokenizer.json with new tokens. The other files of the tokenizer are the base's.
+
+    Raises:
+        MergeError: the tokenizer gives a token another id than it had in training, or the written one does.
+    """
+    try:
+        tokenizer = load_tokenizer(base)
+        check_recorded(tokenizer, tokens)
+        tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))
+        written = load_tokenizer(model).get_vocab()
+    except LorakitError as problem:
+        raise MergeError(f"new tokens: {problem}") from None
+    if wrong := [name for name, token in tokens.items() if written.get(name) != token]:
+        raise MergeError(
+            f"new tokens: {wrong[0]!r} is lost by this base's tokenizer when it is saved; nothing was written"
+        )

@@ -131,7 +131,7 @@ def _check_options(
 
 
 def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
-    if verify and plan.vocabulary is not None:
+    if verify and plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
             " the base cannot run beside; leave --verify out"

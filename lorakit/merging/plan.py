@@ -247,7 +247,8 @@ def _resized(
         if base.tied and parameter.startswith(f"{base.tied[0]}.") and parameter not in tensors:
             continue
         name = parameter if parameter in tensors else files.tensor_name(*parameter.rpartition(".")[::2])
-        if [part.source.weight for part in tensors[name].full_tensors] != [1.0]:
+        rows = [part for part in tensors[name].updates if part.name in part.source.patch.token_rows]
+        if [part.source.weight for part in (rows if vocabulary.new_tokens else tensors[name].full_tensors)] != [1.0]:
             raise MergeError(f"{parameter}: comes with another number of rows; its patch can only have weight 1")
         resized[name] = replace(tensors[name], shape=base.parameters[parameter])
     return resized

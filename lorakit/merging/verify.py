@@ -187,9 +187,13 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
     bank, number = AdapterBank(), next(adapter_numbers)
-    adapters = [(one, build_adapter(one.patch, model, bank).slots) for one in weighted]
-    names = dict.fromkeys(name for _, slots in adapters for name in slots)
-    slots = {name: _sum_slots(name, [(one, own[name]) for one, own in adapters if name in own], bank) for name in names}
+    adapters = [(one, build_adapter(one.patch, model, bank)) for one in weighted]
+    names = dict.fromkeys(name for _, adapter in adapters for name in adapter.slots)
+    slots = {
+        name: _sum_slots(name, [(one, own.slots[name]) for one, own in adapters if name in own.slots], bank)
+        for name in names
+    }
+    num_new_tokens = max(adapter.num_new_tokens for _, adapter in adapters)
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     handles = []
     for name in slots:
@@ -202,7 +206,7 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
                 compare(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
 
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-    token = route.set(Route((Adapter(number, slots),)))
+    token = route.set(Route((Adapter(number, slots, num_new_tokens=num_new_tokens),)))
     try:
         yield
     finally:
@@ -229,7 +233,7 @@ def _sum_slots(name: str, slots: Sequence[tuple[WeightedPatch, Slot]], bank: Ada
     Raises:
         MergeError: several patches, or a weight, with magnitudes, token rows or full tensors.
     """
-    alone = [slot for _, slot in slots if slot.gain is not None or slot.rows is not None]
+    alone = [slot for _, slot in slots if any(part is not None for part in (slot.gain, slot.rows, slot.new_rows))]
     if alone:
         if len(slots) > 1 or slots[0][0].weight != 1.0:
             raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")

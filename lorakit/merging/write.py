@@ -22,7 +22,7 @@ from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, 
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
 from lorakit.patch.fingerprint import full_digests, mismatch_message
 from lorakit.patch.read import LazyPatchTensors
-from lorakit.patch.weight_digest import WeightDigest
+from lorakit.patch.weight_digest import ReadElements, WeightDigest
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
@@ -107,8 +107,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     changed = starting.resized
     with tensor.base.open(tensor.stored) as read:
         for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
-            start, stop = rows.start * shape[1], rows.stop * shape[1]
-            before = None if starting.resized else read(start, stop).view(rows.stop - rows.start, shape[1])
+            before = starting.before(read, rows)
             if before is not None:
                 checks.add(before)
             exact = starting.rows(before, rows)
@@ -118,7 +117,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
                 squared_change += squared_norm(exact - before)
             rounded = rounding(exact)
             squared_loss += (loss := rounding.rounding_error(exact, rounded))
-            write(tensor_bytes(rounded), start * tensor.dtype.itemsize)
+            write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
             if before is not None and not changed:
                 changed = not torch.equal(rounded, rounding(before.double()))
             if not math.isfinite(loss):
@@ -172,6 +171,16 @@ class _StartingRows:
         self.squared_changes = [0.0] * len(self.parts)
         self._wide = torch.empty(0, dtype=torch.float64)
         self.resized = self.tensor.stored_shape != self.tensor.shape
+
+    def before(self, read: ReadElements, rows: slice) -> Tensor | None:
+        """Return some rows of the base, with zeros for those of new tokens; None if a full tensor replaces them all."""
+        if self.resized and self.parts:
+            return None
+        width, num_rows = self.shape[1], self.tensor.stored_shape[0] if self.resized else self.shape[0]
+        first, last = min(rows.start, num_rows), min(rows.stop, num_rows)
+        values = read(first * width, last * width).view(last - first, width)
+        num_new = rows.stop - rows.start - len(values)
+        return torch.cat([values, values.new_zeros(num_new, width)]) if num_new else values
 
     def rows(self, before: Tensor | None, rows: slice) -> Tensor:
         """Return some rows in float64, in memory that the caller may overwrite until the next call."""

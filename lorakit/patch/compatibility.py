@@ -34,10 +34,24 @@ def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
     largest = max((layer.rank for layer in patch.layers.values()), default=0)
     return [
-        Program("PEFT", (), "PeftModel.from_pretrained(base, PATCH)"),
+        Program("PEFT", (), f"{_peft_setup(patch)}PeftModel.from_pretrained(base, PATCH)"),
         Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {vllm_rank(largest)}"),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
+
+
+def _peft_setup(patch: Patch) -> str:
+    """Return the calls that PEFT's users make first, because its patches hold no tokens: those of the new ones."""
+    if not patch.new_tokens:
+        return ""
+    return f"{new_token_calls(patch.new_tokens)}; "
+
+
+def new_token_calls(tokens: Mapping[str, int]) -> str:
+    """Return the calls of transformers that add the new tokens of a patch (text -> id) to a tokenizer and its base."""
+    ordered = sorted(tokens, key=lambda name: tokens[name])
+    size = f"max({tokens[ordered[-1]] + 1}, base.config.vocab_size)"  # because a base with spare rows keeps them
+    return f"tokenizer.add_tokens({ordered}); base.resize_token_embeddings({size})"
 
 
 def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:

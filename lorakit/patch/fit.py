@@ -99,11 +99,17 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
 
 
 def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
+    needed = {base.embedding} | ({base.head} if patch.new_tokens and base.tied is None else set())
+    for name in needed - set(patch.token_rows) if patch.token_rows else ():
+        yield str(name), f"{name} gets no rows from the patch, which has new tokens; this base's head is not tied"
     for name, rows in patch.token_rows.items():
         shape = base.parameters.get(f"{name}.weight")
-        if name != base.embedding or shape is None:
+        if name not in needed or shape is None:
             yield name, f"{name} is not the embedding of this base ({base.embedding}), and the patch holds rows of it"
-        elif shape[1] != rows.tensor.shape[1] or max(rows.tokens) >= shape[0]:
+            continue
+        added = sorted(token for token in rows.tokens if token >= shape[0])
+        is_grown = added == list(range(shape[0], shape[0] + patch.num_added_rows(shape[0])))
+        if shape[1] != rows.tensor.shape[1] or not is_grown:
             yield (
                 name,
                 f"{name} is {shape} in the base; the patch holds rows of {rows.tensor.shape[1]} for {rows.tokens}",

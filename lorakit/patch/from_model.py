@@ -13,7 +13,7 @@ from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors, fixed_tensors
 from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
-from lorakit.lora.modules_to_save import TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.patch.live_base import fingerprint_live
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
@@ -88,9 +88,11 @@ def patch_from_model(
             dropout, transposed = carrier.dropout, [*transposed, carrier.kind.transposed]
         elif isinstance(carrier, LoraExperts):
             parts.layers |= _experts(name, carrier, tensors)
-        elif isinstance(carrier, TrainableTokens):
+        elif isinstance(carrier, TrainableTokens | TokenHead):
             rows = _checked(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
             parts.rows[name] = TokenRows(carrier.tokens, rows)
+        if isinstance(carrier, TrainableTokens) and carrier.new_tokens:
+            metadata = {**metadata, "new_tokens": carrier.new_tokens}
         if isinstance(carrier, TrainableModule | LoraLinear):
             parts.full_tensors |= {
                 f"{name}.{key}": _checked(tensors, f"{name}.{key}", None)

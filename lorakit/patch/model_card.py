@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from lorakit.patch.compatibility import new_token_calls
 from lorakit.patch.prompting import trained_form
 
 
@@ -43,6 +44,7 @@ def model_card(
             f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
+            *_token_lines(metadata),
             *_prompt_lines(metadata),
         ]  # fmt: skip
     else:
@@ -50,6 +52,14 @@ def model_card(
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _token_lines(metadata: Mapping[str, Any]) -> list[str]:
+    """Return how other programs get the patch's new tokens, which lorakit adds by itself."""
+    tokens = metadata.get("new_tokens")
+    if not tokens:
+        return []
+    return ["", f"It has tokens that the base lacks; lorakit adds them. For PEFT, first: `{new_token_calls(tokens)}`."]
 
 
 def _prompt_lines(metadata: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapter_modules
 from lorakit.lora.linear import LoraLinear, TiedLoraHead
 from lorakit.lora.methods import METHODS
-from lorakit.lora.modules_to_save import TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.patch.patch import Patch, PatchLayer
 
 SHOWN = 3
@@ -38,7 +38,7 @@ def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
         if isinstance(carrier, TiedLoraHead) and name in patch.layers:  # its factors are the embedding's
             _check_mirrored(name, patch)
             used.add(name)
-        if isinstance(carrier, TrainableTokens):
+        if isinstance(carrier, TrainableTokens | TokenHead):
             if name not in patch.token_rows:
                 missing.append(name)
                 continue
@@ -113,7 +113,7 @@ def _named(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{part}": tensor.to(torch.float32) for part, tensor in tensors.items()}
 
 
-def _rows(carrier: TrainableTokens, patch: Patch, name: str) -> Tensor:
+def _rows(carrier: TrainableTokens | TokenHead, patch: Patch, name: str) -> Tensor:
     rows = patch.token_rows[name]
     if set(rows.tokens) != set(carrier.tokens):
         raise PatchError(

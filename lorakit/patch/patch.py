@@ -101,6 +101,16 @@ class Patch:
     """XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file"""
 
     @property
+    def new_tokens(self) -> Mapping[str, int]:
+        """Id of each token that the base does not have, by its text, in the order of the ids."""
+        tokens: Mapping[str, int] = self.metadata.get("new_tokens", {})
+        return dict(sorted(tokens.items(), key=lambda item: item[1]))
+
+    def num_added_rows(self, num_rows: int) -> int:
+        """Return the number of new tokens behind the rows of a base's embedding; the others are in its spare rows."""
+        return sum(token >= num_rows for token in self.new_tokens.values())
+
+    @property
     def identity(self) -> str | None:
         """Digest of the tensors and of the settings: two patches of one identity are one adapter. None as `digest`."""
         if self.digest is None:

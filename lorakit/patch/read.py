@@ -217,13 +217,16 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
     _check_declared(file.path, config, layers, rows)
     _check_full_tensors(file.path, full_keys, layers)
     _check_copies(file, copies, full_keys)
+    metadata = _metadata(file.path, file.metadata)
+    token_rows = {module: _rows(file, config, module) for module in rows}
+    _check_new_tokens(file.path, metadata, token_rows)
     return Patch(
         folder, config, layers,
         full_tensors=LazyPatchTensors(file, full_keys),
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
         copies=LazyPatchTensors(file, {key: key for key in copies}),
-        metadata=_metadata(file.path, file.metadata),
-        token_rows={module: _rows(file, config, module) for module in rows},
+        metadata=metadata,
+        token_rows=token_rows,
     )  # fmt: skip
 
 
@@ -297,6 +300,13 @@ def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
             f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} tokens (trainable_token_indices)"
         )
     return TokenRows(tokens, tensor)
+
+
+def _check_new_tokens(path: Path, metadata: Mapping[str, Any], rows: Mapping[str, TokenRows]) -> None:
+    """Raise an error if a new token of the patch lacks its row."""
+    for name, token in metadata.get("new_tokens", {}).items():
+        if not rows or not all(token in own.tokens for own in rows.values()):
+            raise PatchError(f"{path}: the new token {name!r} (id {token}) has no row in the patch")
 
 
 def _unknown(path: Path, key: str) -> str:
@@ -379,6 +389,7 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         valid = valid and isinstance(own.get("adapter", {}), dict)
         valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         valid = valid and all(isinstance(value, int | float) for value in results.values())
+        valid = valid and all(type(token) is int and token >= 0 for token in own.get("new_tokens", {}).values())
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         valid = False
     if not valid:

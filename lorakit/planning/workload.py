@@ -14,7 +14,6 @@ import numpy as np
 
 from lorakit.base.load import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.find_rows import find_sources
 from lorakit.data.load import eval_sets, load_rows, training_sets
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.activations import MicroBatch
@@ -58,7 +57,7 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     data = recipe.data
     sets = training_sets(data), eval_sets(data)
     try:
-        sources = {source for each in sets for one in each for source in find_sources(one.names, one.split)}
+        sources = {source for each in sets for one in each for source in one.sources()}
     except DataError:
         return KnownRows(None, None, "the rows are not on this machine")
     files = [source.path for source in sources]

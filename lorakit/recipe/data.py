@@ -39,6 +39,17 @@ class SourceSection(Section):
     """Share of the rows that is held out (default: `data.eval`, if it is a share)."""
     columns: Columns | None = None
     """As `data.columns`, which it replaces for these rows."""
+    streaming: bool = False
+    """Read a hub data set row by row, `limit` rows of it, and store nothing of it but their tokens."""
+
+    @model_validator(mode="after")
+    def _a_stream_has_an_end(self) -> "SourceSection":
+        if self.streaming and self.limit is None:
+            raise ValueError(
+                "`streaming`: a stream has no length, so give `limit`, the rows to read; train.steps x train.batch_size"
+                " are read once"
+            )
+        return self
 
     @field_validator("columns")
     @classmethod
@@ -79,7 +90,7 @@ class DataSection(Section):
     train: Annotated[_Text | _Source | _List, Discriminator(_branch)]
     """Training rows: a file (.jsonl, .json, .csv, .tsv, each also with .gz; .parquet, .arrow), a folder, a pattern such
     as `data/*.jsonl`, a hub data set id, or a list of them. Instead of a name, a mapping gives `path`, `name`,
-    `weight`, `limit`, `eval` and `columns`."""
+    `weight`, `limit`, `eval`, `columns` and `streaming`."""
     eval: Annotated[_Text | _Source | _List | _Share, Discriminator(_branch_or_share)] | None = None
     """Held-out rows, in the same forms as `train`, or the share of the training rows that is held out: 0.05."""
     columns: Columns = Field({})

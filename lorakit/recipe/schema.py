@@ -16,7 +16,7 @@ from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.parallel import ParallelSection
-from lorakit.recipe.section import Count, Name, Pattern, Section
+from lorakit.recipe.section import Count, Name, Pattern, Section, Token
 from lorakit.recipe.updates import backend_problem, endless_warmup, update_problems
 
 
@@ -87,6 +87,9 @@ class AdapterSection(Section):
     """Modules that are trained in full and saved with the patch, by name or suffix."""
     trainable_tokens: tuple[Pattern | Annotated[int, Field(ge=0)], ...] = ()
     """Tokens whose rows of the embedding (and of a tied head) are trained, as text or as ids."""
+    new_tokens: tuple[Token, ...] = ()
+    """Texts that become tokens, such as `<|tool|>`: each is one id, with a trainable row of its own in the embedding
+    and in the output head. The rows start as the mean of all others; the patch holds them and the tokens."""
     tied_head: Literal["stop", "both", "untie"] = "stop"
     """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `both`: embedding
     and head change alike. `untie`: the head gets a weight of its own."""

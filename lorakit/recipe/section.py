@@ -13,8 +13,15 @@ def _plain_name(text: str) -> str:
     return text
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("blank")
+    return text
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain_name)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Token = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_not_blank)]
 Count = Annotated[int, Field(ge=1)]
 
 

@@ -51,7 +51,6 @@ class StreamedAnswer:
         client: str | None = None,
     ) -> None:
         loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
-        self._detokenizer = Detokenizer(model.tokenizer, request.settings.stop)
         self.ids, self.num_tokens = ids, 0
         self.echo: Piece | None = None
         self.reason: str | None = None
@@ -66,12 +65,13 @@ class StreamedAnswer:
 
         self.generation: Generation | None = None
         if request.echo and settings.max_tokens == 0:  # the prompt alone, as for its log-probabilities
-            replace(settings, max_tokens=1).check(model.prompts.num_tokens)
-            model.prompts.check_ids([ids], 0)
             self.adapter = model.adapter(adapter)
+            replace(settings, max_tokens=1).check(model.codec(self.adapter).num_tokens)
+            model.codec(self.adapter).check_ids([ids], 0)
         else:
             self.generation = engine.submit(ids, adapter, settings, put, client)
             self.adapter = self.generation.adapter
+        self._detokenizer = Detokenizer(model.codec(self.adapter).tokenizer, request.settings.stop)
 
     @property
     def cached_tokens(self) -> int:

@@ -61,7 +61,7 @@ class OpenAIServer:
         pool = pool or AdapterPool(model)
         self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts, log_lines_lost)
         models = ServedModels(model, pool, name, self._metrics.num_requests, failed_adapters)
-        completions, tokens = CompletionRoutes(model, pool, engine, models), TokenRoutes(model, models)
+        completions, tokens = CompletionRoutes(model, pool, engine, models), TokenRoutes(model, pool, models)
         embeddings = EmbeddingRoutes(model, pool, engine, models, log)
         routes = [
             Route("/health", self._health), Route("/version", self._version), Route("/metrics", self._report_metrics),

@@ -46,13 +46,13 @@ class CompletionRoutes:
         record.served = completion.model
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
-        form = PromptForm(raw=True)
-        rows = [self._model.prompts.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
-        record.num_prompt_tokens = sum(map(len, rows))
         client = request.headers.get("authorization")
         lease = self._pool.lease(adapter)
         await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
+            codec, form = self._model.codec(self._model.adapter(adapter)), PromptForm(raw=True)
+            rows = [codec.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
+            record.num_prompt_tokens = sum(map(len, rows))
             for ids in rows:
                 for index in range(completion.choices):
                     answer = StreamedAnswer(
@@ -67,7 +67,7 @@ class CompletionRoutes:
             raise
         finally:
             await run_in_threadpool(lease.__exit__, None, None, None)  # which may wait while another one is read
-        reply = Reply(kind, completion, record.answers, record.num_prompt_tokens, self._model.tokenizer)
+        reply = Reply(kind, completion, record.answers, record.num_prompt_tokens, codec.tokenizer)
         if completion.stream:
             return EventStream(reply, record)
         return JSONResponse(await unless_client_leaves(request, reply.full()))
@@ -79,9 +79,8 @@ class CompletionRoutes:
         for index, answer in enumerate(answers):
             row = index // request.choices
             prompt = request.prompts[row]
-            decoded = (
-                prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt, skip_special_tokens=True)
-            )
+            tokenizer = self._model.codec(answer.adapter).tokenizer
+            decoded = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
             if number is None:
                 answer.echo = Piece(decoded)
                 continue

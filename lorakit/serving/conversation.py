@@ -42,13 +42,14 @@ class Conversation:
         Raises:
             LorakitError: the conversation does not fit the base any more, or the engine failed; the turn is left out.
         """
-        form = self.form
+        adapter = self.model.adapter(self.adapter)
+        form, codec = self.model.prompt_form(adapter), self.model.codec(adapter)
         turn = {"role": "user", "content": text}
         system = [form.system] if form.system is not None else []
         system += [self.system] if self.system is not None else []
         start = [{"role": "system", "content": "\n\n".join(system)}] if system else []
         prompt = text if form.raw else [*start, *self.messages, turn]
-        ids = self.model.prompts.token_ids(prompt, PromptForm(form.raw))
+        ids = codec.token_ids(prompt, PromptForm(form.raw))
         free = self.engine.max_positions - len(ids)
         if free < 1:
             raise LorakitError(
@@ -56,7 +57,7 @@ class Conversation:
             )
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
         generation = self.engine.submit(ids, self.adapter, settings)
-        detokenizer, pieces = Detokenizer(self.model.tokenizer, self.settings.stop), []
+        detokenizer, pieces = Detokenizer(codec.tokenizer, self.settings.stop), []
         is_finished = False
         try:
             for token in generation:

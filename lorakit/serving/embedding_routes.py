@@ -47,10 +47,11 @@ class EmbeddingRoutes:
         _check_dimensions(wanted.dimensions, self._pooling)
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
-        rows = [await self._token_ids(one) for one in wanted.inputs]
         lease = self._pool.lease(adapter)
         await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
+            tokenizer = self._model.codec(self._model.adapter(adapter)).tokenizer
+            rows = [await _token_ids(one, tokenizer) for one in wanted.inputs]
             futures = self._engine.embed(rows, self._pooling, adapter, request.headers.get("authorization"))
         finally:
             await run_in_threadpool(lease.__exit__, None, None, None)
@@ -60,13 +61,6 @@ class EmbeddingRoutes:
             return Response()  # nobody reads it
         content = await run_in_threadpool(_reply, vectors, self._pooling, wanted, record.num_prompt_tokens)
         return Response(content, media_type="application/json")
-
-    async def _token_ids(self, given: str | list[int]) -> list[int]:
-        """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
-        if not isinstance(given, str):
-            return given
-        await asyncio.sleep(0)  # so that streams go on between the texts of a long list
-        return list(self._model.tokenizer(given, verbose=False)["input_ids"])
 
 
 def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, str]:
@@ -83,6 +77,14 @@ def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, s
     if log is not None and (folder / MODULES).is_file():
         log({"event": "no embeddings", "error": reason})
     return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
+
+
+async def _token_ids(given: str | list[int], tokenizer: Any) -> list[int]:
+    """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
+    if not isinstance(given, str):
+        return given
+    await asyncio.sleep(0)  # so that streams go on between the texts of a long list
+    return list(tokenizer(given, verbose=False)["input_ids"])
 
 
 def _check_dimensions(dimensions: int | None, pooling: Pooling) -> None:

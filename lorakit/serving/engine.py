@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.prompts import PromptCodec
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
 
@@ -57,7 +59,7 @@ class ServingEngine:
         self._embedder, self._embeds_next = Embedder(model, self._changed, max_queue), False
         self._numbers = itertools.count()
         self._closed = False
-        self._grammars = GrammarCompiler(model.tokenizer, model.prompts.num_tokens, model.prompts.end_ids)
+        self._grammars = WeakKeyDictionary[PromptCodec, GrammarCompiler]()
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
         self._thread.start()
@@ -79,12 +81,13 @@ class ServingEngine:
             LorakitError: settings out of range, an adapter that is not loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
-        prompts = self._model.prompts
+        chosen = self._model.adapter(adapter)
+        prompts = self._model.codec(chosen)
         settings.check(prompts.num_tokens)
         prompts.check_ids([prompt], settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
-        grammar = self._grammars.compile(settings.response_format, min_tokens=settings.min_tokens)
-        generation = Generation(self._model.adapter(adapter), prompt, settings, deliver)
+        grammar = self._grammar_compiler(prompts).compile(settings.response_format, min_tokens=settings.min_tokens)
+        generation = Generation(chosen, prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids))
         sampler = Sampler(settings, prompt, ends, grammar)
         with self._changed:
@@ -103,12 +106,12 @@ class ServingEngine:
             QueueFullError: ``max_queue`` inputs wait.
             LorakitError: an adapter that is not loaded, or an input that does not fit.
         """
+        chosen = self._model.adapter(adapter)
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
         for number, ids in enumerate(inputs):
             if not 1 <= len(ids) <= limit:
                 raise LorakitError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
-            self._model.prompts.check_ids([ids], 0)
-        chosen = self._model.adapter(adapter)
+            self._model.codec(chosen).check_ids([ids], 0)
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
         with self._changed:
             if self._closed:
@@ -151,6 +154,13 @@ class ServingEngine:
     def totals(self) -> Counter[str]:
         """What happened since the start, as of the batch."""
         return self._batch.totals
+
+    def _grammar_compiler(self, codec: PromptCodec) -> GrammarCompiler:
+        """Return the compiler of a vocabulary: the base's, or an adapter's with new tokens, as long as one uses it."""
+        with self._changed:
+            if codec not in self._grammars:
+                self._grammars[codec] = GrammarCompiler(codec.tokenizer, codec.num_tokens, codec.end_ids)
+            return self._grammars[codec]
 
     def _check_size(self, num_prompt: int, max_tokens: int) -> None:
         total, limit = num_prompt + max_tokens, self._memory.max_positions

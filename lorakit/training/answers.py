@@ -98,7 +98,7 @@ class Answers:
         with evaluating(self._model.model):
             if not self._has_slots:
                 self._slots, self._has_slots = slots_of(self._model), True
-            answer_all(self._model, self._slots, generations, codec)
+            answer_all(self._model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
         return [codec.decode(one.ids()).strip() for one in generations]
 
     def summary(self) -> str:
@@ -141,7 +141,7 @@ def rows_to_answer(recipe: Recipe, model: TrainedModel, measures: Mapping[str, M
     """
     settings = recipe.evaluation
     rows = read_eval_rows(
-        model, itertools.islice(rows_of_sets(eval_sets(recipe.data)), settings.num_rows),
+        model.prompts, itertools.islice(rows_of_sets(eval_sets(recipe.data)), settings.num_rows),
         max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,
     )  # fmt: skip
     if not rows.rows:

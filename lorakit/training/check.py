@@ -15,7 +15,7 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
-from lorakit.base.stages import check_stages_fit
+from lorakit.base.stages import check_known_tokens, check_stages_fit
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
 from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
@@ -38,6 +38,7 @@ from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.job import (
     NOT_FUSED,
+    check_tokens_occur,
     check_vocabulary,
     choose_start,
     num_trainable,
@@ -108,6 +109,10 @@ def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None
     for rows in datasets:
         attempt(check_vocabulary, model, rows)
         attempt(check_row_lengths, model, rows)
+    if recipe.adapter.start_from is None:
+        attempt(
+            check_tokens_occur, adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder)), datasets[0]
+        )
     num_rows = datasets[0].rows_per_epoch
     attempt(check_disk, recipe, num_rows, num_trainable(model))
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
@@ -134,6 +139,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
         attach(model, targets, spec, recipe.train.seed)
     checked_plan(model, recipe.parallel.tensor)
     check_stages_fit(model, recipe.parallel.pipeline)
+    check_known_tokens(spec, recipe.parallel.pipeline)
     fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")

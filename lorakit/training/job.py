@@ -22,7 +22,7 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton, recipe_templ
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
-from lorakit.base.stages import check_stages_fit, structure_of
+from lorakit.base.stages import check_known_tokens, check_stages_fit, structure_of
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
@@ -30,7 +30,7 @@ from lorakit.data.load import check_sources, eval_sets, load_rows, training_sets
 from lorakit.errors import BaseModelError, TargetError
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
-from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
@@ -256,6 +256,7 @@ def check_without_rows(recipe: Recipe, folder: Path) -> None:
     find_extra_targets(model, spec, find_targets(model, spec))
     checked_plan(model, recipe.parallel.tensor)
     check_stages_fit(model, recipe.parallel.pipeline)
+    check_known_tokens(spec, recipe.parallel.pipeline)
     check_positions(model, recipe.data.max_tokens)
 
 
@@ -278,12 +279,12 @@ def load_adapted_base(
     """
     base = load_for_training(recipe.base, folder, dtype, engine.device, sharded=engine.shards_base)
     model = base.model
-    for dataset in filter(None, (rows, eval_rows)):
-        check_vocabulary(model, dataset)
-        check_row_lengths(model, dataset)
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
+    for dataset in filter(None, (rows, eval_rows)):
+        check_vocabulary(model, dataset, max(spec.new_tokens.values(), default=-1))
+        check_row_lengths(model, dataset)
     if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
-        check_tokens_occur(spec.trainable_tokens, rows)
+        check_tokens_occur(spec, rows)
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
     # before `attach`, which adds parameters that are not the base's
@@ -306,13 +307,13 @@ def num_trainable(model: nn.Module) -> int:
     return sum(tensor.numel() for tensor in adapter_tensors(model).values())
 
 
-def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:
-    """Return if every token of the rows has a row in the base's embedding.
+def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int = -1) -> None:
+    """Return if every token of the rows has a row in the model's embedding, or will have one up to the last new token.
 
     Raises:
         BaseModelError: the tokenizer gave larger ids.
     """
-    num_rows = vocabulary_size(model)
+    num_rows = max(vocabulary_size(model), last_new_token + 1)
     if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
             f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
@@ -320,21 +321,24 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset) -> None:
         )
 
 
-def check_tokens_occur(tokens: tuple[int, ...], rows: TokenDataset) -> None:
-    """Return if every trainable token occurs in the training rows.
+def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:
+    """Return if every trainable token and every new one occurs in the training rows.
 
     Raises:
         TargetError: some do not, so their embeddings would never get a gradient.
     """
-    missing = set(tokens)
+    missing = {*spec.trainable_tokens, *spec.new_tokens.values()}
     for row in range(len(rows)):
         if not missing:
             return
         missing -= set(np.intersect1d(rows.ids(row), list(missing)).tolist())
     if missing:
+        key = "trainable_tokens" if missing & set(spec.trainable_tokens) else "new_tokens"
+        texts = {token: text for text, token in spec.new_tokens.items()}
+        named = ", ".join(repr(texts.get(token, token)) for token in sorted(missing))
         raise TargetError(
-            f"adapter.trainable_tokens: {sorted(missing)} occur in none of the {len(rows)} training rows, so their rows"
-            " would not learn; leave them out"
+            f"adapter.{key}: of {len(rows)} training rows none has {named}, so nothing would be learnt of it;"
+            " leave it out"
         )
 
 

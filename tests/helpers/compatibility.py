@@ -56,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias: all": {"bias": "all"},
     "modules_to_save": {"modules_to_save": ["NORM"]},
     "trainable_tokens": {"trainable_tokens": [10, 11, 12]},
+    "new_tokens": {"new_tokens": {"so so": 3200, "say 1": 3201}},
     "target_parameters": {"target_parameters": "all-experts"},
 }
 MODULES_OF = {"conv1d": {"EMBEDDING": "wpe", "ATTENTION": "c_attn", "NORM": "ln_f"}}
@@ -123,7 +124,8 @@ def refusal(folder: Path, kind: str, feature: str) -> str | None:
     torch.manual_seed(1)
     for tensor in adapter_tensors(model).values():
         tensor.data += 0.05 * torch.randn_like(tensor)
-    model(input_ids=torch.arange(8, 32).reshape(2, 12)).logits.square().mean().backward()
+    ids = torch.tensor([*spec.new_tokens.values(), *range(8, 32)][:24]).reshape(2, 12)
+    model(input_ids=ids).logits.square().mean().backward()
     for name, tensor in adapter_tensors(model).items():
         assert tensor.grad is not None, name
         assert tensor.grad.isfinite().all(), name

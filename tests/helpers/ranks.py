@@ -22,6 +22,7 @@ from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_tokenizer
 from lorakit.base.loading import LoadedBase, load_for_training
+from lorakit.base.new_tokens import add_new_tokens
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
@@ -135,6 +136,7 @@ def build(engine: Engine, base: Path, case: Case) -> None:
 def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     """Sample steps of 7 rows of 20: the last of an epoch has 6."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
+    add_new_tokens(tokenizer, list(case.get("adapter", {}).get("new_tokens", {})))
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,

@@ -1,0 +1,54 @@
+"""Add the new tokens of an adapter to a tokenizer: each is one id, and is never split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lorakit.errors import TargetError
+
+
+def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
+    """Add tokens to a tokenizer in place, and return the id of each, in order.
+
+    An answer shows them, as it shows Qwen's ``<tool_call>``: ``special`` in tokenizers means that decoding drops them.
+
+    Raises:
+        TargetError: a token is in the vocabulary already, is named twice, or would not be one id.
+    """
+    if not names:
+        return {}
+    from tokenizers import AddedToken
+
+    vocabulary = tokenizer.get_vocab()
+    problems = [f"{name!r} is named twice" for name in dict.fromkeys(names) if list(names).count(name) > 1]
+    problems += [
+        f"{name!r} is a token of this base already, id {vocabulary[name]}; name it in trainable_tokens to train its row"
+        for name in dict.fromkeys(names)
+        if name in vocabulary
+    ]
+    if problems:
+        raise TargetError("\n".join(f"adapter.new_tokens: {problem}" for problem in problems))
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+    known = set(vocabulary.values())
+    for name, token in ids.items():
+        coded = list(tokenizer(f"a{name}b", add_special_tokens=False, verbose=False)["input_ids"])
+        if token in known or coded.count(token) != 1 or tokenizer.decode([token]) != name:
+            raise TargetError(
+                f"adapter.new_tokens: {name!r} does not become one token of this tokenizer: 'a{name}b' is"
+                f" {tokenizer.convert_ids_to_tokens(coded)}; choose another text, such as <|tool|>"
+            )
+    return ids
+
+
+def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
+    """Add the new tokens of a patch to a tokenizer in place, and return if they get the ids that they had in training.
+
+    Raises:
+        TargetError: they do not.
+    """
+    ids = add_new_tokens(tokenizer, list(recorded))
+    if wrong := [name for name, token in recorded.items() if ids[name] != token]:
+        raise TargetError(
+            f"the token {wrong[0]!r} had the id {recorded[wrong[0]]} in training, and this tokenizer gives it"
+            f" {ids[wrong[0]]}; use the tokenizer of training"
+        )
