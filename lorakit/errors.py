@@ -17,6 +17,7 @@ LorakitError                    exit code 2: one block, no traceback
 import difflib
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LorakitError(Exception):
@@ -75,10 +76,14 @@ class TemporaryFailure(LorakitError):
     exit_code = 75
 
 
-def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
-    """Return ``" Nearest: 'a', 'b'."`` with the known words closest to ``word``, or an empty string."""
+def did_you_mean(word: str, known: Iterable[str], count: int = 3, within: Path | None = None) -> str:
+    """Return ``" Nearest: 'a', 'b'."`` with the known words closest to ``word``, or an empty string.
+
+    within: the folder of these words, if they are names of files.
+    """
     matches = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
-    return f" Nearest: {', '.join(map(repr, matches))}." if matches else ""
+    shown = matches if within is None else [str(within / match) for match in matches]
+    return f" Nearest: {', '.join(map(repr, shown))}." if shown else ""
 
 
 def check_platform() -> None:

@@ -22,8 +22,8 @@ def page() -> str:
         "# Every key of a recipe",
         "",
         "Written by `python -m scripts.recipe_reference` from the schema. [recipes.md](recipes.md) explains recipes;"
-        " [recipe.schema.json](recipe.schema.json) is for editors. A key without a default is required. An unknown key"
-        " is an error.",
+        " [recipe.schema.json](recipe.schema.json) is for editors. A key without a default is required, one below"
+        " another, such as `data.train.path`, where its mapping is given. An unknown key is an error.",
     ]
     top = {name: value for name, value in schema["properties"].items() if "$ref" not in value}
     lines += ["", "## Top level", "", *_table(top, schema["required"], definitions)]
@@ -37,26 +37,26 @@ def page() -> str:
 
 def _table(keys: Mapping[str, Any], required: list[str], definitions: Mapping[str, Any], prefix: str = "") -> list[str]:
     lines = ["| key | values | default | about |", "|---|---|---|---|"]
-    for name, value in _flat(keys, definitions, prefix, set()):
-        default = "" if name.removeprefix(prefix) in required else f"`{json.dumps(value.get('default'))}`"
+    for name, value, is_required in _flat(keys, required, definitions, prefix, set()):
+        default = "" if is_required else f"`{json.dumps(value.get('default'))}`"
         about = " ".join(value["description"].split()).replace("|", "\\|")
         lines.append(f"| `{name}` | {_values(value, definitions)} | {default} | {about} |")
     return lines
 
 
 def _flat(
-    keys: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, shown: set[str]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a section, and below each that may be a section of its own the keys of that one."""
+    keys: Mapping[str, Any], required: list[str], definitions: Mapping[str, Any], prefix: str, shown: set[str]
+) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the keys of a section, each with True if it is required, and the keys below those that may be a section."""
     for name, value in keys.items():
-        yield prefix + name, value
+        yield prefix + name, value, name in required
         for section in dict.fromkeys(_sections_in(value)):
             if section in shown:
                 continue
             shown.add(section)
-            yield from _flat(
-                _resolve({"$ref": section}, definitions)["properties"], definitions, f"{prefix}{name}.", shown
-            )
+            inner = _resolve({"$ref": section}, definitions)
+            below = f"{prefix}{name}."
+            yield from _flat(inner["properties"], inner.get("required", []), definitions, below, shown)
 
 
 def _sections_in(value: Mapping[str, Any]) -> Iterator[str]:

@@ -18,6 +18,16 @@ def test_every_key_has_a_description() -> None:
     assert [name for name, value in keys_of(json.loads(schema_text())) if not value.get("description")] == []
 
 
+def test_a_key_that_is_required_has_no_default_on_the_page() -> None:
+    defaults = {row[0]: row[2] for line in page().splitlines() if line.startswith("| `") for row in [cells(line)]}
+    required = ["output", "base.model", "data.train", "data.train.path"]
+    assert [key for key, default in defaults.items() if not default] == sorted(required, key=list(defaults).index)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip(" `") for cell in line.replace("\\|", "").split("|")[1:]]
+
+
 def test_the_page_is_written_from_the_schema_and_has_every_key_once() -> None:
     text = PAGE.read_text()
     assert text == page(), "run python -m scripts.recipe_reference"

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, did_you_mean
 
 RunCommand = Callable[[argparse.Namespace], int]
 """Parsed options -> exit code."""
@@ -83,6 +83,39 @@ def add_metric_option(parser: argparse.ArgumentParser) -> None:
         "--metric", action="append", default=[], metavar="FILE.py:FUNCTION",
         help="measure answers with FUNCTION(predicted, expected) -> number too; the file's code runs; may be repeated",
     )  # fmt: skip
+
+
+def add_columns_option(parser: argparse.ArgumentParser) -> None:
+    """Add the columns of a file that have other names than the keys of rows."""
+    parser.add_argument(
+        "--columns", nargs="+", action="extend", default=[], metavar="KEY=COLUMN",
+        help="column that has the value of a key of rows, or a text with columns in braces, as data.columns of recipes:"
+        " instruction=question output=answer",
+    )  # fmt: skip
+
+
+def parse_columns(items: Sequence[str]) -> dict[str, str]:
+    """Parse KEY=COLUMN options, as `data.columns` of a recipe.
+
+    Raises:
+        LorakitError: an item of another form, a key that rows do not have, or a template that cannot be filled.
+    """
+    from lorakit.recipe.data import ROW_KEYS, check_columns
+
+    columns: dict[str, str] = {}
+    for item in items:
+        key, _, column = item.partition("=")
+        if not column or key in columns:
+            raise LorakitError(f"--columns {item!r}: write each key once, as KEY=COLUMN")
+        if key not in ROW_KEYS:
+            raise LorakitError(
+                f"--columns {item!r}: rows have the keys {', '.join(ROW_KEYS)}.{did_you_mean(key, ROW_KEYS)}"
+            )
+        columns[key] = column
+    try:
+        return dict(check_columns(columns))
+    except ValueError as problem:
+        raise LorakitError(f"--columns {problem}") from None
 
 
 def add_mismatch_option(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from lorakit.cli.arguments import (
     AddCommand,
     add_base_argument,
+    add_columns_option,
     add_metric_option,
     add_mismatch_option,
     add_revision_option,
+    parse_columns,
     parse_named,
     positive_int,
     print_line,
@@ -62,6 +64,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     )  # fmt: skip
     score.add_argument("--max-new-tokens", type=positive_int, default=128)
     score.add_argument("--limit", type=positive_int, help="only the first rows of each file")
+    add_columns_option(score)
     score.add_argument(
         "--ignore-keys", action="append", default=[], metavar="KEY",
         help="key of rows and messages to leave unread; may be repeated",
@@ -96,6 +99,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="accept another chat template than the patch was trained with",
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer, if it is not the base's own")
+    parser.add_argument(
+        "--chat-template", metavar="FILE",
+        help="chat template (Jinja) of conversations (default: that of the adapters' training, else the tokenizer's)",
+    )  # fmt: skip
     parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
@@ -178,10 +185,12 @@ def load_model(
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.load import check_tokenizer
     from lorakit.inference.load import brought_template, load
+    from lorakit.patch.prompting import read_chat_template
 
     # before the base is loaded
     check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
-    template = None if options.tokenizer else brought_template([*adapters.values(), *prompted_as])
+    own = None if options.chat_template is None else read_chat_template(options.chat_template, "--chat-template")
+    brought = None if options.tokenizer or own else brought_template([*adapters.values(), *prompted_as])
     model = load(
         options.base,
         adapters,
@@ -189,12 +198,12 @@ def load_model(
         quantize=options.quantize,
         revision=options.revision,
         tokenizer=options.tokenizer,
-        chat_template=template,
+        chat_template=own or brought,
         allow_base_mismatch=options.allow_base_mismatch,
         allow_edited_config=options.allow_edited_config,
         allow_template_change=options.allow_template_change,
     )
-    if template is not None:
+    if brought is not None:
         print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)
     for note in model.notes:
         print(note, file=sys.stderr)
@@ -210,6 +219,7 @@ def _score(options: argparse.Namespace) -> int:
     data = _adapters_by_file(options.data, adapters)
     predictions = None if options.predictions is None else Path(options.predictions)
     # mistakes before the base is loaded
+    columns = parse_columns(options.columns)
     measures = chosen_measures(options.measure, load_metrics(options.metric))
     for path in data:
         find_sources(path, "test")
@@ -226,6 +236,7 @@ def _score(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         limit=options.limit,
         ignore_keys=options.ignore_keys,
+        columns=tuple(columns.items()),
         skip_bad_rows=options.on_bad_rows == "skip",
         predictions=predictions,
         measures=measures,

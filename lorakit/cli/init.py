@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, print_line
+from lorakit.cli.arguments import AddCommand, add_columns_option, parse_columns, print_line
 from lorakit.errors import LorakitError, did_you_mean
 
 
@@ -13,6 +13,7 @@ def add_init_command(add_command: AddCommand) -> None:
     init = add_command("init", _init, "write a recipe for a base and a file of rows, with a reason for each value")
     init.add_argument("--base", help="model folder, hub id or builtin:tiny (in a terminal, you are asked)")
     init.add_argument("--data", nargs="+", metavar="FILE", help="training rows (in a terminal, you are asked)")
+    add_columns_option(init)
     init.add_argument("--eval", metavar="FILE", help="held-out rows (default: a share of many rows, none of few)")
     init.add_argument("--out", default="recipe.yaml", help="file to write, which must not exist (default: recipe.yaml)")
     init.add_argument("--output", metavar="DIR", help="folder of the run (default: adapters/, named after the rows)")
@@ -49,12 +50,14 @@ def _written(options: argparse.Namespace) -> str:
     base = options.base or _ask("base (a model folder, a hub id, or builtin:tiny)", "builtin:tiny")
     data = tuple(options.data or [_ask("training rows (a file such as .jsonl, .csv or .parquet, or a folder)", "")])
     print_line("looking at base and rows")
-    from lorakit.training.new_recipe import free_output, read_base, read_sample, recipe_text
+    from lorakit.training.new_recipe import find_columns, free_output, read_base, read_sample, recipe_text
 
+    columns = tuple(parse_columns(options.columns).items())
     facts, tokenizer = read_base(base)
-    rows = read_sample(data, tokenizer)
+    columns = columns or find_columns(data, tokenizer)
+    rows = read_sample(data, tokenizer, columns)
     name = options.eval or (_ask("held-out rows (empty: a share of many rows, none of few)", "") if asks else "")
-    eval_rows = read_sample((name,), tokenizer) if name else None
+    eval_rows = read_sample((name,), tokenizer, columns) if name else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]))
     print_line(f"\n{text}")
     if rows.bad:

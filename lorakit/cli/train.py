@@ -2,9 +2,17 @@
 
 import argparse
 import os
+import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lorakit.cli.arguments import AddCommand, add_metric_option, add_recipe_arguments
+from lorakit.cli.arguments import AddCommand, add_metric_option, add_recipe_arguments, print_line
+from lorakit.errors import LorakitError
+
+if TYPE_CHECKING:
+    from lorakit.recipe import Recipe
 
 
 def add_train_commands(add_command: AddCommand) -> None:
@@ -13,6 +21,12 @@ def add_train_commands(add_command: AddCommand) -> None:
     add_recipe_arguments(train)
     train.add_argument("--fresh", action="store_true", help="discard the run in the output folder and start over")
     add_metric_option(train)
+    train.add_argument(
+        "--push", metavar="ORGANISATION/NAME",
+        help="push the patch of the finished run into this repository of the hub; the repository is made at the start",
+    )  # fmt: skip
+    train.add_argument("--push-base", metavar="NAME", help="name of the base in the pushed patch, as --base of push")
+    train.add_argument("--push-private", action="store_true", help="make the repository private, as --private of push")
     # set by the launching process only: its workers record why `auto` became the values in their overrides
     train.add_argument("--why", default="", help=argparse.SUPPRESS)
     add_recipe_arguments(add_command("check", _check, "validate everything about a recipe that needs no weights"))
@@ -32,8 +46,53 @@ def _train(options: argparse.Namespace) -> int:
     from lorakit.training.start import run_or_launch
 
     die_with_parent()
+    push = _pushing(options, recipe)
     hooks = Hooks(metrics=load_metrics(options.metric), metric_files=tuple(options.metric))
-    return run_or_launch(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why, hooks=hooks)
+    code = run_or_launch(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why, hooks=hooks)
+    if code == 0:
+        push()
+    return code
+
+
+def _pushing(options: argparse.Namespace, recipe: "Recipe") -> Callable[[], None]:
+    """Return what pushes the finished run's patch; nothing without `--push`, or where another process does it.
+
+    Raises:
+        LorakitError: it could not be pushed, which is known before the training.
+    """
+    if options.push is None:
+        if options.push_base is not None or options.push_private:
+            raise LorakitError("--push-base and --push-private go with --push ORGANISATION/NAME")
+        return lambda: None
+    from lorakit.files.hub import check_push, open_repository
+    from lorakit.training.start import current_process
+
+    world = current_process(recipe, os.environ)
+    if world is not None and world.rank != 0:
+        return lambda: None
+    check_push(options.push, options.recipe, recipe.base.model, options.push_base, "--push-base")
+    open_repository(options.push, private=options.push_private)
+    return partial(_push, options, recipe.output)
+
+
+def _push(options: argparse.Namespace, output: str) -> None:
+    """Push the patch of a finished run.
+
+    Raises:
+        HubError, TemporaryFailure: it was not pushed; the message says where it is, and how to push it.
+    """
+    from lorakit.export.hub import push_patch
+
+    base = [] if options.push_base is None else ["--base", options.push_base]
+    private = ["--private"] if options.push_private else []
+    command = shlex.join(["lorakit", "push", output, options.push, *base, *private])
+    try:
+        address = push_patch(output, options.push, base=options.push_base, private=options.push_private)
+    except LorakitError as problem:
+        raise type(problem)(
+            f"{problem}\nThe run is finished, and its patch is in {output}. To push it: {command}"
+        ) from None
+    print_line(f"pushed     {address}")
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -12,9 +12,12 @@ in part.
 """
 
 import json
-from collections.abc import Collection
+import signal
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import Chat
@@ -24,6 +27,49 @@ from lorakit.errors import DataError
 SHOWN_FIELDS: Final = ("role", "content", "tool_calls")
 """fields of a message that are looked for in the text by themselves"""
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
+RENDER_SECONDS: Final = 10.0
+"""computing time after which a rendering is ended; it takes milliseconds"""
+TEMPLATE_FAILURES: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""errors of a template's expressions, besides jinja's own"""
+
+
+def render_template(
+    tokenizer: Any, messages: Sequence[Any], tools: list[Any] | None = None, *, prompt: bool = False
+) -> str:
+    """Render messages with a tokenizer's chat template; ``prompt``: with the header of the answer that is to follow.
+
+    Raises:
+        DataError: the template computes without an end. Errors of the template are jinja's or TEMPLATE_FAILURES.
+    """
+    with _limited_computing(tokenizer):
+        return str(
+            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
+        )
+
+
+@contextmanager
+def _limited_computing(tokenizer: Any) -> Iterator[None]:
+    """End a rendering that never ends, such as of loops in loops, with an error that names the template.
+
+    Only where signals can be handled, in the main thread. It renders once before any other thread does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> NoReturn:
+        raise DataError(
+            f"the chat template that begins {str(tokenizer.chat_template)[:60]!r} (data.chat_template, or that of"
+            f" {tokenizer.name_or_path}) computed for {RENDER_SECONDS:g} seconds without an end; look at its loops"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @dataclass(frozen=True)
@@ -50,19 +96,16 @@ class ChatTemplate:
         """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
 
         Raises:
-            BadRow: there is no template, or it raises an error.
+            BadRow: there is no template, or it raises an error. DataError: it never ends.
         """
         import jinja2
 
         if not self._tokenizer.chat_template:
             raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
+            return render_template(self._tokenizer, messages, tools, prompt=prompt)
+        except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
-        return str(rendered)
 
     def find_answer(self, row: Chat, index: int, text: str) -> Answer:
         """Return the position of message ``index``, an assistant's, in the text of the full conversation.
@@ -198,7 +241,7 @@ def end_marker(tokenizer: Any) -> str | None:
 
     try:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
-        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(SENTINEL)[2].lstrip()
-    except jinja2.TemplateError as problem:
+        tail = render_template(tokenizer, turns).rpartition(SENTINEL)[2].lstrip()
+    except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
         raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
     return max((token for token in added_tokens(tokenizer) if tail.startswith(token)), key=len, default=None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lorakit.data.cache_entries import trim_cache
-from lorakit.data.columns import map_columns
+from lorakit.data.columns import Columns, map_columns
 from lorakit.data.dataset import Part, TokenDataset
 from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.find_rows import files_without_rows, find_sources
@@ -93,14 +93,16 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
     for one in sets:
         settings = one.settings
         for location, row in itertools.islice(_rows_of(one.sources()), settings.limit):
-            if not settings.takes(row):
-                continue
-            try:
-                has_columns = settings.columns and isinstance(row, Mapping)
-                mapped = map_columns(row, settings.columns).row if has_columns else row
-            except BadRow as problem:
-                mapped = problem
-            yield location, mapped
+            if settings.takes(row):
+                yield location, row_of_columns(row, settings.columns)
+
+
+def row_of_columns(row: Any, columns: Columns) -> Any:
+    """Return the row that columns make of a file's row, or why they make none; without columns the row itself."""
+    try:
+        return map_columns(row, columns).row if columns and isinstance(row, Mapping) else row
+    except BadRow as problem:
+        return problem
 
 
 def rows_of_files(names: str | tuple[str, ...], split: str) -> Iterator[LocatedRow]:

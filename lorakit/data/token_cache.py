@@ -175,7 +175,10 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
 
 
 def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
-    if settings.eval_side and not counts.bad + counts.dropped_long + counts.zero_weight:
+    left_out = counts.bad + counts.dropped_long + counts.zero_weight
+    if not left_out + counts.eval_rows + settings.eval_side:
+        return f"data: {names}: no rows in it; write a row on each line (docs/recipes.md), or name another file"
+    if settings.eval_side and not left_out:
         return (
             f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, or name"
             " held-out rows"

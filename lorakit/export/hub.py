@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import HubError
-from lorakit.files.hub import is_repository_name, upload
+from lorakit.files.hub import check_push, is_path, is_repository_name, upload
 from lorakit.patch import Patch, read_patch, write_patch
 
 CARD: Final = "README.md"
@@ -30,16 +29,10 @@ def push_patch(
         PatchError: the folder holds no patch, or a damaged one.
         HubError: its base is named by a path, or the hub refuses. TemporaryFailure: the hub was not reached.
     """
-    if not is_repository_name(name):
-        raise HubError(f"{name!r}: a repository of the hub is named as ORGANISATION/NAME")
     folder = Path(folder)
+    check_push(name, str(folder), None, base)
     patch = read_patch(folder)
-    recorded = patch.config.base_model
-    if base is None and recorded is not None and (_is_path(recorded) or Path(recorded).is_dir()):
-        raise HubError(
-            f"{folder}: names its base by a path of this machine, {recorded}; name it as others find it:"
-            " --base ORGANISATION/NAME (or --base with that path, to publish the path)"
-        )
+    check_push(name, str(folder), patch.config.base_model, base)
     message = message or f"Push {folder.resolve().name} with lorakit"
     with tempfile.TemporaryDirectory() as staging:
         ready = write_pushed(patch, Path(staging) / name.rpartition("/")[2], base)
@@ -70,7 +63,7 @@ def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
         longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         text = re.sub(rf"(?<![\w/.~-])(?:{longest_first})(?![\w/-]|\.\w)", lambda match: names[match[0]], text)
     # a recipe in the card has keys that the patch's own facts leave out, such as parallel.nvme_path
-    text = re.sub(r'"([^"\n]+)"', lambda match: f'"{Path(match[1]).name}"' if _is_path(match[1]) else match[0], text)
+    text = re.sub(r'"([^"\n]+)"', lambda match: f'"{Path(match[1]).name}"' if is_path(match[1]) else match[0], text)
     if base is None or not is_repository_name(base):
         head, line, rest = text.partition("\n---\n")
         text = re.sub(r"(?m)^base_model:.*\n?", "", head) + line + rest
@@ -80,15 +73,10 @@ def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
 def _paths(value: Any) -> set[str]:
     """Return all paths of this machine among the texts in nested values."""
     if isinstance(value, str):
-        return {value} if _is_path(value) else set()
+        return {value} if is_path(value) else set()
     if isinstance(value, Mapping):
         value = list(value.values())
     return set().union(*(_paths(each) for each in value)) if isinstance(value, list | tuple) else set()
-
-
-def _is_path(name: str) -> bool:
-    """True for a name that means a file or folder of this machine: absolute, of a home folder, or with dots."""
-    return name.startswith(("/", "~", "./", "../")) or name in (".", "..")
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lorakit.data.chat_template import render_template
 from lorakit.errors import BaseModelError
 from lorakit.patch.prompting import PromptForm
 
@@ -75,7 +76,7 @@ def renderer(tokenizer: Any) -> Render:
 
     def render(contents: Sequence[str]) -> str:
         messages = [{"role": ROLES[content], "content": content} for content in contents]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = render_template(tokenizer, messages, prompt=True)
         return text.removeprefix(begin) if adds_begin else text
 
     return render

@@ -39,14 +39,37 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         raise HubError(str(problem)) from None
 
 
-def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Upload all files of a folder in one commit, into a new repository or an existing one, and return its address.
+def is_path(name: str) -> bool:
+    """True for a name that means a file or folder of this machine: absolute, of a home folder, or with dots."""
+    return name.startswith(("/", "~", "./", "../")) or name in (".", "..")
+
+
+def check_push(name: str, what: str, recorded_base: str | None, base: str | None, flag: str = "--base") -> None:
+    """Return if a patch can be pushed under these names. ``what``: the patch; ``flag``: of ``base``; for the error.
+
+    recorded_base: the base as the patch names it. base: its name in the pushed patch; None is that of the patch.
 
     Raises:
-        HubError: no token, no access, or ``private`` and a public repository of that name exists. Nothing is committed.
-        TemporaryFailure: the hub cannot be reached, or the upload was cut off. Nothing is committed.
+        HubError: no name of a repository, or the base is named by a path.
+    """
+    if not is_repository_name(name):
+        raise HubError(f"{name!r}: a repository of the hub is named as ORGANISATION/NAME")
+    if base is None and recorded_base is not None and (is_path(recorded_base) or Path(recorded_base).is_dir()):
+        raise HubError(
+            f"{what}: names its base by a path of this machine, {recorded_base}; name it as others find it:"
+            f" {flag} ORGANISATION/NAME (or {flag} with that path, to publish the path)"
+        )
+
+
+def open_repository(name: str, *, private: bool) -> None:
+    """Return if this machine's token may write into a repository, which is made if there is none.
+
+    Raises:
+        HubError: no token, no access, or ``private`` and a public repository of that name exists.
+        TemporaryFailure: the hub cannot be reached.
     """
     import huggingface_hub
+    from huggingface_hub import utils
 
     if huggingface_hub.get_token() is None:
         raise HubError(f"{name}: the hub needs a token with write access; {LOGIN}")
@@ -56,7 +79,24 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
         api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(name).private:  # it existed, and `exist_ok` leaves it as it was
             raise HubError(f"{name}: exists and is public; make it private on the hub, or choose another name")
-        commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+        # as `HfApi.auth_check(write=True)` of later versions: `exist_ok` passes repositories of others too
+        address = f"{api.endpoint}/api/models/{name}/auth-check/write"
+        reply = utils.get_session().get(address, headers=utils.build_hf_headers())  # type: ignore[attr-defined]
+        utils.hf_raise_for_status(reply)  # type: ignore[attr-defined]
+
+
+def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Upload all files of a folder in one commit, into a new repository or an existing one, and return its address.
+
+    Raises:
+        HubError: no token, no access, or ``private`` and a public repository of that name exists. Nothing is committed.
+        TemporaryFailure: the hub cannot be reached, or the upload was cut off. Nothing is committed.
+    """
+    import huggingface_hub
+
+    open_repository(name, private=private)
+    with _one_line_errors(name, writes=True):
+        commit = huggingface_hub.HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     return str(commit.commit_url)
 
 

@@ -1,6 +1,7 @@
 """Measure answers against the expected ones: the measures of `score` and of evaluations in training.
 
-A measure is a share from 0 to 1, the mean over rows, or for BLEU a function of all rows together.
+A measure is a share from 0 to 1, the mean over rows, or for BLEU a function of all rows together. The mean of a
+caller's own metric may be any number.
 """
 
 import importlib.util
@@ -118,6 +119,11 @@ MEASURES: Final[Mapping[str, Measure]] = {
 
 RESERVED: Final = ("loss", "accuracy", "perplexity")
 """names of other figures of held-out rows"""
+
+
+def shown_value(name: str, value: float) -> str:
+    """Return a value as text: in percent for a measure of lorakit, as the number it is for a caller's own metric."""
+    return f"{value:.1%}" if name in MEASURES else f"{value:.4g}"
 
 
 def check_measures(names: Collection[str]) -> None:

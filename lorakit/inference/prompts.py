@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lorakit.base.load import vocabulary_size
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
-from lorakit.data import end_marker
+from lorakit.data.chat_template import TEMPLATE_FAILURES, end_marker, render_template
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.patch import Patch
@@ -166,11 +166,9 @@ class PromptCodec:
                 return self._plain_ids(prompt)
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            text = render_template(self.tokenizer, messages, tools, prompt=add_generation_prompt)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as problem:
+        except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _plain_ids(self, text: str) -> list[int]:

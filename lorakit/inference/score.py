@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.columns import Columns
 from lorakit.data.json_row import BadRow
-from lorakit.data.load import LocatedRow, rows_of_files
+from lorakit.data.load import LocatedRow, row_of_columns, rows_of_files
 from lorakit.data.question import Question, parse_question
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.measures import Measure
+from lorakit.inference.measures import Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
@@ -81,6 +82,7 @@ def score(
     max_new_tokens: int = 128,
     limit: int | None = None,
     ignore_keys: Collection[str] = (),
+    columns: Columns = (),
     skip_bad_rows: bool = False,
     predictions: Path | None = None,
     measures: Mapping[str, Measure] = NO_MEASURES,
@@ -89,6 +91,7 @@ def score(
     """Return the greedy answers to the rows of each file in ``data``, and print the shares of exact ones.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
+    ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
     ``skip_bad_rows``: leave out rows that cannot be asked, and name them. ``predictions``: a file for all answers.
     ``measures``: besides exact match, by name.
 
@@ -97,7 +100,8 @@ def score(
     """
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
-        rows = itertools.islice(rows_of_files(path, "test"), limit)
+        in_file = itertools.islice(rows_of_files(path, "test"), limit)
+        rows = ((location, row_of_columns(row, columns)) for location, row in in_file)
         return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=ignore_keys, measures=measures)
 
     rows_of = _rows_of_each(model, data, read)
@@ -212,7 +216,9 @@ def _score(
             answers = predict(model, rows_of[path, adapter].rows, adapter, max_new_tokens)
             right, rows = sum(answer.correct for answer in answers), len(answers)
             texts = [answer.text for answer in answers], [answer.row.expected for answer in answers]
-            values = "".join(f"  {measure(*texts):>{max(6, len(name))}.1%}" for name, measure in others.items())
+            values = "".join(
+                f"  {shown_value(name, measure(*texts)):>{max(6, len(name))}}" for name, measure in others.items()
+            )
             say(f"{path:<{width}}  {adapter or 'base':<{names}}  {right:>6}  {rows:>6}  {right / rows:>6.1%}{values}")
             answered[path, adapter] = answers
     return answered
@@ -236,7 +242,8 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
         raise DataError(
             f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"
             "Mend them, or leave them out, named and counted, with --on-bad-rows skip."
-            " --ignore-keys is data.ignore_keys here; --max-new-tokens is the room for an answer"
+            " --columns and --ignore-keys are data.columns and data.ignore_keys here; --max-new-tokens is the room for"
+            " an answer"
         )
     for path, rows in eval_rows.items():
         if not rows.rows:

@@ -41,7 +41,7 @@ def compare_runs(
     _print_columns(say, [HEADER, *((name, *_cells(row)) for name, row in zip(names, figures, strict=True))])
     differences = {
         "recipe": _differing([_recipe(run) for run in runs]),
-        "data": _differing([_data(run) for run in runs]),
+        "data": _counted(_differing([_data(run) for run in runs])),
         "base": _differing(_bases(runs)),
     }
     for title, table in differences.items():
@@ -142,6 +142,11 @@ def _data(run: RunFacts) -> dict[str, Any]:
     return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in facts.items()}
 
 
+def _counted(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Leave out what no run has any of: a count that one run recorded as 0, and another not at all."""
+    return {key: values for key, values in table.items() if any(value not in (None, 0) for value in values)}
+
+
 def _bases(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
     """Return the parts of each run's base, by digests. Weights are those of the layers that all runs adapt."""
     bases = [run.section("base") for run in runs]
@@ -174,7 +179,12 @@ def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
     """Return which figures are not of the same thing, and the best run where they are."""
-    notes = []
+    notes = [
+        f"{name} was extended, from {' to '.join(map(str, run.lengths))} steps: its learning rate is the longer run's"
+        " from there on"
+        for name, run in zip(names, runs, strict=True)
+        if len(run.lengths) > 1
+    ]
     train_rows, eval_rows = (
         {json.dumps(flatten(dict(run.section("data"))).get(f"{part}.digest")) for run in runs}
         for part in ("train", "eval")

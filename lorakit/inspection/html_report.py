@@ -1,4 +1,4 @@
-"""Write one HTML page about a run: curves, settings, rows, memory, engine, environment.
+"""Write one HTML page about a run: curves, samples of answers, settings, rows, memory, engine, environment.
 
 The page is one file without scripts. Its policy forbids the browser to load anything, and every text of the run is
 escaped, because recipes and rows may hold any text.
@@ -12,11 +12,12 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
+from lorakit.files.base_files import read_json
 from lorakit.inspection.line_chart import ChartLine, line_chart
 from lorakit.inspection.run_facts import RunFacts, duration, is_number, last, lowest, or_dash, read_run
 from lorakit.recipe.schema import default_values
 from lorakit.run.metrics import running_mean
-from lorakit.run.record import flatten
+from lorakit.run.record import SAMPLES, flatten
 
 REPORT_FILE: Final = "report.html"
 STYLE: Final = Path(__file__).parent.parent / "assets" / "report" / "report.css"
@@ -26,6 +27,8 @@ SHOWN: Final = {  # the keys of run.json with a section of their own; all others
     "recipe", "data", "base", "engine", "ranks", "fused", "starts", "status", "steps", "total_steps", "tokens",
     "label_tokens", "results", "peak_memory_bytes", "facts_of_end", "dtype", "dtype_why", "lorakit", "stopped_early",
 }  # fmt: skip
+SAMPLE_LETTERS: Final = 600
+"""of a prompt or an answer"""
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
 
 
@@ -49,6 +52,7 @@ def report_page(run: RunFacts) -> str:
     sections = [
         ("", _tiles(run)),
         ("Curves", _charts(run)),
+        ("Samples", _samples(run)),
         ("Recipe", _recipe(run)),
         ("Rows", _rows(run)),
         ("Base", _table(_base(run))),
@@ -116,6 +120,41 @@ def _charts(run: RunFacts) -> str:
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step is done yet.</p>"
 
 
+def _samples(run: RunFacts) -> str:
+    """Return the held-out rows with their answers in the last evaluation that generated, as a table."""
+    path = run.folder / SAMPLES
+    samples = read_json(path) if path.is_file() else {}
+    rows = samples.get("rows")
+    rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    lines = [
+        [
+            _cell(row.get("row")),
+            *(_shortened(text) for text in (_prompt(row.get("prompt")), row.get("expected"), row.get("predicted"))),
+            "yes" if row.get("correct") is True else "no",
+        ]
+        for row in rows
+    ]
+    if not lines:
+        return ""
+    about = f"<p>Greedy answers to held-out rows at step {_text(samples.get('step'))} (train.eval_generate).</p>"
+    return about + _grid(["row", "prompt", "expected answer", "answer", "exact"], lines)
+
+
+def _prompt(prompt: Any) -> str:
+    """Return a prompt as text: a single message as it is, and several with their roles."""
+    if not isinstance(prompt, list):
+        return _cell(prompt)
+    messages = [message for message in prompt if isinstance(message, Mapping)]
+    if len(messages) == 1:
+        return _cell(messages[0].get("content"))
+    return "\n".join(f"{_cell(message.get('role'))}: {_cell(message.get('content'))}" for message in messages)
+
+
+def _shortened(value: Any) -> str:
+    text = _cell(value)
+    return text if len(text) <= SAMPLE_LETTERS else f"{text[:SAMPLE_LETTERS]} ..."
+
+
 def _recipe(run: RunFacts) -> str:
     """Return the keys of the recipe that differ from the defaults, and the others folded."""
     recipe, defaults = flatten(dict(run.section("recipe"))), flatten(default_values())
@@ -168,9 +207,15 @@ def _starts(run: RunFacts) -> str:
         how = f"{parallel.get('processes')}, {parallel.get('backend')}" if isinstance(parallel, Mapping) else "-"
         named = packages.items() if isinstance(packages, Mapping) else ()
         lines.append(
-            [_cell(start.get("time")), _cell(start.get("host")), how, ", ".join(f"{name} {v}" for name, v in named)]
+            [
+                _cell(start.get("time")),
+                or_dash(start.get("total_steps"), _cell),
+                _cell(start.get("host")),
+                how,
+                ", ".join(f"{name} {v}" for name, v in named),
+            ]
         )
-    return _grid(["time", "host", "processes", "versions"], lines) if lines else ""
+    return _grid(["time", "steps of the run", "host", "processes", "versions"], lines) if lines else ""
 
 
 def _other(run: RunFacts) -> str:

@@ -53,6 +53,14 @@ class RunFacts:
         total = self.record.get("total_steps")
         return total if isinstance(total, int) else None
 
+    @property
+    def lengths(self) -> list[int]:
+        """Return the steps of the full run as its starts had them, each once; several if it was extended."""
+        starts = self.record.get("starts")
+        starts = starts if isinstance(starts, list) else []
+        totals = [start.get("total_steps") for start in starts if isinstance(start, Mapping)]
+        return list(dict.fromkeys(total for total in totals if isinstance(total, int)))
+
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of every line of the metrics that has this key as a finite number."""
         return [(line["step"], float(line[key])) for line in self.lines if is_number(line.get(key))]

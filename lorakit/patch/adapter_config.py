@@ -84,7 +84,8 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
         inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
         inside = f"; there are patches inside: {', '.join(str(folder / name) for name in inner[:5])}" if inner else ""
         if not folder.is_dir():
-            near = did_you_mean(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
+            patches = (path.parent.name for path in folder.parent.glob(f"*/{CONFIG_FILE}"))
+            near = did_you_mean(folder.name, patches, within=folder.parent)
             raise PatchError(f"{folder}: no such folder; looked for {folder.absolute()}.{near}") from None
         if (folder / "config.json").is_file():
             raise PatchError(f"{folder}: a whole model, not a patch; use it as the base") from None

@@ -59,8 +59,8 @@ def own_template(metadata: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def read_chat_template(path: str) -> str:
-    """Return the text of a file with a chat template.
+def read_chat_template(path: str, key: str = "data.chat_template") -> str:
+    """Return the text of a file with a chat template; ``key``: what names the file, for errors.
 
     Raises:
         DataError: it cannot be read, or is blank.
@@ -68,18 +68,18 @@ def read_chat_template(path: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as problem:
-        raise DataError(f"data.chat_template: {Path(path).absolute()}: {problem.strerror}") from None
+        raise DataError(f"{key}: {Path(path).absolute()}: {problem.strerror}") from None
     except UnicodeDecodeError as problem:
-        raise DataError(f"data.chat_template: {path}: not UTF-8: {problem}") from None
+        raise DataError(f"{key}: {path}: not UTF-8: {problem}") from None
     if not text.strip():
-        raise DataError(f"data.chat_template: {path}: is empty")
+        raise DataError(f"{key}: {path}: is empty")
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as problem:
         if "generation" not in str(problem.message):  # a tag of transformers' own
-            raise DataError(f"data.chat_template: {path}:{problem.lineno}: {problem.message}") from None
+            raise DataError(f"{key}: {path}:{problem.lineno}: {problem.message}") from None
     return text
 
 

@@ -49,7 +49,8 @@ def advise(estimator: Estimator) -> Advice:
     candidates = [estimate.candidate for estimate in estimates]
     best = fastest([c for c in candidates if c.can_run and _has_requested_processes(c, num_processes)])
     if best is not None:
-        return Advice(tuple(estimates), best, reason(estimator, best, candidates), None)
+        why = reason(estimator, best, candidates) + alone_is_faster(best, candidates)
+        return Advice(tuple(estimates), best, why, None)
     changes = [estimate.cheapest_change for estimate in estimates if estimate.cheapest_change is not None]
     cheapest = fastest([change for change in changes if _has_requested_processes(change, num_processes)])
     return Advice(tuple(estimates), None, "", cheapest or more_processes(estimator, num_processes))
@@ -133,6 +134,17 @@ def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -
     elif others:
         why += f"; {_listed(others)} would take {others[0].step.total / best.step.total:.2f} times as long"
     return why
+
+
+def alone_is_faster(best: Candidate, candidates: list[Candidate]) -> str:
+    """Name the single process that fits and is faster than the processes that the recipe requests; else nothing."""
+    alone = fastest([c for c in candidates if c.can_run and c.num_processes == 1])
+    if alone is None or alone.step.total * EQUALLY_FAST >= best.step.total:
+        return ""
+    return (
+        f"; one process would be faster, {alone.step.total / best.step.total:.0%} of this time a step"
+        f" (parallel.backend={alone.backend} parallel.processes=1)"
+    )
 
 
 def _has_requested_processes(candidate: Candidate, num_processes: int) -> bool:

@@ -108,7 +108,8 @@ def _advice(estimator: Estimator, advice: Advice) -> list[str]:
     if best is None:
         return lines
     changes = f" with {best.overrides()}" if best.changes else ""
-    lines.append(f"advice      {best.backend}{changes}: expected to be the fastest that fits, {_peak(best)}")
+    among = f" of {best.num_processes} processes" if best.num_processes > 1 else ""
+    lines.append(f"advice      {best.backend}{changes}: expected to be the fastest{among} that fits, {_peak(best)}")
     lines.append(f"why         {advice.why}")
     if requested not in ("auto", best.backend):
         own = next(estimate.candidate for estimate in advice.backends if estimate.candidate.backend == requested)

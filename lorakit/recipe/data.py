@@ -1,9 +1,10 @@
 """The recipe's `data` section: which rows are trained on and held out, and how they are read."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
     Discriminator,
@@ -21,6 +22,7 @@ RowKey = Literal[
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
     "weight",
 ]  # fmt: skip
+ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
 Columns = dict[RowKey, Pattern]
 WEIGHT_LIMIT: Final = 1000
 
@@ -54,7 +56,7 @@ class SourceSection(Section):
     @field_validator("columns")
     @classmethod
     def _templates_are_complete(cls, columns: Columns | None) -> Columns | None:
-        return columns if columns is None else check_columns(columns)
+        return columns if columns is None else dict(check_columns(columns))
 
     @model_serializer(mode="wrap")
     def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class DataSection(Section):
     @field_validator("columns")
     @classmethod
     def _templates_are_complete(cls, columns: Columns) -> Columns:
-        return check_columns(columns)
+        return dict(check_columns(columns))
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "DataSection":
@@ -172,7 +174,7 @@ def _sources(value: Any) -> tuple[SourceSection, ...]:
     return tuple(entry if isinstance(entry, SourceSection) else SourceSection(path=entry) for entry in entries)
 
 
-def check_columns(columns: Columns) -> Columns:
+def check_columns(columns: Mapping[Any, str]) -> Mapping[Any, str]:
     """Return the columns, if every template among them can be filled.
 
     Raises:

@@ -1,5 +1,6 @@
 """Explain validation errors as lines of ``file:line: key: problem, value, nearest valid name``."""
 
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -40,10 +41,13 @@ def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], er
         if problem["type"] == "tuple_type" and tuple(keys) in refused_texts:
             continue
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
-        line = _line(node, keys)
+        line, message = _line(node, keys), _message(problem, keys)
+        beside = [text for key, text in sources.items() if list(key[: len(keys)]) == keys and _names(message, key)]
         where = f"override '{override}'" if override else f"{path}:{line}"
+        if not override and beside:
+            where += f" with override {' and '.join(map(repr, beside))}"
         name = ".".join(map(str, keys))
-        lines[f"{where}: {name + ': ' if name else ''}{_message(problem, keys)}"] = line
+        lines[f"{where}: {name + ': ' if name else ''}{message}"] = line
     return sorted(lines, key=lambda text: lines[text])
 
 
@@ -65,6 +69,11 @@ def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
             continue
         if not isinstance(part, int):  # else an element of a list, which has the list's form
             known = fields.get(str(part)) if fields else None
+
+
+def _names(message: str, key: tuple[str, ...]) -> bool:
+    """True if a message about several keys is about this one."""
+    return re.search(rf"\b{re.escape(key[-1])}\b", message) is not None or message.startswith(f"{key[0]}: ")
 
 
 def _is_section(annotation: Any) -> bool:

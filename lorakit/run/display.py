@@ -55,8 +55,8 @@ class Display:
         return ""
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(text, highlight=False, markup=False)
+        """Print a line above the bar; a file of these lines has it in one."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=self._bar is None)
 
 
 @contextmanager

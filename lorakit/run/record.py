@@ -17,6 +17,8 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
+SAMPLES: Final = "samples.json"
+"""the first held-out rows with their answers in the last evaluation that generated"""
 HARMLESS: Final = {  # keys that change the numbers of a run at most in their last digits
     "train.save_every_steps", "train.keep_checkpoints", "train.eval_every_steps", "train.log_to",
     "train.activation_checkpointing", "train.activation_offload", "train.compile", "train.micro_batch_size",

@@ -37,7 +37,7 @@ class Report:
             values |= {f"eval_loss/{source}": part.loss}
             values |= {f"eval_{name}/{source}": value for name, value in part.metrics.items()}
         shown = [f"perplexity {values['eval_perplexity']:.3f}", *(f"{k} {v:.3f}" for k, v in report.metrics.items())]
-        shown += [f"{source} {part.loss:.4f}" for source, part in report.by_source.items()]
+        shown += [f"loss of {source} {part.loss:.4f}" for source, part in report.by_source.items()]
         self._shown.say(f"step {number}: held-out loss {report.loss:.4f}, {', '.join(shown)}")
         self._metrics.write({"step": number, **values})
         self._trackers.log(values, number)

@@ -6,7 +6,7 @@ tensor is written, and each module is in the mode in which it was. The base is i
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from lorakit.data.load import eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import DataError
+from lorakit.files.atomic import write_json
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.measures import Measure, chosen_measures
 from lorakit.inference.prompts import PromptCodec
@@ -27,10 +28,13 @@ from lorakit.inference.score import EvalRows, listed, read_eval_rows
 from lorakit.lora.routing import Route
 from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
+from lorakit.run.record import SAMPLES
 from lorakit.training.hooks import Hooks
 
 CHUNK_ROWS: Final = 64
 """rows of a process that are answered between two looks at signals"""
+SAMPLE_ROWS: Final = 16
+"""rows whose answers are written to the output folder"""
 
 
 @final
@@ -84,9 +88,25 @@ class Answers:
         parts = group.all_gather(answers)
         predicted = [parts[index % group.size][index // group.size] for index in range(len(rows))]
         expected = [row.expected for row in rows]
-        return group.run_on_rank_0(
+        measures = group.run_on_rank_0(
             lambda: {name: measure(predicted, expected) for name, measure in self._measures.items()}
         )
+        group.run_on_rank_0(lambda: self._write_samples(step, predicted))
+        return measures
+
+    def _write_samples(self, step: int, predicted: Sequence[str]) -> None:
+        """Write the answers to the first rows, which are the same rows in every evaluation."""
+        samples = [
+            {
+                "row": row.location,
+                "prompt": row.question.prompt,
+                "expected": row.expected,
+                "predicted": answer,
+                "correct": answer == row.expected,
+            }
+            for row, answer in itertools.islice(zip(self.rows.rows, predicted, strict=True), SAMPLE_ROWS)
+        ]
+        write_json(Path(self._recipe.output) / SAMPLES, {"step": step, "rows": samples})
 
     def _answer(self, rows: list[Any]) -> list[str]:
         """Return the greedy answers to some rows."""

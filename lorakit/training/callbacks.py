@@ -3,6 +3,7 @@
 Invariant: a run never calls less than it was given. A method with the name of no event is refused before training.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def check_callbacks(callbacks: object) -> tuple[object, ...]:
     """Return the callbacks as a tuple, if a run can call each.
 
     Raises:
-        LorakitError: not a list, or an object without a method of an event, or with one of an unknown name.
+        LorakitError: not a list, or an object without a method of an event, or with one of an unknown name or of other
+        parameters than one.
     """
     if callbacks is None:
         return ()
@@ -107,9 +109,27 @@ def check_callbacks(callbacks: object) -> tuple[object, ...]:
                     f"callbacks: {kind}.{name} would never be called; the events are {', '.join(EVENTS)}."
                     f"{did_you_mean(name, EVENTS)}"
                 )
+            check_parameters(getattr(callback, name), 1, f"callbacks: {kind}.{name}")
         if not names:
             raise LorakitError(f"callbacks: {kind} has none of the methods {', '.join(EVENTS)}")
     return tuple(callbacks)
+
+
+def check_parameters(function: Any, number: int, name: str) -> None:
+    """Return if a function can be called with so many values, as far as Python can tell.
+
+    Raises:
+        LorakitError: it cannot.
+    """
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        parameters.bind(*range(number))
+    except TypeError as problem:
+        values = "1 value" if number == 1 else f"{number} values"
+        raise LorakitError(f"{name}{parameters} is called with {values}: {problem}") from None
 
 
 @final

@@ -46,7 +46,7 @@ from lorakit.training.job import (
 )
 from lorakit.training.model_checks import check_positions, check_row_lengths
 from lorakit.training.resume import check_length
-from lorakit.training.updates import rate_note
+from lorakit.training.updates import rate_note, step_notes
 
 SHOWN_CHARACTERS = 1200
 SHOWN_FILES = 6
@@ -174,9 +174,8 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
             problems.append(str(problem))
             continue
         _say_counts(name, datasets[-1], say)
-        for part in datasets[-1].parts if len(row_sets) > 1 else ():
-            passes = f", {part.passes:g} passes an epoch" if part.passes != 1 else ""
-            say(f"{'':<8} {part.name}: {len(part.table):,} rows, {part.table.counts.tokens:,} tokens{passes}")
+        for source in _source_lines(datasets[-1]):
+            say(f"{'':<8} {source}")
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
     if (note := same_rows_note(*datasets)) is not None:
@@ -189,9 +188,24 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
     first = datasets[0]
     steps = count_steps(recipe, first.rows_per_epoch)
     warmup = count_warmup_steps(recipe, steps)
-    say(f"\nsteps      {steps} of {recipe.train.batch_size} rows, {warmup} of them warm-up")
+    say(f"\nsteps      {steps:,}, with up to {recipe.train.batch_size} rows each; {warmup:,} of the steps are warm-up")
+    for note in step_notes(recipe, steps):
+        say(f"note       {note}")
     say(f"\nfirst row ({first.location(0)}), label tokens between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
     return datasets
+
+
+def _source_lines(rows: TokenDataset) -> list[str]:
+    """Return a line for each source: its rows and its weight; none for a single source without a weight."""
+    if len(rows.parts) == 1 and rows.parts[0].passes == 1:
+        return []
+    lines = []
+    for part in rows.parts:
+        name = f"{part.name}: " if part.name is not None else ""
+        weight = f"; {part.passes:g} passes = {part.rows_per_epoch:,} of {rows.rows_per_epoch:,} rows of an epoch"
+        weight = weight if part.passes != 1 else ""
+        lines.append(f"{name}{len(part.table):,} rows, {part.table.counts.tokens:,} tokens{weight}")
+    return lines
 
 
 def _say_counts(name: str, rows: TokenDataset, say: Callable[[str], None]) -> None:

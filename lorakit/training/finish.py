@@ -17,7 +17,7 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.recipe import Recipe
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.metrics import draw_loss
-from lorakit.run.record import RECORD, RunRecord
+from lorakit.run.record import RECORD, SAMPLES, RunRecord
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.job import Job
 from lorakit.training.progress import Progress
@@ -157,7 +157,7 @@ def discard(output: Path) -> None:
     for name in OTHERS:
         _discard_patch(output / name)
     remove_patch(output)
-    for name in ("metrics.jsonl", "loss.png", "report.html", "README.md"):
+    for name in ("metrics.jsonl", "loss.png", "report.html", SAMPLES, "README.md"):
         (output / name).unlink(missing_ok=True)
     Checkpoints(output / "checkpoints", 1).remove()
     (output / RECORD).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from lorakit.errors import LorakitError, RunError
-from lorakit.training.callbacks import check_callbacks
+from lorakit.training.callbacks import check_callbacks, check_parameters
 
 if TYPE_CHECKING:  # so that the process that only launches others imports no torch
     from lorakit.objectives.objective import Objective
@@ -63,6 +63,8 @@ def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
         isinstance(metrics, Mapping) and all(isinstance(name, str) and callable(metrics[name]) for name in metrics)
     ):
         raise LorakitError(f"metrics: a mapping of names to functions (predicted, expected) -> number, got {metrics!r}")
+    for name, function in (metrics or {}).items():
+        check_parameters(function, 2, f"metrics: {name}")
     if objective is None:
         return Hooks(check_callbacks(callbacks), metrics or {})
     from lorakit.objectives.objective import Objective

@@ -18,10 +18,13 @@ from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.data import find_sources
+from lorakit.data.columns import Columns, source_columns
 from lorakit.data.encode import Encoder
 from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.json_row import BadRow, parse_raw
-from lorakit.data.rows import RowSource, read_raw
+from lorakit.data.load import row_of_columns
+from lorakit.data.row_formats import FORMATS
+from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.training.updates import SMALL_BASE
 
@@ -38,6 +41,11 @@ EVAL_SHARE: Final = 0.05
 """of the training rows, held out where no held-out rows are named"""
 ENOUGH_TO_HOLD_OUT: Final = 400
 """rows, so that about 20 are held out"""
+
+
+QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
+ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
+"""names of columns by which a prompt and its answer are found, where a file has one of each"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class RowFacts:
     lengths: tuple[int, ...]
     num_eval: int
     bad: tuple[str, ...]
+    columns: Columns = ()
 
     @property
     def can_hold_out(self) -> bool:
@@ -86,8 +95,31 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
     return facts, tokenizer
 
 
-def read_sample(names: tuple[str, ...], tokenizer: Any) -> RowFacts:
+def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
+    """Return the columns of a prompt and its answer, if the first row has no form of rows, and their usual names.
+
+    Raises:
+        DataError: it has no form of rows, and not one column of each.
+    """
+    rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
+    row = next((row for row in rows if isinstance(row, dict)), {})
+    if not row or any(row.keys() >= set(form) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
+        return ()
+    questions, answers = ([name for name in row if name.lower() in usual] for usual in (QUESTIONS, ANSWERS))
+    if len(questions) != 1 or len(answers) != 1:
+        raise DataError(
+            f"data: {', '.join(names)}: its columns are {', '.join(map(repr, row))}; say which is the prompt and which"
+            " the answer: --columns instruction=COLUMN output=COLUMN (or text=COLUMN alone)"
+        )
+    if tokenizer.chat_template:
+        return (("instruction", questions[0]), ("output", answers[0]))
+    return (("prompt", f"{{{questions[0]}}}\n"), ("completion", answers[0]))
+
+
+def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -> RowFacts:
     """Return the facts of rows: their number, and form and lengths of a sample that is spread over all of them.
+
+    columns: as `data.columns`; empty: the keys of a row are those of the file.
 
     Raises:
         DataError: no such file, or no row of the sample can be used.
@@ -98,19 +130,24 @@ def read_sample(names: tuple[str, ...], tokenizer: Any) -> RowFacts:
     encode = Encoder(tokenizer, "answer")
     lengths, bad, forms, num_eval = list[int](), list[str](), Counter[str](), 0
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
-        row = parse_raw(raw)
+        raw_row = parse_raw(raw)
+        row = row_of_columns(raw_row, columns)
         try:
             if isinstance(row, BadRow):
                 raise row
             lengths.append(len(encode(row).ids))
             forms[_form(row)] += 1
-            num_eval += is_eval_row(content_of(row, (), ()), EVAL_SHARE)
+            num_eval += is_eval_row(content_of(raw_row, columns, ()), EVAL_SHARE)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
+    if not count:
+        raise DataError(f"data: {', '.join(names)}: no rows in it; write a row on each line, or name another file")
     if not lengths:
         first = f"; the first: {bad[0]}" if bad else ""
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
-    return RowFacts(names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), num_eval, tuple(bad))
+    return RowFacts(
+        names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), num_eval, tuple(bad), columns
+    )
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
@@ -156,6 +193,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         "  targets: all-linear    # every linear layer; fewer layers learn less than a lower rank does",
         "data:",
         f"  train: {_names(rows.names)}",
+        *_column_lines(rows.columns),
         _eval_line(rows, eval_rows),
         f"  max_tokens: {max_tokens}    # {why_tokens}",
         *([f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them"]
@@ -172,6 +210,14 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         f"output: {_scalar(output)}    # the run while it trains, the patch when it is finished",
         "",
     ])  # fmt: skip
+
+
+def _column_lines(columns: Columns) -> list[str]:
+    if not columns:
+        return []
+    pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in columns)
+    used = dict.fromkeys(name for _, source in columns for name in source_columns(source))
+    return [f"  columns: {{{pairs}}}    # only {' and '.join(used)} are read; `lorakit check` shows the first row"]
 
 
 def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:

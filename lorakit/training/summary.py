@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lorakit.data import TokenDataset
+from lorakit.inference.measures import shown_value
 from lorakit.run.report import perplexity
 from lorakit.training.finish import chosen_step, early_stop, other_steps
 from lorakit.training.job import NOT_FUSED, Job, same_rows_note
 from lorakit.training.progress import Progress
+from lorakit.training.updates import step_notes
 
 
 def announce(text: str) -> None:
@@ -47,10 +49,11 @@ def start_summary(
         *([("note", note)] if (note := _same_rows(job)) else []),
         (
             "steps",
-            f"{job.total_steps} of {settings.batch_size} rows,"
-            f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs,"
-            f" {settings.schedule} from {settings.learning_rate:g}",
+            f"{job.total_steps:,}, with up to {settings.batch_size} rows each;"
+            f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs;"
+            f" learning rate {settings.schedule} from {settings.learning_rate:g}",
         ),
+        *(("note", note) for note in step_notes(recipe, job.total_steps)),
         *_fallbacks(job),
         *([("auto", why)] if why else []),
         *([("compile", "each layer, in the first steps: they take up to a minute")] if job.compiled else []),
@@ -148,7 +151,7 @@ def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str
 
 
 def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
-    columns = [(f"{measures[name]:.1%}" if name in measures else "-", max(8, len(name))) for name in names]
+    columns = [(shown_value(name, measures[name]) if name in measures else "-", max(8, len(name))) for name in names]
     return "".join(f"  {text:>{width}}" for text, width in columns)
 
 
@@ -186,12 +189,13 @@ def _rows(job: Job) -> str:
 
 
 def _by_source(rows: TokenDataset) -> str:
-    """Return the number of rows of each source as text; empty for a single one."""
-    if len(rows.parts) == 1:
+    """Return the number of rows of each source as text; empty for a single one without a weight."""
+    if len(rows.parts) == 1 and rows.parts[0].passes == 1:
         return ""
-    parts = [
-        f"{part.name} {len(part.table):,}" + (f" x {part.passes:g}" if part.passes != 1 else "") for part in rows.parts
-    ]
+    parts = []
+    for part in rows.parts:
+        weight = f" x {part.passes:g} = {part.rows_per_epoch:,} an epoch" if part.passes != 1 else ""
+        parts.append(f"{part.name} {len(part.table):,}{weight}" if part.name is not None else weight.strip())
     return f" ({', '.join(parts)})"
 
 

@@ -1,6 +1,6 @@
 """Read from a recipe how the adapter is updated: its optimizer, and the learning rate of every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -16,6 +16,9 @@ USUAL_RATES: Final = {
     "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4),
 }  # fmt: skip
 """optimizer, or an initialisation that starts at the largest part of W -> lowest and highest usual learning rate"""
+
+LARGE_NOISE: Final = 45.0
+"""neftune_alpha that is three times the largest of its paper (Jain et al. 2023, arXiv 2310.05914)"""
 
 
 def optimizer_of(recipe: Recipe) -> BuildOptimizer:
@@ -62,3 +65,24 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
         return None
     what = "lower than usual, as if all weights were trained" if rate < low else "higher than usual"
     return f"learning_rate {rate:g} is {what}: with {method}, adapters mostly learn at {low:g} to {high:g}"
+
+
+def step_notes(recipe: Recipe, total_steps: int) -> Iterator[str]:
+    """Yield a sentence for each setting of the updates that does nothing, or harm, in a run of so many steps."""
+    settings = recipe.train
+    after = total_steps - count_warmup_steps(recipe, total_steps)
+    if settings.schedule == "cosine" and settings.schedule_cycles > 1 and 2 * settings.schedule_cycles > after:
+        yield (
+            f"schedule_cycles {settings.schedule_cycles} in the {after} steps after warm-up: in a cycle of less than 2"
+            f" steps the learning rate does not fall; lower it to {max(1, after // 2)}, or train longer"
+        )
+    if settings.schedule == "wsd" and settings.decay_ratio * after <= 1:
+        yield (
+            f"decay_ratio {settings.decay_ratio:g} of the {after} steps after warm-up is at most one step, so the"
+            " learning rate never falls; raise it, or train longer"
+        )
+    if settings.neftune_alpha is not None and settings.neftune_alpha > LARGE_NOISE:
+        yield (
+            f"neftune_alpha {settings.neftune_alpha:g} is far above the usual 5 to 15: the noise may be larger than"
+            " the embeddings"
+        )

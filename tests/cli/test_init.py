@@ -114,7 +114,35 @@ def test_nothing_is_overwritten_guessed_or_written_of_rows_that_cannot_be_used(
     write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "completion": "b", "label": False}])
     assert main(["init", "--base", "builtin:tiny", "--data", "bad.jsonl", "--out", "new.yaml"]) == 2
     assert "none of 1 rows of bad.jsonl can be used; the first: bad.jsonl:1: label" in capsys.readouterr().err
+    Path("bad.jsonl").write_text("")
+    assert main(["init", "--base", "builtin:tiny", "--data", "bad.jsonl", "--out", "new.yaml"]) == 2
+    assert "data: bad.jsonl: no rows in it; write a row on each line" in capsys.readouterr().err
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names(
+    init: Any, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("qa.csv").write_text("id,question,answer\n" + "".join(f"{i},say {i},so\n" for i in range(9)))
+    Path("odd.csv").write_text("frage,antwort\nsay,so\n")
+    Path("two.csv").write_text("question,query,answer\na,b,c\n")
+    write_rows(tmp_path / "usual.jsonl", [{"prompt": "a", "completion": "b", "question": "c"}])
+
+    def written(data: str, *options: str) -> int:
+        Path("r.yaml").unlink(missing_ok=True)
+        return main(["init", "--base", str(base), "--data", data, "--out", "r.yaml", *options])
+
+    assert written("qa.csv") == 0
+    assert load_recipe("r.yaml").data.columns == {"instruction": "question", "output": "answer"}
+    assert main(["check", "r.yaml"]) == 0
+    assert "say 0<|end|><|assistant|>[[so<|end|>]]" in capsys.readouterr().out
+    assert written("odd.csv", "--columns", "prompt=F: {frage}\n", "completion=antwort") == 0
+    assert load_recipe("r.yaml").data.columns == {"prompt": "F: {frage}\n", "completion": "antwort"}
+    for data, names in (("odd.csv", "'frage', 'antwort'"), ("two.csv", "'question', 'query', 'answer'")):
+        assert written(data) == 2
+        assert f"{data}: its columns are {names}; say which is the prompt" in capsys.readouterr().err
+    assert written("usual.jsonl") == 2  # its keys are those of rows, so no column is chosen
+    assert "none of 1 rows of usual.jsonl" in capsys.readouterr().err
 
 
 def test_some_bad_rows_are_named_in_the_recipe(init: Any, tmp_path: Path, base: Path) -> None:

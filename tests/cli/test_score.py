@@ -1,6 +1,7 @@
 """`lorakit score`: which rows are asked of the base, a merged model and the adapters, and what it refuses first."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +136,48 @@ def test_rows_that_cannot_be_asked_stop_it_or_are_left_out_by_name(
     assert lines[-1].startswith(f"  {rows}:1: its prompt has ")
 
 
+def test_columns_and_a_chat_template_are_given_as_in_a_recipe(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table_file, template, file = tmp_path / "qa.csv", tmp_path / "own.jinja", tmp_path / "answers.jsonl"
+    table_file.write_text("question,answer,level\nsay 1,so,1\nsay 2,so so,2\n")
+    template.write_text(
+        "{% for m in messages %}<|user|>Q {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>Q {% endif %}"
+    )
+    asked = ("score", base, "--data", table_file, "--columns", "instruction=question", "output=answer")
+
+    code, lines, _ = said(capsys, *asked, "--chat-template", template, "--predictions", file)
+    assert (code, table(lines)) == (0, [[str(table_file), "base", "0", "2", "0.0%"]])
+    first = json.loads(file.read_text().splitlines()[0])
+    assert first["messages"] == [{"role": "user", "content": "say 1"}]
+    assert first["expected"] == "so"
+
+    for wrong, expected in (
+        (["--columns", "promt=a"], "--columns 'promt=a': rows have the keys messages, .* Nearest: 'prompt'"),
+        (["--columns", "prompt"], "--columns 'prompt': write each key once, as KEY=COLUMN"),
+        (["--columns", "prompt={a"], "--columns prompt: expected '}'"),
+        (["--columns", "prompt=a", "completion=answer"], "data.columns.prompt: the row has no 'a'; its columns"),
+        (["--chat-template", tmp_path / "absent"], "--chat-template: .*absent: No such file"),
+    ):
+        code, _, err = said(capsys, "score", base, "--data", table_file, *wrong)
+        assert code == 2
+        assert re.search(expected, err), err
+
+
 def test_other_measures_stand_beside_exact_match_and_in_the_predictions(
     base: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own.py").write_text("def half(predicted, expected):\n    return 0.5\n")
-    own, file = f"{tmp_path}/own.py:half", tmp_path / "answers.jsonl"
+    (tmp_path / "own.py").write_text("def words(predicted, expected):\n    return 12.5\n")
+    own, file = f"{tmp_path}/own.py:words", tmp_path / "answers.jsonl"
     code, lines, _ = said(capsys, "score", base, "--data", rows, "--measure", "prefix", "--metric", own,
                           "--predictions", file)  # fmt: skip
 
     assert code == 0
-    assert lines[0].split()[-3:] == ["share", "prefix", "half"]
-    assert table(lines) == [[str(rows), "base", "0", "2", "0.0%", "0.0%", "50.0%"]]
-    assert [(line["prefix"], line["half"]) for line in map(json.loads, file.read_text().splitlines())] == [
-        (0.0, 0.5)
+    assert lines[0].split()[-3:] == ["share", "prefix", "words"]
+    assert table(lines) == [[str(rows), "base", "0", "2", "0.0%", "0.0%", "12.5"]]
+    assert [(line["prefix"], line["words"]) for line in map(json.loads, file.read_text().splitlines())] == [
+        (0.0, 12.5)
     ] * 2
     code, _, err = said(capsys, "score", base, "--data", rows, "--measure", "numeric")
     assert code == 2

@@ -364,7 +364,7 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
     (tmp_path / "nothing").mkdir()
     for name, message in {
         "absent.jsonl": f"looked for {tmp_path}/absent.jsonl", "cut.jsonl.gz": "cut or damaged after line",
-        "cut.parquet": "cut or damaged", "rows.txt": "reads files ending in", "empty.jsonl": "no row is left of",
+        "cut.parquet": "cut or damaged", "rows.txt": "reads files ending in", "empty.jsonl": "no rows in it; write a row on each line",
         "nothing": "holds no file ending in",
         "x" * 3000: "is no file name",
     }.items():  # fmt: skip

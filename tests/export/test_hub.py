@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -273,6 +274,58 @@ def test_the_token_is_in_no_output_and_in_no_file(hub: Hub, patch: Path, tmp_pat
     for file in (*patch.rglob("*"), *cache.rglob("*")):
         assert file.is_dir() or TOKEN.encode() not in file.read_bytes()
     assert all(TOKEN.encode() not in content for content in files_of(hub, "org/mine").values())
+
+
+def test_a_finished_run_is_pushed_and_one_whose_push_fails_is_kept_with_the_command_to_repeat(
+    hub: Hub, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = str(recipe(data={"eval": None}, train={"steps": 2, "warmup_steps": 0})), tmp_path / "out"
+    command = ["train", path, "--push", "org/mine", "--push-base", "org/base", "--push-private"]
+
+    hub.refuse = {"POST /api/models/org/mine/commit": 500}
+    assert main(command) == 75
+    err = capsys.readouterr().err
+    assert "the hub could not answer (500); nothing was committed" in err
+    again = f"lorakit push {out} org/mine --base org/base --private"
+    assert f"The run is finished, and its patch is in {out}. To push it: {again}" in err
+    assert read_patch(out).layers
+    assert not hub.repositories["org/mine"].commits
+
+    hub.refuse = {}
+    assert main(again.split()[1:]) == 0
+    assert main(command) == 0  # the run is not trained again
+    said = capsys.readouterr().out
+    assert "trained already" in said
+    assert f"pushed     {hub.address}/org/mine/commit/" in said
+    assert set(files_of(hub, "org/mine")) == FILES
+    assert hub.repositories["org/mine"].private
+    assert len(hub.repositories["org/mine"].commits) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "refused", "code", "message"),
+    [
+        (["--push", "mine"], {}, 2, "'mine': a repository of the hub is named as ORGANISATION/NAME"),
+        (["--push", "org/mine"], {}, 2, "names its base by a path of this machine, .*: --push-base ORGANISATION/NAME"),
+        (["--push", "org/mine", "--push-base", "b/c"], {"POST /api/repos": 403}, 2, r"may not write there \(403\)"),
+        (
+            ["--push", "org/mine", "--push-base", "b/c"],
+            {"GET /api/models/org/mine/auth": 403},
+            2,
+            "may not write there",
+        ),
+        (["--push", "org/mine", "--push-base", "b/c"], {"POST /api/repos": 503}, 75, r"could not answer \(503\)"),
+        (["--push-private"], {}, 2, "--push-base and --push-private go with --push ORGANISATION/NAME"),
+    ],
+)
+def test_a_push_that_is_not_possible_is_refused_before_the_training(
+    hub: Hub, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    options: list[str], refused: dict[str, int], code: int, message: str,
+) -> None:  # fmt: skip
+    hub.refuse = refused
+    assert main(["train", str(recipe()), *options]) == code
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_starts_from_a_repository(hub: Hub, patch: Path, recipe: Any) -> None:

@@ -79,6 +79,23 @@ def test_recipes_data_and_bases_are_compared_key_by_key(finished_run: Path, tmp_
     assert any("`loss` and `lowest` are of other rows" in note for note in found["notes"])
 
 
+def test_a_run_that_was_extended_is_named_and_counts_of_nothing_are_no_difference(
+    finished_run: Path, tmp_path: Path, said: Said
+) -> None:
+    def extend(record: dict[str, Any]) -> None:
+        record["starts"].append({**record["starts"][0], "total_steps": 9})
+        del record["data"]["train"]["bad"]
+        record["data"]["train"]["split"] = 2
+
+    found = compare_runs([finished_run, copy_run(finished_run, tmp_path / "longer", extend)], said)
+
+    assert (
+        found["notes"][0]
+        == "longer was extended, from 6 to 9 steps: its learning rate is the longer run's from there on"
+    )
+    assert found["data"] == {"train.split": [0, 2]}
+
+
 def test_held_out_losses_of_other_rows_are_not_ranked(finished_run: Path, tmp_path: Path, said: Said) -> None:
     same = copy_run(finished_run, tmp_path / "same")
     change_metrics(same, lambda line: line.update({"eval_loss": line["eval_loss"] / 2} if "eval_loss" in line else {}))
@@ -176,7 +193,9 @@ def test_values_of_other_types_than_a_run_writes_count_as_absent(
     finished_run: Path, tmp_path: Path, said: Said
 ) -> None:
     odd = copy_run(
-        finished_run, tmp_path / "odd", lambda r: r.update(engine=[], ranks={}, base=3, data="x", total_steps="9")
+        finished_run,
+        tmp_path / "odd",
+        lambda r: r.update(engine=[], ranks={}, base=3, data="x", total_steps="9", starts=3),
     )
     change_metrics(odd, lambda line: line.update(loss="low", tokens=None, eval_loss=float("nan"), tokens_per_second=0))
     row = compare_runs([finished_run, odd], said)["runs"][1]

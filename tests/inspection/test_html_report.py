@@ -91,6 +91,9 @@ def hostile_copy(run: Path, copy: Path) -> Path:
         record |= spoilt | {HOSTILE: HOSTILE, "stopped_early": HOSTILE}
 
     copy_run(run, copy, change)
+    answers = {"prompt": [{"role": HOSTILE, "content": HOSTILE}] * 2, "expected": HOSTILE, "predicted": HOSTILE * 99}
+    samples = {"step": HOSTILE, "rows": [{"row": HOSTILE, **answers, "correct": False}, HOSTILE, {"prompt": HOSTILE}]}
+    (copy / "samples.json").write_text(json.dumps(samples))
     change_metrics(copy, lambda line: line.update({HOSTILE: 1.0}))
     return copy
 
@@ -103,6 +106,9 @@ def test_hostile_text_of_a_run_is_text_on_its_page(finished_run: Path, tmp_path:
     assert not {"script", "img", "b", "i"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert any(HOSTILE in text for text in page.texts)
+    assert "Samples" in page.texts
+    assert f"{HOSTILE}: {HOSTILE}\n{HOSTILE}: {HOSTILE}" in page.texts
+    assert (HOSTILE * 99)[:600] + " ..." in page.texts
     assert ("aria-label", HOSTILE) in page.attributes
 
 

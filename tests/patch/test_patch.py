@@ -401,6 +401,9 @@ def test_pickles_and_missing_folders_are_refused(tmp_path: Path, patch: Path) ->
         read_patch(patch)
     with pytest.raises(PatchError, match="absent: no such folder"):
         read_patch(tmp_path / "absent")
+    (tmp_path / f"{patch.name}s").mkdir()  # no patch, so it is not proposed
+    with pytest.raises(PatchError, match=rf"no such folder; .* Nearest: '{patch}'\.$"):
+        read_patch(tmp_path / f"{patch.name}es")
 
 
 @pytest.mark.parametrize(

@@ -420,6 +420,18 @@ def test_where_the_base_fits_the_whole_base_is_advised_and_where_not_it_is_split
         assert row.candidate.fits == (row.candidate.memory.peak * (1 + MARGIN) <= limit)
 
 
+def test_one_process_that_is_faster_than_the_requested_ones_is_named(
+    of_large: Callable[..., Recipe], recipe: Write
+) -> None:
+    parallel = {"backend": "ddp", "processes": 2}
+    small_base = make_plan(load_recipe(recipe(parallel=parallel)), H200)
+    assert small_base.advice.best is not None
+    assert small_base.advice.best.num_processes == 2
+    assert "one process would be faster" in small_base.advice.why
+    assert "expected to be the fastest of 2 processes that fits" in small_base.text
+    assert "one process" not in make_plan(of_large(), H200).advice.why
+
+
 def test_the_cheapest_change_makes_it_fit(of_large: Callable[..., Recipe]) -> None:
     plan = make_plan(of_large(tokens=4096, rows=2), small(H200, 19))
     assert plan.advice.best is None

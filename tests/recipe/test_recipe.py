@@ -103,6 +103,24 @@ def test_an_override_is_named_as_the_source_of_its_mistake(tmp_path: Path) -> No
     assert problems(tmp_path, GOOD, "train.seed")[0].startswith("override 'train.seed': write it as key.path=value")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("train.warmup_steps=500", "train.steps=100"),
+            "r.yaml:1 with override 'train.warmup_steps=500' and 'train.steps=100': train: warmup_steps: 500 of 100",
+        ),
+        (("train.seed=7", "train.select=best"), "r.yaml:1 with override 'train.select=best': train.select needs"),
+        (("evaluation.num_rows=3",), "r.yaml:1 with override 'evaluation.num_rows=3': evaluation: nothing is"),
+    ],
+)
+def test_overrides_that_contradict_other_keys_are_named_beside_the_file(
+    tmp_path: Path, overrides: tuple[str, ...], expected: str
+) -> None:
+    (line,) = problems(tmp_path, GOOD, *overrides)
+    assert line.startswith(expected)
+
+
 def test_overrides_and_plain_exponents_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD + "train: {learning_rate: 1e-4}\n")
 

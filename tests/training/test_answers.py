@@ -16,6 +16,7 @@ from lorakit.errors import LorakitError, RecipeError
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.measures import load_metrics
 from lorakit.inference.score import score
+from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
@@ -114,6 +115,15 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     assert "held-out rows at every evaluation: exact_match, prefix, starts_alike; " in said.out
     assert "perplexity  exact_match    prefix  starts_alike" in said.out
     assert "starts_alike 0." in said.err
+    samples = json.loads((result / "samples.json").read_text())
+    answers = asked[str(rows), "a"]
+    assert samples["step"] == last["step"]
+    assert [(row["row"], row["expected"], row["predicted"]) for row in samples["rows"]] == [
+        (one.row.location, one.row.expected, one.text) for one in answers
+    ]
+    page = write_report(result.folder).read_text()
+    assert f"at step {last['step']} (train.eval_generate)" in page
+    assert answers[0].row.location in page
 
 
 def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:

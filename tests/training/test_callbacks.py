@@ -155,6 +155,10 @@ def test_a_callback_of_an_unknown_event_is_refused_before_anything_is_read() -> 
         (object(), "object has none of the methods on_start"),
         (Diary, "Diary is a class; give an object of it: Diary()"),
         (print, "builtin_function_or_method has none of the methods"),
+        (type("Bare", (), {"on_step": lambda self: None})(),
+         "callbacks: Bare.on_step() is called with 1 value: too many positional arguments"),
+        (type("Two", (), {"on_end": lambda self, result, more: None})(),
+         "callbacks: Two.on_end(result, more) is called with 1 value: missing a required argument: 'more'"),
     ):  # fmt: skip
         with pytest.raises(LorakitError, match=".*") as caught:
             lorakit.train("missing.yaml", callbacks=[callback])
@@ -168,6 +172,7 @@ def test_a_callback_of_an_unknown_event_is_refused_before_anything_is_read() -> 
         ({"callbacks": Diary()}, "callbacks: a list of objects"),
         ({"metrics": [len]}, "metrics: a mapping of names to functions"),
         ({"metrics": {"length": 3}}, "metrics: a mapping of names to functions"),
+        ({"metrics": {"size": lambda text: 1.0}}, r"metrics: size\(text\) is called with 2 values: too many"),
         ({"objective": "dpo"}, "objective: a lorakit.Objective, got 'dpo'"),
         ({"fresh": "yes"}, "fresh: True or False, got 'yes'"),
     ],

@@ -1,5 +1,6 @@
 """A chat template of the recipe's own is the patch's: whoever prompts the patch uses it, and nobody another."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import Encoder
+from lorakit.data import Encoder, chat_template
 from lorakit.errors import DataError, LorakitError, PatchError
 from lorakit.inference.load import brought_template
 from lorakit.patch.prompting import PromptForm
@@ -65,6 +66,24 @@ def test_a_patch_brings_its_chat_template_with_it(
         check(load_recipe(recipe(adapter=start, output=str(tmp_path / "next"))), say=lambda text: None)
     same = recipe(adapter=start, data={"chat_template": str(template)}, output=str(tmp_path / "next"))
     check(load_recipe(same), say=lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "loops", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ range(10**9) }}"]
+)
+def test_a_template_that_never_ends_is_named_instead_of_waited_for(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: str
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    path = tmp_path / "mine.jinja"
+    path.write_text(loops + CHATML)
+    handler = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(
+        DataError, match=r"the chat template (that begins '{% for a .* without an end|refuses it: Range)"
+    ):
+        train(recipe(data={"chat_template": str(path)}))
+    assert signal.getsignal(signal.SIGVTALRM) is handler
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.patch import read_patch
+from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
+from lorakit.training.check import check
 from tests.helpers.rows import write_uneven_rows
 from tests.helpers.training import stop_at, train
 
@@ -27,7 +29,11 @@ def data(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_mixed_run_that_was_stopped_ends_in_the_same_bytes(
-    recipe: Callable[..., Path], data: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recipe: Callable[..., Path],
+    data: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     short = {"steps": 5, "warmup_steps": 0, "eval_every_steps": 9}
     through, said = train(recipe(data=data, train=short, output=str(tmp_path / "through")))
@@ -42,7 +48,8 @@ def test_a_mixed_run_that_was_stopped_ends_in_the_same_bytes(
 
     assert "resuming   after step 3" in resumed
     assert (out / TENSORS).read_bytes() == (through / TENSORS).read_bytes()
-    assert re.search(r"rows .*\(few \d+ x 0\.5, b\.jsonl \d+\)", said)
+    assert re.search(r"rows .*\(few \d+ x 0\.5 = \d+ an epoch, b\.jsonl \d+\)", said)
+    assert re.search(r"held-out loss \d.*, loss of few \d.*, loss of b\.jsonl \d", capsys.readouterr().err)
     (first, *_, last) = [line for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line]
     assert {"eval_loss/few", "eval_loss/b.jsonl", "eval_accuracy/few"} <= first.keys()
     labels = {source: last[f"eval_loss/{source}"] for source in ("few", "b.jsonl")}
@@ -51,6 +58,25 @@ def test_a_mixed_run_that_was_stopped_ends_in_the_same_bytes(
     assert results["eval_loss/few"] == labels["few"]
     assert "few, last step" in resumed
     assert str(tmp_path) not in json.dumps(read_patch(out).metadata["recipe"]["data"])
+
+
+def test_a_weight_is_said_with_the_rows_that_it_makes_of_an_epoch(
+    recipe: Callable[..., Path], rows: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    tiny = [
+        {"path": str(rows), "weight": 0.001, "name": "a", "limit": 12},
+        str(write_uneven_rows(tmp_path / "b.jsonl", 9)),
+    ]
+    for sources in (tiny[:1], tiny):
+        check(load_recipe(recipe(data={"train": sources, "eval": None})), say=said.append)
+    _, started = train(recipe(data={"train": [{"path": str(rows), "weight": 0.25}], "eval": None}, train={"steps": 3}))
+
+    text = "\n".join(said)
+    for number in (1, 10):
+        assert re.search(rf"a: 12 rows, \d+ tokens; 0\.001 passes = 1 of {number} rows of an epoch", text)
+    assert re.search(r"rows .* label tokens \(x 0\.25 = 10 an epoch\)", started)
+    assert "steps      3, with up to 6 rows each; 1.5 epochs" in started
 
 
 def test_shared_rows_are_said_when_a_run_starts(recipe: Callable[..., Path], tmp_path: Path) -> None:

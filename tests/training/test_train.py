@@ -54,7 +54,13 @@ def test_a_recipe_becomes_a_patch_that_learnt_and_that_peft_reads(recipe: Recipe
     assert len(losses) == 30
     assert sorted(evals) == [0, 5, 10, 15, 20, 25, 30]
     assert evals[30] < 0.8 * evals[0]
-    for part in ("14 of 15 linear layers", "rows       40", "30 of 6 rows", "float32 (asked for)", "single on cpu"):
+    for part in (
+        "14 of 15 linear layers",
+        "rows       40",
+        "30, with up to 6 rows each",
+        "float32 (asked for)",
+        "single on cpu",
+    ):
         assert part in said, said
     run = json.loads((out / "run.json").read_text())
     assert run["status"] == "finished"
