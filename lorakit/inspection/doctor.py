@@ -26,6 +26,7 @@ from lorakit.run.record import versions
 EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",
     "trackio": "[log]", "starlette": "[serve]", "uvicorn": "[serve]", "llguidance": "[structured]",
+    "torchft": "[elastic]",
 }  # fmt: skip
 
 

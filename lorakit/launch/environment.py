@@ -14,6 +14,8 @@ from lorakit.launch import slurm
 
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
+WORKER_VARIABLE: Final = "LORAKIT_WORKER"
+"""Set by lorakit's launcher for a worker that replaces a lost one: how many it has started before."""
 DEFAULT_PORT: Final = 29500
 """torch's own default, used if neither launcher nor recipe gives a port."""
 START_HINT: Final = (
@@ -24,6 +26,9 @@ START_HINT: Final = (
 @dataclass(frozen=True)
 class World:
     """This process's rank among ``size`` processes; ``address``:``port`` is their rendezvous.
+
+    ``worker``: number of a process that replaces a lost one of an elastic run, among all that the launcher has started;
+    None for the processes that a run starts with.
 
     ``launcher``: lorakit, torchrun, accelerate, deepspeed, openmpi, mvapich, mpich, slurm, or environment for variables
     that were set by hand.
@@ -36,6 +41,7 @@ class World:
     launcher: str
     address: str
     port: int
+    worker: int | None = None
 
 
 class _Variables(NamedTuple):
@@ -74,7 +80,8 @@ def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) 
     if names != TORCH:
         _refuse_contradictory_variables(env, names)
     address, port = _rendezvous_address(env, rendezvous, one_machine=local_size == size, of_step=launcher == "slurm")
-    return World(rank, size, local_rank, local_size, launcher, address, port)
+    worker = int(env[WORKER_VARIABLE]) if launcher == "lorakit" and WORKER_VARIABLE in env else None
+    return World(rank, size, local_rank, local_size, launcher, address, port, worker)
 
 
 def split_endpoint(text: str) -> tuple[str, int | None]:

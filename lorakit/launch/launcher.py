@@ -68,7 +68,7 @@ def launch(command: Sequence[str], *, processes: int, max_restarts: int = 0, del
         raise RunError("several processes are started from the main thread only")
     sys.stderr.flush()
     # a file of its own: sys.stderr may be replaced, and the workers inherit descriptor 2
-    with _recorded_signals() as signals, open(2, "w", errors="replace", closefd=False) as stderr:
+    with recorded_signals() as signals, open(2, "w", errors="replace", closefd=False) as stderr:
         restarts = 0
         while True:
             failure = _run_workers(command, processes, signals, delays, stderr)
@@ -103,7 +103,7 @@ def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, a
     )
 
 
-class _StopSignals:
+class StopSignals:
     """Stop requests that the launcher received: the last signal's name ("" for none) and their number."""
 
     def __init__(self) -> None:
@@ -119,9 +119,9 @@ class _StopSignals:
 
 
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[_StopSignals]:
+def recorded_signals() -> Iterator[StopSignals]:
     """Record SIGINT, SIGTERM and SIGHUP instead of acting on them, unless they are ignored."""
-    received = _StopSignals()
+    received = StopSignals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # a run under nohup ignores SIGHUP, and so must the launcher
@@ -134,11 +134,11 @@ def _recorded_signals() -> Iterator[_StopSignals]:
 
 
 def _run_workers(
-    command: Sequence[str], processes: int, signals: _StopSignals, delays: Delays, stderr: TextIO
+    command: Sequence[str], processes: int, signals: StopSignals, delays: Delays, stderr: TextIO
 ) -> GroupFailure | None:
     """Start all workers once and wait for all to end; None if all succeeded."""
-    with _reserved_port() as port:
-        workers = Workers(command, _worker_environments(processes, port), stderr)
+    with reserved_port() as port:
+        workers = Workers(command, worker_environments(processes, port), stderr)
         try:
             while workers.running and not workers.failed:
                 if signals.name:
@@ -153,7 +153,7 @@ def _run_workers(
             workers.output.flush(now=True)
 
 
-def _end_after_failure(workers: Workers, signals: _StopSignals, delays: Delays) -> GroupFailure:
+def _end_after_failure(workers: Workers, signals: StopSignals, delays: Delays) -> GroupFailure:
     """End the other workers, and return why the group failed."""
     if not signals.name:
         workers.wait(delays.settle_seconds)
@@ -167,7 +167,7 @@ def _end_after_failure(workers: Workers, signals: _StopSignals, delays: Delays) 
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """Yield a port of 127.0.0.1 for rank 0's store, reserved until the workers have ended.
 
     The reservation is bound but does not listen. The system then gives the port to no program that takes any free port.
@@ -179,7 +179,7 @@ def _reserved_port() -> Iterator[int]:
         yield reservation.getsockname()[1]
 
 
-def _worker_environments(processes: int, port: int) -> list[dict[str, str]]:
+def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
     """Return the environment variables of each rank, as torchrun sets them on one machine.
 
     torchrun's own TORCHELASTIC_* are left out: with TORCHELASTIC_USE_AGENT_STORE rank 0 would connect to a store of

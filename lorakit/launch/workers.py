@@ -54,13 +54,17 @@ class Workers:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stderr: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.output = OutputMerger(stderr)
+        self.output, self._stderr = OutputMerger(stderr), stderr
         try:
             for environment in environments:
-                self.all.append(_start(command, environment, stderr))
+                self.start(command, environment)
         except BaseException:
             self.kill()
             raise
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start one more worker."""
+        self.all.append(_start(command, environment, self._stderr))
 
     @property
     def running(self) -> list[Worker]:

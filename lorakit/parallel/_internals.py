@@ -5,6 +5,7 @@ tests/parallel/test_internals.py checks that all of them still exist.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None
 def default_store() -> distributed_c10d.Store:
     """Return the key-value store of the default process group. Without it, ranks cannot exchange heartbeats."""
     return distributed_c10d._get_default_store()
+
+
+def set_message_timeout(timeout: timedelta) -> None:
+    """Set how long messages of the default process group may take, after it has formed.
+
+    Without `_set_pg_timeout`, the long time that messages may take would hold while a group connects, too.
+    """
+    distributed_c10d._set_pg_timeout(timeout)
 
 
 # --- accelerate 1.15.0 -----------------------------------------------------------------------------------------------

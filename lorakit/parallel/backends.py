@@ -47,6 +47,10 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     if parallel.backend not in BACKENDS:
         raise RunError(f"parallel.backend: {parallel.backend!r} is unknown.{did_you_mean(parallel.backend, BACKENDS)}")
     assert world is not None
+    if parallel.elastic is not None:
+        from lorakit.parallel.elastic import ElasticEngine
+
+        return ElasticEngine(world, parallel, device)
     file, name = BACKENDS[parallel.backend]
     engine: Engine = getattr(import_module(f"lorakit.parallel.{file}"), name)(world, parallel, device)
     return engine

@@ -45,6 +45,10 @@ def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
+    if recipe.parallel.elastic is not None:
+        with _elastic_engine(recipe, world, on_failure) as engine:
+            yield engine
+        return
     os.environ.update(torch_environment(world))  # accelerate and DeepSpeed read their ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
@@ -70,6 +74,41 @@ def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable
         raise error from None
     finally:
         destroy_process_group()
+
+
+@contextmanager
+def _elastic_engine(recipe: Recipe, world: World, on_failure: Callable[[], None]) -> Iterator[Engine]:
+    """Yield the engine of an elastic run. The processes that it starts with have met, one that joins has not.
+
+    No watchdog: whoever loses another goes on, and the launcher ends the run where too few are left.
+    """
+    from lorakit.parallel.elastic import ElasticEngine
+
+    if world.launcher != "lorakit":
+        raise RunError(
+            f"parallel.elastic: {world.launcher} started this process, and only `lorakit train` itself starts processes"
+            " that may be lost; leave the key out, or start the run with `lorakit train`"
+        )
+    engine = open_engine(recipe.parallel, world)
+    assert isinstance(engine, ElasticEngine)
+    try:
+        if not engine.joins:
+            engine.meet(0)
+            engine.group.check_same("what they run", shared_facts(recipe))
+        with without_deprecations():
+            yield engine
+    except Exception as problem:
+        on_failure()
+        if is_collective_error(problem):
+            raise TemporaryFailure(
+                f"another process was lost before the first step ({str(problem).splitlines()[0][:200]}); the same"
+                " command begins again"
+            ) from None
+        if is_out_of_memory(problem):
+            raise out_of_memory(problem) from None
+        raise
+    finally:
+        engine.close()
 
 
 @contextmanager
@@ -105,13 +144,8 @@ def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
 
     The ranks exchange their reasons here, so that all end with the same one.
     """
-    # CPU allocators raise plain RuntimeErrors: only their text distinguishes them from failed collectives
-    if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem):
-        problem = RunError(
-            f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would"
-            " fit: a lower train.micro_batch_size, train.activation_checkpointing: layers, or the base in parts with"
-            " zero3 or fsdp2"
-        )
+    if is_out_of_memory(problem):
+        problem = out_of_memory(problem)
     if isinstance(problem, LorakitError):
         reason = watchdog.fail(str(problem), problem.exit_code)
         own = reason.rank in (None, watchdog.rank)
@@ -124,6 +158,20 @@ def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
     if own:
         return problem
     return PeerFailure(str(reason), reason.exit_code)
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """True if a tensor did not fit."""
+    # CPU allocators raise plain RuntimeErrors: only their text distinguishes them from failed collectives
+    return isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem)
+
+
+def out_of_memory(problem: Exception) -> RunError:
+    """Return the error for a tensor that did not fit, with what would help."""
+    return RunError(
+        f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would fit: a lower"
+        " train.micro_batch_size, train.activation_checkpointing: layers, or the base in parts with zero3 or fsdp2"
+    )
 
 
 def shared_facts(recipe: Recipe) -> dict[str, Any]:

@@ -105,6 +105,10 @@ class BaseEngine(ABC):
     def describe(self) -> dict[str, Any]:
         """Return the engine's class and backend, read from the objects that really run, not from the recipe."""
 
+    def check(self, work: Callable[[], None]) -> None:
+        """Run a check of the engine after an update; its problem on any rank is raised on all. Collective."""
+        self.group.run_on_all(work)
+
     def shard_numel(self, shape: Sequence[int]) -> int:
         """Return the most elements that one rank stores of a frozen tensor of this shape."""
         return math.prod(shape)
@@ -201,7 +205,7 @@ class BaseEngine(ABC):
                 raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         self._scale.record_good_step()
         if self._collectives.counts_are_new():
-            self.group.run_on_all(lambda: verify_step(self._expected, self.layout()))
+            self.check(lambda: verify_step(self._expected, self.layout()))
         return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
 
     def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:

@@ -27,6 +27,11 @@ class OffloadSection(Section):
         return self.parameters == "stream"
 
 
+class ElasticSection(Section):
+    min: Count = 1
+    """Fewest processes with which the run goes on. With fewer it stops, and saves a checkpoint."""
+
+
 class ParallelSection(Section):
     backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
@@ -61,17 +66,22 @@ class ParallelSection(Section):
     reshard_after_forward: bool = True
     """fsdp2: free a layer's gathered weights after forward. `false` keeps them for backward: faster, more memory."""
     max_restarts: int = Field(0, ge=0, le=1000)
-    """How many times a run that lost a process restarts by itself from its last checkpoint."""
+    """How many times a run that lost a process restarts by itself from its last checkpoint. With `elastic`: how many
+    lost processes are replaced while the others go on."""
     silent_seconds: float = Field(20.0, ge=1, le=3600)
     """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
     stuck_seconds: float = Field(1800.0, ge=1, le=864000)
     """Seconds without progress of any process after which the run ends; the message names who waits for whom."""
+    elastic: ElasticSection | None = None
+    """Let a run of ddp on one machine go on without a process that it lost, from the step under way. `max_restarts`
+    lost processes are replaced, by new ones that join between two steps. Needs `pip install 'lorakit[elastic]'`."""
     deepspeed: dict[str, JsonValue] = Field({})
     """Further keys of DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
-        problems = [*_axis_problems(self), *(_auto_problems(self) if self.is_auto else _parallel_problems(self))]
+        problems = [*_axis_problems(self), *_elastic_problems(self)]
+        problems += [*(_auto_problems(self) if self.is_auto else _parallel_problems(self))]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -143,6 +153,22 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
     if section.deepspeed and not zero:
         yield f"deepspeed: goes with zero1, zero2 or zero3, got backend `{backend}`"
     yield from _offload_problems(section, section.offloads)
+
+
+def _elastic_problems(section: ParallelSection) -> Iterator[str]:
+    if section.elastic is None:
+        return
+    if section.backend != "ddp":
+        yield f"elastic: goes with ddp, where each process has everything, got backend `{section.backend}`"
+    shared = [f"{axis}: {size}" for axis, size in section.axes.items() if size > 1]
+    if shared:
+        yield f"elastic: a lost process takes its part of each row or weight with it; leave out {', '.join(shared)}"
+    if section.nodes > 1:
+        yield f"elastic: one machine's processes, got nodes: {section.nodes}"
+    if section.communication in ("nccl", "mpi"):
+        yield f"elastic: the adapter's gradients go through gloo, got communication: {section.communication}"
+    if section.elastic.min > section.processes:
+        yield f"elastic.min: {section.elastic.min} is more than processes: {section.processes}"
 
 
 def _offload_problems(section: ParallelSection, offloads: OffloadSection) -> Iterator[str]:

@@ -74,6 +74,11 @@ class RunRecord:
         self.values |= {"status": "running", **facts}
         write_json(self._path, self.values)
 
+    def add_change(self, change: dict[str, Any]) -> None:
+        """Record that workers of an elastic run have left or joined."""
+        self.values.setdefault("elastic", []).append(change)
+        write_json(self._path, self.values)
+
     def finish(self, status: str = "finished", **facts: Any) -> None:
         """Record how the run ended. ``status``: `stopped` for a run that goes on with the same recipe."""
         self.values |= {"status": status, "facts_of_end": sorted(facts), **facts}

@@ -21,6 +21,7 @@ from lorakit.data import TokenDataset
 from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.inference.measures import MEASURES, check_measures
+from lorakit.launch.lighthouse import check_torchft
 from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
@@ -78,6 +79,8 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             attempt(_check_start, start, recipe, say)
         _check_base_and_rows(recipe, folder, say, attempt)
     attempt(check_prerequisites, recipe.parallel)
+    if recipe.parallel.elastic is not None:
+        attempt(check_torchft)
     attempt(partial(check_optimizer, on_gpu=torch.cuda.is_available()), recipe.train.optimizer)
     attempt(check_trackers, recipe.train.log_to)
     attempt(check_measures, recipe.evaluation.measures)

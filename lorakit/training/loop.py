@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from lorakit.training.summary import announce, end_summary, start_summary
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
 SHOWN_ROWS: Final = 8
+Say = Callable[[str], None]
 
 
 def run(
@@ -60,6 +61,10 @@ def run(
         TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
     with catching_signals() as stop, distributed_engine(recipe, world, stop.defer) as engine:
+        if recipe.parallel.elastic is not None:
+            from lorakit.training.elastic import run_elastically  # here, because it repeats the rounds of this file
+
+            return run_elastically(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
         if not engine.group.is_rank_0:
             say = _print_nothing
         return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
@@ -135,31 +140,57 @@ def train_loop(
         TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved. An error of a callback
         likewise.
     """
-    while True:
-        improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop, callbacks)
-        interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
-        done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
-        save_is_due = progress.step % job.recipe.train.save_every_steps == 0
-        # decided together: all ranks stop after the same step
-        stopping, ended = map(bool, job.engine.group.all_reduce_sum(stop.is_requested(), callbacks.has_ended))
-        if progress.step and (save_is_due or done or improved or stopping or ended):
-            job.engine.set_phase(f"step {progress.step}: saving")
-            folder = job.checkpoints.save(job.engine, progress)
-            if folder is not None:
-                callbacks.call("on_checkpoint", folder)
-            ended = job.engine.group.any(callbacks.has_ended)
-        if ended:
-            job.engine.group.run_on_all(callbacks.raise_failure)
-        if done:
-            return None
-        if ended:
-            reason = job.engine.group.run_on_rank_0(lambda: callbacks.stopped)
-            return f"after step {progress.step} of {job.total_steps}: {reason}"
-        if stopping:
-            signal_name = next(filter(None, job.engine.group.all_gather(stop.signal_name)))
-            saved = f"saved after step {progress.step}" if progress.step else "before the first step"
-            raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
-        train_step(job, batches, progress, report, callbacks)
+    end = None
+    while end is None:
+        end = train_round(job, batches, progress, report, stop, callbacks)
+    return end.why
+
+
+@dataclass(frozen=True)
+class End:
+    """The last round has ended. ``why``: the reason of a callback that stopped the run; None if none did."""
+
+    why: str | None = None
+
+
+def train_round(
+    job: Job,
+    batches: Prefetcher,
+    progress: Progress,
+    report: Report | NullReport,
+    stop: StopRequest,
+    callbacks: Callbacks,
+) -> End | None:
+    """Do what is due before a step, then the step, and return None; without a step to do, return the end.
+
+    Raises:
+        TemporaryFailure: as `train_loop`.
+    """
+    improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop, callbacks)
+    interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
+    done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
+    save_is_due = progress.step % job.recipe.train.save_every_steps == 0
+    # decided together: all ranks stop after the same step
+    stopping, ended = map(bool, job.engine.group.all_reduce_sum(stop.is_requested(), callbacks.has_ended))
+    if progress.step and (save_is_due or done or improved or stopping or ended):
+        job.engine.set_phase(f"step {progress.step}: saving")
+        folder = job.checkpoints.save(job.engine, progress)
+        if folder is not None:
+            callbacks.call("on_checkpoint", folder)
+        ended = job.engine.group.any(callbacks.has_ended)
+    if ended:
+        job.engine.group.run_on_all(callbacks.raise_failure)
+    if done:
+        return End()
+    if ended:
+        reason = job.engine.group.run_on_rank_0(lambda: callbacks.stopped)
+        return End(f"after step {progress.step} of {job.total_steps}: {reason}")
+    if stopping:
+        signal_name = next(filter(None, job.engine.group.all_gather(stop.signal_name)))
+        saved = f"saved after step {progress.step}" if progress.step else "before the first step"
+        raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
+    train_step(job, batches, progress, report, callbacks)
+    return None
 
 
 def train_step(

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
+from lorakit.launch.elastic import launch_elastically
 from lorakit.launch.environment import World, contradictions, detect_world
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
+from lorakit.launch.lighthouse import check_torchft
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.training.hooks import NO_HOOKS, Hooks, check_hooks
 
@@ -140,6 +142,17 @@ def run_or_launch(
         *(["--why", why] if why else []),
         *(part for file in hooks.metric_files for part in ("--metric", file)),
     ]
+    if parallel.elastic is not None:
+        check_torchft()
+        return launch_elastically(
+            command,
+            [part for part in command if part != "--fresh"],  # one that joins must not begin the run once more
+            processes=parallel.processes,
+            fewest=parallel.elastic.min,
+            max_replaced=parallel.max_restarts,
+            silent_seconds=parallel.silent_seconds,
+            stuck_seconds=parallel.stuck_seconds,
+        )
     return launch(command, processes=parallel.processes, max_restarts=parallel.max_restarts)
 
 

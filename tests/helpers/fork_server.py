@@ -42,7 +42,7 @@ PRELOADED: Final = (
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """Libraries' modules that a training process imports; with every module of lorakit, imported before the first fork."""
-FORKED: Final = ("lorakit.cli", "tests.helpers.ranks")
+FORKED: Final = ("lorakit.cli", "lorakit.launch.lighthouse", "tests.helpers.elastic_worker", "tests.helpers.ranks")
 """Modules that a forked process forks for itself when it starts ``sys.executable -m MODULE``."""
 MESSAGE_BYTES: Final = 1 << 18
 ENVIRON_BYTES: Final = 1 << 14

@@ -143,10 +143,10 @@ def test_workers_are_recognised_by_their_environment_and_import_no_torch(
 
     assert code == 0, err
     world, no_torch = out.splitlines()
-    port = int(world.partition("port=")[2].partition(")")[0])
+    port = int(world.partition("port=")[2].partition(",")[0])
     assert world == f"{World(0, 2, 0, 2, 'lorakit', '127.0.0.1', port)} []"
     assert no_torch == "False"
-    assert f"rank=1, size=2, local_rank=1, local_size=2, launcher='lorakit', address='127.0.0.1', port={port})" in err
+    assert f"rank=1, size=2, local_rank=1, local_size=2, launcher='lorakit', address='127.0.0.1', port={port}, " in err
 
 
 def test_the_cores_are_shared_unless_the_environment_says_how(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

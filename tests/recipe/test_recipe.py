@@ -198,6 +198,31 @@ def test_stages_that_cannot_be_are_refused(settings: dict[str, object], message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        *(
+            (
+                {"backend": backend},
+                f"elastic: goes with ddp, where each process has everything, got backend `{backend}`",
+            )
+            for backend in ("auto", "zero1", "zero2", "zero3", "fsdp2")
+        ),
+        (
+            {"pipeline": 2},
+            "elastic: a lost process takes its part of each row or weight with it; leave out pipeline: 2",
+        ),
+        ({"sequence": 2, "tensor": 2}, "leave out sequence: 2, tensor: 2"),
+        ({"nodes": 2}, "elastic: one machine's processes, got nodes: 2"),
+        ({"communication": "nccl"}, "elastic: the adapter's gradients go through gloo, got communication: nccl"),
+        ({"elastic": {"min": 5}}, "elastic.min: 5 is more than processes: 4"),
+    ],
+)
+def test_elastic_is_refused_by_name_where_a_process_cannot_be_lost(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSection.model_validate({"backend": "ddp", "processes": 4, "elastic": {}} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"backend": "zero3", "processes": 2}, r"tensor: 2 goes with ddp or fsdp2, got backend `zero3` \(DeepSpeed"),
         ({"backend": "single"}, "tensor: 2 goes with ddp or fsdp2, got backend `single`"),
         ({"backend": "ddp", "processes": 3}, "tensor: 2 does not divide the 3 processes of a machine"),
