@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.ops.dropout import DrawnMask, DropoutMask
+from lorakit.ops.tensor_parallel import WeightGroup
+from lorakit.ops.token_parts import LeftProducts
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,10 @@ class LayerInputs:
     bias: Tensor | None
     mask: DropoutMask | DrawnMask | None = None
     """the zeros of x'; None: x' is x"""
+    left: LeftProducts | None = None
+    """of the gather that returned x and computes A's gradient"""
+    column_ranks: WeightGroup | None = None
+    """the ranks that have the other columns of W and A; None: all are here"""
 
     def y(self) -> Tensor:
         """Return x W^T + b, (..., out)."""
@@ -38,6 +44,10 @@ class LayerInputs:
     def shrink(self, x: Tensor, A: Tensor) -> Tensor:
         """Return x A^T, (..., r), for x or x'."""
         return self.kind.shrink(self.layer, x, A)
+
+    def over_columns(self, partial: Tensor) -> Tensor:
+        """Return the sum over all columns of W, of a sum over those that are here."""
+        return partial if self.column_ranks is None else self.column_ranks.sum(partial)
 
     def weight_times(self, A: Tensor) -> Tensor:
         """Return W A^T, (out, r)."""

@@ -12,6 +12,8 @@ from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.ops.dropout import dropout_mask
+from lorakit.ops.tensor_parallel import WeightGroup
+from lorakit.ops.token_parts import BlockInput
 
 
 @final
@@ -42,6 +44,9 @@ class LoraLinear(AdapterModule):
         self.scale = METHODS[method].scale(alpha, rank)
         self.dropout, self.name = dropout, name
         self.first_column = 0  # of x in the layer's full input, where ranks have parts of it
+        self.block_input: BlockInput | None = None  # of which x is, where ranks share the block
+        self.column_ranks: WeightGroup | None = None  # that have the other columns of W and A
+        self.has_bias = True  # False where another rank adds it to the sum
         bias = base._parameters.get("bias")
         self.bias_dtype = None if bias is None else bias.dtype
         for name in kind.copied_attributes:
@@ -64,11 +69,14 @@ class LoraLinear(AdapterModule):
         """Return what the method reads in a forward pass on x."""
         has_dropout = self.dropout > 0 and self.training and x.is_floating_point()  # an embedding's x is token ids
         mask = dropout_mask(x, self.dropout, self.name, self.first_column) if has_dropout else None
-        return LayerInputs(self, self.kind, x, self._bias(), mask)
+        left = None if self.block_input is None else self.block_input.left_by(x, self.get_parameter("lora_A"))
+        return LayerInputs(self, self.kind, x, self._bias(), mask, left, self.column_ranks)
 
     def _bias(self) -> Tensor | None:
         """Return the bias in the base's dtype, which a trainable bias, a float32 master, has not."""
         bias = self._parameters.get("bias")
+        if bias is not None and not self.has_bias:
+            return bias.to(self.bias_dtype) * 0  # and not None, so that its gradient is 0 and not missing
         return bias if bias is None or self.bias_dtype is None else bias.to(self.bias_dtype)
 
     def extra_repr(self) -> str:

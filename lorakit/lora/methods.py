@@ -96,6 +96,7 @@ def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor 
         transposed=inputs.kind.transposed,
         mask=inputs.mask,
         gain=gain,
+        left=inputs.left,
     )
 
 
@@ -123,7 +124,7 @@ def apply_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     Source: Liu et al. 2024 (arXiv 2402.09353), equation 5.
     """
     y, dropped = inputs.y(), inputs.dropped()
-    gain = dora_gain(tensors, inputs.weight_times, s)
+    gain = dora_gain(tensors, inputs.weight_times, s, inputs.over_columns)
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
     return y + (gain - 1).to(y.dtype) * inputs.product(dropped, y) + (gain * s).to(y.dtype) * delta
@@ -136,20 +137,27 @@ def fused_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None
     """
     if inputs.bias is not None or inputs.mask is not None or not has_fused_product(inputs):
         return None
-    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.weight_times, s))
+    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.weight_times, s, inputs.over_columns))
 
 
-def dora_gain(tensors: Tensors, weight_times: Callable[[Tensor], Tensor], s: float) -> Tensor:
+def dora_gain(
+    tensors: Tensors,
+    weight_times: Callable[[Tensor], Tensor],
+    s: float,
+    over_columns: Callable[[Tensor], Tensor] = lambda partial: partial,
+) -> Tensor:
     """Return m / |V|, (out,) float32, without forming V. `weight_times`: A -> W A^T.
 
-    |V|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), row by row.
+    |V|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), row by row. The last two terms are sums over the columns of W
+    and A, of which `over_columns` adds those of other ranks.
     """
     with torch.no_grad():
         A, B = tensors["lora_A"].float(), tensors["lora_B"].float()
         inner = (weight_times(A).float() * B).sum(1)
         squares = ((B @ (A @ A.T)) * B).sum(1)
         # clamped, because rounding may leave a sum below zero where V is close to zero
-        norm = (tensors["weight_norm"].square() + 2 * s * inner + s * s * squares).clamp(min=0).sqrt()
+        change = over_columns(2 * s * inner + s * s * squares)
+        norm = (tensors["weight_norm"].square() + change).clamp(min=0).sqrt()
     return row_gain(tensors[MAGNITUDE], norm)
 
 

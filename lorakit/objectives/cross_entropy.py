@@ -20,6 +20,7 @@ from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.stage import Stage
 from lorakit.ops.tensor_parallel import VocabularyPart
+from lorakit.ops.token_parts import TokenParts
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -51,6 +52,7 @@ class LossModel(nn.Module):
     `stage`: the layers that are here, where other processes have the others; None if all are.
     `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
     `vocabulary`: the tokens whose rows of the head are here; None: all of them.
+    `token_parts`: the tokens that are here between the blocks; None: all of them.
     `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
     that is not the one of the tensors (a plan's are on meta). `label_smoothing`: share of each label that is spread
     over all tokens of the vocabulary, in training mode alone.
@@ -68,6 +70,7 @@ class LossModel(nn.Module):
         self.model, self.objective, self.label_smoothing = model, objective, label_smoothing
         self._device_type, self.packed_attention = device_type, False
         self.vocabulary: VocabularyPart | None = None
+        self.token_parts: TokenParts | None = None
         self.find_head()
         self.kernel: VarlenKernel | KernelProbe | None = None
         self.exchange: HeadExchange | None = None
@@ -128,10 +131,16 @@ class LossModel(nn.Module):
         if self.chunked:
             assert self.head is not None
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            return self.head(hidden, labels, label_positions, smoothing)
+            if self.token_parts is not None:
+                hidden = self.token_parts.gathered(hidden, summed=self.vocabulary is not None)
+            return self.head(hidden, labels, label_positions, smoothing, self._sums_hidden_gradient())
         logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
+
+    def _sums_hidden_gradient(self) -> bool:
+        """True if the loss sums the ranks' gradients of hidden states; tokens in parts are summed when they part."""
+        return self.token_parts is None or self.token_parts.problem is not None
 
 
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
@@ -188,16 +197,22 @@ class LossHead(nn.Module):
         self.transform, self.device_type, self.vocabulary = transform, device_type, vocabulary
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        smoothing: float = 0.0,
+        sums_gradient: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...).
 
-        smoothing: share of each label that is spread over all tokens of the vocabulary.
+        smoothing: share of each label that is spread over all tokens of the vocabulary. sums_gradient: sum the gradient
+        of `hidden` over the ranks that have parts of the vocabulary; otherwise it is this rank's part of the sum.
         """
         hidden, labels = select_labelled(hidden, labels, positions)
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary)
+        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary, sums_gradient)
         losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
@@ -244,10 +259,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
         smoothing: float,
         vocabulary: VocabularyPart | None,
+        sums_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
+        num_tokens = weight.shape[0] if vocabulary is None else vocabulary.count
         size = chunk_bytes // (4 * (weight.shape[0] if vocabulary is None else vocabulary.max_rows))
         size = max(1, size - size % CHUNK_MULTIPLE or size)
         for start in range(0, len(labels), size):
@@ -256,13 +273,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             z, slope = _transformed(F.linear(hidden[chunk], weight, bias).float(), transform)
             # in place from here, because torch.logsumexp would allocate a second chunk
             largest, target_logits = z.amax(1, keepdim=True), z.gather(1, targets)
-            mean = z.mean(1, keepdim=True) if smoothing else None
+            mean = z.sum(1, keepdim=True).div_(num_tokens) if smoothing else None
             if vocabulary is not None:
                 vocabulary.group.maximum(largest)
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
             if vocabulary is not None:
-                sums = vocabulary.group.sum(torch.cat([total, target_logits * is_here], 1))
-                total, target_logits = sums.split(1, dim=1)
+                own = [total, target_logits * is_here, *([] if mean is None else [mean])]
+                total, target_logits, *means = vocabulary.group.sum(torch.cat(own, 1)).split(1, dim=1)
+                mean = means[0] if means else None
             hits[chunk] = (target_logits == largest)[:, 0]
             if mean is not None:
                 # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
@@ -272,7 +290,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # d loss / d logits = softmax - one-hot, or the smoothed label
                 z.div_(total).scatter_add_(1, targets, is_here * (smoothing - 1.0))
                 if smoothing:
-                    z.sub_(smoothing / z.shape[1])
+                    z.sub_(smoothing / num_tokens)
                 if slope is not None:
                     z.mul_(slope)
                 if transform.scale * gradient_scale != 1.0:
@@ -280,7 +298,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
             del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
-        ctx.gradient_scale, ctx.vocabulary = gradient_scale, vocabulary
+        ctx.gradient_scale, ctx.vocabulary = gradient_scale, vocabulary if sums_gradient else None
         ctx.mark_non_differentiable(hits)
         return losses, hits
 
@@ -292,7 +310,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = (gradient.float() * factors).to(gradient.dtype)
         if ctx.vocabulary is not None:
             dhidden = ctx.vocabulary.group.sum(dhidden)
-        return dhidden, None, None, None, None, None, None, None
+        return dhidden, *[None] * 8
 
 
 def _own_targets(labels: Tensor, num_rows: int, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor]:

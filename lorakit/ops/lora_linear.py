@@ -7,7 +7,8 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 - backward computes dY B once and uses it for dA and dx;
 - of x, nothing is saved where `ops.recompute` can recompute it; otherwise x itself, without a copy in another dtype;
 - dropout saves the keys of its mask, one number for each token and column, instead of the mask;
-- of W, only the function that returns it is saved.
+- of W, only the function that returns it is saved;
+- of an x that was gathered from ranks nothing is saved: dY B is left for the gather's backward, which computes dA.
 
 With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
 """
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.ops.dropout import DropoutMask
 from lorakit.ops.recompute import RecomputedInput, recomputable
+from lorakit.ops.token_parts import LeftProducts
 
 GetWeight = Callable[[], Tensor]
 
@@ -50,16 +52,19 @@ def lora_linear(
     transposed: bool,
     mask: DropoutMask | None = None,
     gain: Tensor | None = None,
+    left: LeftProducts | None = None,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
     `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `mask`: the zeros of x';
     None: x' is x.
     `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
+    `left`: of the gather that returned x; None if no such gather computes A's gradient.
     """
     assert gain is None or (bias is None and mask is None)
-    recomputed = recomputable(x) if torch.is_grad_enabled() else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, mask, recomputed, gain)  # type: ignore[no-untyped-call]
+    recomputed = recomputable(x) if torch.is_grad_enabled() and left is None else None
+    settings = s, transposed, mask, recomputed, gain, left
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, *settings)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -82,6 +87,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         mask: DropoutMask | None,
         recomputed: RecomputedInput | None,
         gain: Tensor | None,
+        left: LeftProducts | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
@@ -91,10 +97,12 @@ class _LoraLinearFunction(torch.autograd.Function):
             y += bias
         W = weight().to(x.dtype)
         y.addmm_(rows, W if transposed else W.T)
-        ctx.save_for_backward(A, B, S, *([rows] if recomputed is None else []), *([] if gain is None else [gain, y]))
+        inputs = [rows] if recomputed is None and left is None else []
+        ctx.save_for_backward(A, B, S, *inputs, *([] if gain is None else [gain, y]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight, ctx.s, ctx.transposed, ctx.mask, ctx.recomputed = weight, s, transposed, mask, recomputed
+        ctx.left, ctx.A_id = left, id(A)
         if gain is not None:
             y = (y * gain).to(y.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -114,7 +122,9 @@ class _LoraLinearFunction(torch.autograd.Function):
         D = dy @ (B * ctx.s).to(dy.dtype)
         if needs_dB:
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
-        if needs_dA:
+        if needs_dA and ctx.left is not None:
+            ctx.left.products[ctx.A_id] = D, ctx.mask
+        elif needs_dA:
             x = saved[0] if ctx.recomputed is None else ctx.recomputed.get().reshape(-1, A.shape[1])
             dA = (D.T @ _dropped(x, ctx.mask)).to(A.dtype)
         if needs_dx:
@@ -125,4 +135,4 @@ class _LoraLinearFunction(torch.autograd.Function):
             dx = dx.view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None, dgain
+        return dx, None, dbias, dA, dB, None, None, None, None, dgain, None

@@ -4,7 +4,8 @@ A layer that is cut by outputs reads all of x, and its gradient of x is a partia
 reads its own part of x, and its output is a partial sum. Between the two, nothing is sent (Megatron-LM, Shoeybi et al.
 2019, arXiv 1909.08053): two messages for each layer of a transformer forward, and two backward.
 
-A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial sum, as x W^T beside it is.
+A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial sum, as x W^T beside it is. Between the
+blocks each rank may have some of the tokens alone (`ops.token_parts`).
 """
 
 from dataclasses import dataclass
@@ -51,14 +52,32 @@ class WeightGroup:
 
     def concatenated(self, part: Tensor, dim: int, count: int) -> Tensor:
         """Return the ranks' parts side by side: ``count`` rows or columns, of which ``part`` has this rank's."""
+        return self.gathered(part.movedim(dim, 0), count).movedim(0, dim).contiguous()
+
+    def gathered(self, rows: Tensor, count: int) -> Tensor:
+        """Return ``count`` rows, of which each rank has its part."""
         counts = self.counts(count)
-        own = part.movedim(dim, 0)
-        padded = own.new_zeros(max(counts), *own.shape[1:])  # because a message has one size for all ranks
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self.group)
-        rows = torch.cat([each[:size] for each, size in zip(parts, counts, strict=True)])
-        return rows.movedim(0, dim).contiguous()
+        sent = rows.contiguous()
+        if len(rows) < counts[0]:  # a message has one size for all ranks
+            sent = rows.new_zeros(counts[0], *rows.shape[1:])
+            sent[: len(rows)] = rows
+        received = rows.new_empty(self.size, *sent.shape)
+        dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=self.group)
+        if counts[0] == counts[-1]:
+            return received.flatten(0, 1)
+        return torch.cat([part[:size] for part, size in zip(received, counts, strict=True)])
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of the rows of the sum of the ranks' tensors."""
+        counts = self.counts(len(rows))
+        sent = rows.contiguous()
+        if counts[0] != counts[-1]:
+            sent = rows.new_zeros(self.size, counts[0], *rows.shape[1:])
+            for part, own in zip(sent, rows.split(counts), strict=True):
+                part[: len(own)] = own
+        total = rows.new_empty(counts[0], *rows.shape[1:])
+        dist.reduce_scatter_tensor(total, sent.view(-1, *rows.shape[1:]), group=self.group)
+        return total[: counts[self.rank]]
 
 
 @final
@@ -78,40 +97,6 @@ class VocabularyPart:
     def max_rows(self) -> int:
         """Tokens of the largest part of any rank, after which all ranks choose the same chunks."""
         return max(self.group.counts(self.count))
-
-
-@final
-class CopiedInput:
-    """A forward pre-hook of the layers of one block that are cut by outputs, such as q, k and v.
-
-    Their input is copied in once, however many of them read it, so that its gradient is summed in one message.
-    """
-
-    def __init__(self, group: WeightGroup) -> None:
-        self._group = group
-        self._x: Tensor | None = None
-        self._copy: Tensor | None = None
-
-    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self._x is not args[0]:
-            self._x, self._copy = args[0], copy_in(args[0], self._group)
-        assert self._copy is not None
-        return (self._copy, *args[1:])
-
-    def forget(self, block: nn.Module, args: Any, output: Any) -> None:
-        """Free the input, as a forward hook of the block."""
-        self._x = self._copy = None
-
-
-@final
-class SummedOutput:
-    """A forward hook of a layer that is cut by inputs: its outputs are partial sums."""
-
-    def __init__(self, group: WeightGroup) -> None:
-        self._group = group
-
-    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return sum_out(output, self._group)
 
 
 @final

@@ -93,6 +93,7 @@ class Fsdp2Engine(SingleEngine):
         }
 
     def stage_optimizer_state(self) -> dict[str, Tensor]:
+        self._free_gathered()  # the optimizer knows the shards
         return {
             f"{name}.{part}": self.join(name, _full_tensor(value, self.device))
             for name, tensor in adapter_tensors(self._model).items()
@@ -100,6 +101,7 @@ class Fsdp2Engine(SingleEngine):
         }
 
     def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._free_gathered()
         for name, tensor in checkpoint_tensors(self._model).items():
             assert isinstance(tensor, DTensor)
             own = self.part(name, adapter[name])
@@ -121,10 +123,14 @@ class Fsdp2Engine(SingleEngine):
         )
 
     def resident_bytes(self) -> dict[str, int]:
+        self._free_gathered()
+        return super().resident_bytes()
+
+    def _free_gathered(self) -> None:
+        """Put the shards back in the model: the outermost group stays gathered after a forward without backward."""
         for module in self._loss_model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the outermost group stays gathered after forward
-        return super().resident_bytes()
+                module.reshard()
 
     def describe(self) -> dict[str, Any]:
         num_groups = sum(isinstance(module, FSDPModule) for module in self._loss_model.modules())

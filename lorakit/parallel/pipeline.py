@@ -18,6 +18,7 @@ from lorakit.data.batch import Batch
 from lorakit.objectives.cross_entropy import loss_inputs, token_scores
 from lorakit.objectives.objective import Scores
 from lorakit.ops.stage import Stage
+from lorakit.ops.token_parts import TokenParts
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -38,6 +39,8 @@ class StageForward:
     """A micro-batch whose forward is done at this stage. scores: at the last stage, else None."""
 
     scores: Scores | None
+    shape: tuple[int, ...] = (0, 0)
+    """(lines, tokens)"""
     received: Tensor | None = None
     output: Tensor | None = None
     sending: dist.Work | None = None
@@ -52,28 +55,31 @@ class StageForward:
 class StageSteps:
     """Forward and backward of micro-batches at one stage. model: the engine's wrapper of a `LossModel`."""
 
-    def __init__(self, model: nn.Module, stage: Stage | None) -> None:
-        self._model, self._stage = model, stage
+    def __init__(self, model: nn.Module, stage: Stage | None, tokens: TokenParts | None) -> None:
+        self._model, self._stage, self._tokens = model, stage, tokens
         self._sending: dist.Work | None = None
 
     def forward(self, batch: Batch) -> StageForward:
         """Compute this stage for a micro-batch: what the stage before sends, if there is one."""
+        shape = batch.input_ids.shape
         if self._stage is None:
-            return StageForward(token_scores(self._model, batch))
+            return StageForward(token_scores(self._model, batch), shape)
         link, received = self._stage.link, None
         if not link.is_first:
-            received = link.receive_hidden(batch.input_ids.shape)
+            received = link.receive_hidden(shape)
             received.requires_grad_(self._stage.sends_gradient and torch.is_grad_enabled())
         output = self._model(**loss_inputs(batch), own_stage=True, hidden=received)
         if link.is_last:
-            return StageForward(Scores(output[0], output[1], batch.label_weights), received)
-        return StageForward(None, received, output, link.send_hidden(output))
+            return StageForward(Scores(output[0], output[1], batch.label_weights), shape, received)
+        return StageForward(None, shape, received, output, link.send_hidden(output))
 
     def backward(self, forward: StageForward, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
         """Compute the gradients of this stage for a micro-batch.
 
         loss: at the last stage, else None. run: the engine's backward of a loss.
         """
+        if self._tokens is not None:
+            self._tokens.shape = forward.shape  # another micro-batch's forward may have come after this one's
         forward.wait()  # also where no gradient comes back: torch drops a message whose `Work` is freed
         if loss is not None:
             run(loss)

@@ -161,7 +161,7 @@ class BaseEngine(ABC):
         )
         with quiet_libraries():
             self._wrapped = self.wrap(loss_model, optimizer, weights)
-        self._stage_steps = StageSteps(self._wrapped, loss_model.stage)
+        self._stage_steps = StageSteps(self._wrapped, loss_model.stage, loss_model.token_parts)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
         if check_parts is not None:
@@ -187,10 +187,10 @@ class BaseEngine(ABC):
 
         assert weights is not None
         full_layers, chunked = copy_layers(loss_model.model), loss_model.chunked
-        self.parts = self.group.run_on_all(lambda: cut_weights(loss_model, self.mesh.tensor))
+        self.parts = parts = self.group.run_on_all(lambda: cut_weights(loss_model, self.mesh.tensor))
         loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
         check = partial(check_layers, loss_model, full_layers, weights, self.device, self.group)
-        return self.parts.weights(weights), check
+        return parts.weights(weights), lambda: parts.sum_trained(check())
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         counts = count_step(self._objective, micro_batches, self.mesh.data)
@@ -376,6 +376,7 @@ class BaseEngine(ABC):
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
             **({"stage": self._stage_facts(stage)} if (stage := self._loss_model.stage) else {}),
+            **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
             "collectives_of_a_step": self._collectives.counts(),

@@ -7,18 +7,22 @@
 
     * the gradient is a partial sum: all of them are added in one message of a step
 
-Every other tensor is replicated, and so is its gradient. What is sent for the base is sent for its adapter too.
+Every other tensor is replicated, and so is its gradient, but those of norms between the blocks: where each rank has a
+part of the tokens there (`ops.token_parts`), theirs are partial sums too. Then x of a block is gathered and y is
+reduce-scattered. What is sent for the base is sent for its adapter too.
 
 Invariant: the parts side by side are the full tensor, bit for bit, so that a checkpoint does not depend on the cut.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from lorakit.base.cut_weights import Cut, CutTensors, QuantizedCut
+from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import quantized_weight
 from lorakit.base.tensor_plan import INPUTS, OUTPUTS, SHARED, block_of, tensor_plan
@@ -28,41 +32,49 @@ from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.head_exchange import token_range
-from lorakit.ops.tensor_parallel import (
-    CopiedInput,
-    GatheredLogits,
-    SummedOutput,
-    VocabularyPart,
-    VocabularyRows,
-    WeightGroup,
-)
+from lorakit.ops.tensor_parallel import GatheredLogits, VocabularyPart, VocabularyRows, WeightGroup
+from lorakit.ops.token_parts import BlockInput, TokenParts
 from lorakit.parallel.group import Group
+from lorakit.parallel.verify import IN_PARTS
 from lorakit.quant.parts import part_of_quantized
 
 QUANTIZED_TENSORS: Final = ("weight", "block_scale", "row_scale")
 """tensors of a quantised weight, which are cut together"""
 CUT_DIMS: Final[Mapping[str, Mapping[str, int]]] = {
-    OUTPUTS: {"weight": 0, "block_scale": 0, "row_scale": 0, "bias": 0, "lora_B": 0, "lora_B0": 0},
+    OUTPUTS: {
+        "weight": 0,
+        "block_scale": 0,
+        "row_scale": 0,
+        "bias": 0,
+        "lora_B": 0,
+        "lora_B0": 0,
+        "lora_magnitude_vector": 0,
+        "weight_norm": 0,
+    },
     INPUTS: {"weight": 1, "block_scale": 0, "lora_A": 1, "lora_A0": 1},
 }
 """what is cut -> tensor of a layer -> the dimension of which a rank has a part"""
-PARTIAL: Final = {OUTPUTS: "lora_A", INPUTS: "lora_B"}
-"""what is cut -> the tensor whose gradient is a partial sum on each rank"""
+PARTIAL: Final = {OUTPUTS: {"lora_A"}, INPUTS: {"lora_B", "lora_magnitude_vector", "bias"}}
+"""what is cut -> the tensors whose gradients are partial sums on each rank"""
 LINEAR_FORWARD: Final = nn.Linear.forward
-METHODS: Final = ("lora", "rslora", "lora_fa")
 
 
 @final
 class TensorParts:
     """The parts that this rank has of a model's tensors. cuts: by name. partial: trainable tensors whose gradients are
-    partial sums. summed_layers: layers that are cut by inputs."""
+    partial sums. summed_layers: layers that are cut by inputs. num_blocks: those with layers cut by outputs."""
 
-    def __init__(self, model: nn.Module, group: WeightGroup) -> None:
-        self._model, self._group = model, group
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], tokens: TokenParts) -> None:
+        self._model, self._plan, self._group, self.tokens = model, plan, tokens.group, tokens
         self.cuts: dict[str, Cut] = {}
         self.quantized: dict[str, QuantizedCut] = {}
         self.partial: set[str] = set()
         self.summed_layers = 0
+        self.num_blocks = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a rank has between the blocks: its tokens alone, or all of them and why."""
+        return {"blocks": self.num_blocks, "tokens": self.tokens.problem or IN_PARTS}
 
     def weights(self, weights: LazyBase) -> LazyBase:
         """Return the base's weights as this rank's parts."""
@@ -79,6 +91,12 @@ class TensorParts:
         if cut is None or part.shape != cut.part_shape:
             return part
         return self._group.concatenated(part, cut.dim, cut.shape[cut.dim])
+
+    def sum_trained(self, modules: Iterable[str]) -> None:
+        """Sum the gradients of what is trained of these modules: each rank has given them some of the tokens alone."""
+        for name in modules:
+            if name not in self._plan:
+                self.partial |= {f"{name}.{key}" for key in _trainable(self._model.get_submodule(name))}
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         """Make the gradients of replicated tensors those of all ranks, in place, in one message. Collective.
@@ -140,19 +158,51 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorParts:
     model = loss_model.model
     ranks = WeightGroup(group.device_group, group.rank, group.size)
     plan = checked_plan(model, group.size)
-    parts, inputs = TensorParts(model, ranks), dict[str, CopiedInput]()
+    tokens = loss_model.token_parts = TokenParts(ranks)
+    parts, inputs = TensorParts(model, plan, tokens), dict[str, BlockInput]()
     parts.cut(cut_dims(model, plan))
     for name, what in plan.items():
         layer, block = model.get_submodule(name), model.get_submodule(block_of(name))
         if what == OUTPUTS:
             if block_of(name) not in inputs:
-                inputs[block_of(name)] = hook = CopiedInput(ranks)
+                inputs[block_of(name)] = hook = BlockInput(tokens)
+                parts.num_blocks += 1
+                block.register_forward_pre_hook(hook.before, with_kwargs=True)
                 block.register_forward_hook(hook.forget, always_call=True)
-            layer.register_forward_pre_hook(inputs[block_of(name)])
-        _cut_layer(parts, layer, name, what, ranks)
+            layer.register_forward_pre_hook(inputs[block_of(name)].before_layer)
+            if isinstance(layer, LoraLinear):
+                layer.block_input = inputs[block_of(name)]
+                layer.block_input.factors.append(partial(layer.get_parameter, "lora_A"))
+        _cut_layer(parts, layer, name, what)
     loss_model.vocabulary = _cut_vocabulary(model, ranks)
     loss_model.find_head()
+    _cut_tokens(loss_model, plan, tokens)
     return parts
+
+
+def _cut_tokens(loss_model: LossModel, plan: Mapping[str, str], tokens: TokenParts) -> None:
+    """Cut the tokens before the first layer and put them together after the last one, where that can be exact."""
+    model = loss_model.model
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [names[id(layer)] for layer in repeated_layers(model)]
+    blocks = {block_of(name) for name, what in plan.items() if what in (OUTPUTS, INPUTS)}
+    outside = [block for block in blocks if not any(block.startswith(f"{layer}.") for layer in layers)]
+    adapted = [
+        name
+        for name, module in adapter_modules(model)
+        if isinstance(module, LoraLinear) and name not in plan and any(name.startswith(f"{layer}.") for layer in layers)
+    ]
+    if len({block_of(layer) for layer in layers}) != 1 or outside:
+        tokens.problem = f"{(outside or ['no block'])[0]} is cut outside of a list of layers"
+    elif adapted:
+        tokens.problem = f"{adapted[0]} is adapted between the blocks"
+    else:
+        model.get_submodule(layers[0]).register_forward_pre_hook(tokens.enter, with_kwargs=True)
+        if loss_model.stage is None or loss_model.stage.link.is_last:
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            head.register_forward_pre_hook(tokens.before_head, prepend=True)
+        else:
+            model.get_submodule(layers[-1]).register_forward_hook(tokens.leave)
 
 
 def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
@@ -177,20 +227,17 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
                 f"parallel.tensor: {name} is trained inside a block that is cut; leave it out of the adapter"
             )
         if plan.get(name) in (OUTPUTS, INPUTS):
-            _check_cut_layer(name, module)
+            _check_cut_layer(name, plan[name], module)
     return plan
 
 
-def _check_cut_layer(name: str, module: AdapterModule) -> None:
-    if not isinstance(module, LoraLinear):
-        raise RunError(f"parallel.tensor: {name} is trained in full, and is cut; train it with low-rank factors")
-    if module.method not in METHODS:
+def _check_cut_layer(name: str, what: str, module: AdapterModule) -> None:
+    # its own code would add the bias on every rank
+    if not isinstance(module, LoraLinear) and what == INPUTS and module._parameters.get("bias") is not None:
         raise RunError(
-            f"parallel.tensor: adapter.method {module.method} reads full rows of {name}, of which a process has a"
-            f" part; choose {', '.join(METHODS)}"
+            f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
+            " low-rank factors"
         )
-    if "bias" in module.adapter_tensors():
-        raise RunError(f"parallel.tensor: adapter.bias trains the bias of {name}, which is cut; set adapter.bias: none")
 
 
 def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, int]:
@@ -221,16 +268,21 @@ def vocabulary_modules(model: nn.Module) -> list[str]:
     return [] if are_tied and len(cut) < len(names) else cut  # one of two that share a weight may read it in full
 
 
-def _cut_layer(parts: TensorParts, layer: nn.Module, name: str, what: str, ranks: WeightGroup) -> None:
+def _cut_layer(parts: TensorParts, layer: nn.Module, name: str, what: str) -> None:
     """Connect a layer that was cut. Its sizes stay those of the full layer, as a sharded layer's do."""
-    partial = _trainable(layer) if what == SHARED else _trainable(layer) & {PARTIAL[what]}
+    partial = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
     parts.partial |= {f"{name}.{key}" for key in partial}
     if what != INPUTS:
         return
-    layer.register_forward_hook(SummedOutput(ranks))
+    ranks = parts.tokens.group
+    layer.register_forward_hook(parts.tokens.after)
     parts.summed_layers += 1
     if isinstance(layer, LoraLinear):
         layer.first_column = ranks.part(layer.in_features).start  # of the dropout mask
+        layer.column_ranks = ranks
+        if "bias" in _trainable(layer):
+            layer.has_bias = ranks.rank == 0
+            return
     if ranks.rank > 0:
         layer.register_parameter("bias", None)  # added once to the sum
 
@@ -247,7 +299,7 @@ def _cut_vocabulary(model: nn.Module, ranks: WeightGroup) -> VocabularyPart | No
         if isinstance(module, nn.Embedding):
             rows = VocabularyRows(ranks, ranks.part(module.num_embeddings))
             module.register_forward_pre_hook(rows.before)
-            module.register_forward_hook(rows.after)
+            module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
             module.padding_idx = None  # which speaks of gradients
         elif isinstance(module, nn.Linear):
             vocabulary = VocabularyPart(ranks, module.out_features)

@@ -1,11 +1,15 @@
 """Compare layers of a cut model with the full layers, before a run takes its first step.
 
+A layer's output and the gradient of its input must be those of the full layer. A model whose tokens cannot be in parts
+between the blocks is compared a second time, with all tokens on every rank.
+
 Invariant: at most one full layer is in memory, and it is freed before the run starts.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,14 +20,25 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.tensor_plan import REMEDY
 from lorakit.errors import RunError
 from lorakit.launch.watchdog import is_collective_error
+from lorakit.lora import adapter_modules
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.token_parts import TokenCut, changed, hidden_states
 from lorakit.parallel.group import Group
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
 """relative; other dtypes 3e-2"""
-Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]
-"""arguments and output of a layer"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer was called with, and what it returned. gradient: of its hidden states. cut: of the tokens."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    gradient: Tensor
+    cut: TokenCut | None
 
 
 def copy_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,57 +56,96 @@ def copy_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def check_layers(
     loss_model: LossModel, full: dict[str, nn.Module], weights: LazyBase, device: torch.device, world: Group
-) -> None:
+) -> set[str]:
     """Return if the cut layers compute what the full ones do, on some tokens. Collective. Empties ``full``.
 
-    full: of `copy_layers`. weights: of the full model.
+    full: of `copy_layers`. weights: of the full model. Sets `TokenParts.problem` where every rank needs all tokens
+    between the blocks. Returns the names of adapted modules that get some of the tokens.
 
     Raises:
         RunError: they do not, so parts of this model meet elsewhere than its plan says.
     """
-    model = loss_model.model
-    count = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    ids = torch.arange(NUM_TOKENS, device=device)[None] * (count // NUM_TOKENS)
-    was_training = loss_model.training
+    tokens, was_training = loss_model.token_parts, loss_model.training
     loss_model.eval()
+    problem, in_parts = _problem(loss_model, full, weights, device, world)
+    if problem is not None and tokens is not None and tokens.problem is None:
+        tokens.problem = f"with parts of them this base {problem}"
+        problem, in_parts = _problem(loss_model, full, weights, device, world)
+    loss_model.train(was_training)
+    full.clear()
+    if problem is not None:
+        raise RunError(f"parallel.tensor: {type(loss_model.model).__name__} {problem}; {REMEDY}")
+    return in_parts
+
+
+def _problem(
+    loss_model: LossModel, full: dict[str, nn.Module], weights: LazyBase, device: torch.device, world: Group
+) -> tuple[str | None, set[str]]:
+    """Return what differs from the full layers, on any rank, and the adapted modules that get some of the tokens."""
+    tokens, worst, text, in_parts = loss_model.token_parts, 0.0, "", set[str]()
     try:
-        with torch.no_grad(), _recorded(model, full) as calls:
-            loss_model(input_ids=ids)
-            worst = max(_difference(name, full.pop(name), calls.pop(name), weights, device) for name in list(full))
+        with _recorded(loss_model, full) as (calls, in_parts):
+            logits = _logits(loss_model, device)
+        worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
+        if tokens is not None and tokens.problem is None:
+            tokens.problem = "all of them, to compare with"  # what lies between the layers too
+            worst = max(worst, _relative(logits, _logits(loss_model, device)))
+            tokens.problem = None
     except RuntimeError as problem:  # a view of heads that are not all here, for one
         if is_collective_error(problem):
             raise
         text = str(problem).splitlines()[0]
-        raise RunError(f"parallel.tensor: {type(model).__name__} does not run on parts ({text}); {REMEDY}") from None
-    finally:
-        loss_model.train(was_training)
+        if loss_model.stage is not None:  # the other stages wait for this one
+            what = f"parallel.tensor: {type(loss_model.model).__name__} does not run on parts ({text})"
+            raise RunError(f"{what}; {REMEDY}") from None
+    if world.any(bool(text)):
+        return f"does not run on parts ({text or 'on another rank'})", set()
     if world.any(not worst <= 1):  # `not <=`, so that NaN is refused
-        raise RunError(
-            f"parallel.tensor: {type(model).__name__} gives other outputs where ranks share its weights, off by"
-            f" {worst:.1f} times what rounding allows; {REMEDY}"
-        )
+        what = "gives other outputs where ranks share its weights"
+        return f"{what}, off by {worst:.1f} times what rounding allows", set()
+    return None, in_parts
+
+
+@torch.no_grad()
+def _logits(loss_model: LossModel, device: torch.device) -> Tensor:
+    """Return the logits of NUM_TOKENS tokens."""
+    count = loss_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    ids = torch.arange(NUM_TOKENS, device=device)[None] * (count // NUM_TOKENS)
+    logits: Tensor = loss_model(input_ids=ids)
+    return logits
 
 
 @contextmanager
-def _recorded(model: nn.Module, names: Any) -> Iterator[dict[str, Call]]:
-    """Record the calls of some layers inside the block."""
+def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dict[str, Call], set[str]]]:
+    """Record the calls of some layers inside the block, and the adapted modules that get some of the tokens."""
     calls: dict[str, Call] = {}
+    in_parts: set[str] = set()
+    model, tokens = loss_model.model, loss_model.token_parts
 
     def recorder(name: str) -> Any:
-        def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name] = args, kwargs, output[0] if isinstance(output, tuple) else output
+        def record(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            cut = None if tokens is None else tokens.cut
+            # before the layer's own forward, and not after, because FSDP has freed its weights then
+            calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, cut), cut)
 
         return record
 
-    handles = [model.get_submodule(name).register_forward_hook(recorder(name), with_kwargs=True) for name in names]
-    yield calls
+    def watcher(name: str) -> Any:
+        def watch(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and tokens is not None and tokens.problem is None and args[0].shape[:-1].numel() < NUM_TOKENS:
+                in_parts.add(name)
+
+        return watch
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True) for name in names]
+    handles += [module.register_forward_pre_hook(watcher(name)) for name, module in adapter_modules(model)]
+    yield calls, in_parts
     for handle in handles:
         handle.remove()
 
 
 def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, device: torch.device) -> float:
-    """Return how far a call's output is from the full layer's, in units of the tolerance."""
-    args, kwargs, output = call
+    """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
     tensors = {}
     for key, parameter in layer.named_parameters():
         value = parameter.detach()
@@ -100,7 +154,42 @@ def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, devi
             weights.fill(f"{name}.{key}", 0, value)
         tensors[key] = nn.Parameter(value.to(device), requires_grad=False)  # of which a layer reads its tensors
     buffers = {key: buffer.to(device) for key, buffer in layer.named_buffers()}
-    expected = torch.func.functional_call(layer.eval(), tensors | buffers, args, kwargs)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    difference = (output - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+    cut = call.cut
+    inputs = changed(call.args, call.kwargs, (lambda own: own) if cut is None else cut.gather)
+    named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
+    # backward inside of the call too, because layers read their weights there
+    expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
+    pairs = zip((call.output, call.gradient), expected, strict=True)
+    return max(_relative(own if cut is None else cut.gather(own), full) for own, full in pairs)
+
+
+class _WithGradient(nn.Module):
+    """Return a layer's output, and the gradient of its hidden states for some gradient of the output.
+
+    Without the hooks on the layer itself: for the first and the last layer, they change the number of tokens.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: TokenCut | None) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = hidden_states(args, kwargs).detach().requires_grad_()
+            args, kwargs = changed(args, kwargs, lambda _: x)
+            output = self.layer.forward(*args, **kwargs)
+            y: Tensor = output[0] if isinstance(output, tuple) else output
+            direction = _direction(y if cut is None else cut.gather(y.detach()))
+            (gradient,) = torch.autograd.grad(y, x, direction if cut is None else cut.take(direction))
+        return y.detach(), gradient
+
+
+def _direction(like: Tensor) -> Tensor:
+    """Return a gradient of a layer's output, no two values of it the same."""
+    return torch.arange(like.numel(), device=like.device).sin().to(like.dtype).view(like.shape)
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """Return how far values are from the expected ones, in units of the tolerance."""
+    difference = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
     return float(difference) / TOLERANCE.get(expected.dtype, 3e-2)

@@ -11,6 +11,8 @@ from lorakit.errors import RunError
 
 SHARDS_BASE: Final = {"zero3", "fsdp2"}
 SHARDS_OPTIMIZER: Final = {"zero1", "zero2", "zero3", "fsdp2"}
+IN_PARTS: Final = "in parts"
+"""what `layout` says of the tokens between the blocks of a cut model, where each rank has some of them"""
 SLACK_BYTES: Final = 4096  # flat buffers are padded, and AdamW stores a step count for every tensor
 
 
@@ -114,5 +116,12 @@ def _tensor_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Ite
         return
     sent = {kind: count["calls"] for kind, count in layout["collectives_by_axis"]["tensor"].items()}
     # each output once in a forward, and once in a step the gradients of the factors that every rank has
-    if sent.keys() != {"all_reduce"} or sent["all_reduce"] <= expected.summed_layers:
-        yield f"outputs of {expected.summed_layers} layers should be summed along the axis `tensor`, {sent} are sent"
+    least = {"all_reduce": expected.summed_layers + 1}
+    if layout["tensor_parts"]["tokens"] == IN_PARTS:  # and each block's input once
+        blocks = layout["tensor_parts"]["blocks"]
+        least = {"all_reduce": 1, "reduce_scatter": expected.summed_layers, "all_gather": blocks}
+    if sent.keys() != least.keys() or any(sent[kind] < number for kind, number in least.items()):
+        yield (
+            f"outputs of {expected.summed_layers} layers should be summed along the axis `tensor`, in at least {least},"
+            f" {sent} are sent"
+        )

@@ -17,7 +17,7 @@ from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section, Token
-from lorakit.recipe.updates import backend_problem, endless_warmup, update_problems
+from lorakit.recipe.updates import backend_problem, endless_warmup, full_tensor_reason, update_problems
 
 
 class BaseSection(Section):
@@ -315,21 +315,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _shared_weights_can_be_cut(self) -> "Recipe":
-        if self.parallel.tensor == 1:
-            return self
-        train, adapter = self.train, self.adapter
-        refused = {
-            f"adapter.method: {adapter.method}": adapter.method in ("dora", "rsdora"),
-            f"adapter.bias: {adapter.bias}": adapter.bias != "none",
-            f"train.optimizer: {train.optimizer}": train.optimizer != "adamw",
-            f"train.label_smoothing: {train.label_smoothing}": train.label_smoothing != 0,
-            f"train.neftune_alpha: {train.neftune_alpha}": train.neftune_alpha is not None,
-        }
-        if any(refused.values()):
+        if self.parallel.tensor > 1 and (reason := full_tensor_reason(self.train.optimizer)) is not None:
             raise ValueError(
-                f"parallel.tensor: {self.parallel.tensor} does not go with"
-                f" {' and '.join(key for key, is_set in refused.items() if is_set)} yet; leave one of them out"
-                " (backend fsdp2 or zero3 without tensor divides the base too)"
+                f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {self.train.optimizer},"
+                f" {reason}; choose adamw, lion or sgd, or leave tensor out (fsdp2 and zero3 divide the base too)"
             )
         return self
 

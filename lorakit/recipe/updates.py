@@ -23,6 +23,13 @@ BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("adafactor", "lion", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit"), ("single", "ddp")),
 }
 """optimizer -> backends that it goes with; one that is not here goes with all"""
+FULL_TENSORS: Final[Mapping[str, str]] = {
+    "adafactor": "whose state is of full rows and columns of a tensor",
+    "muon": "whose updates are of full matrices",
+    **dict.fromkeys(("adamw8bit", "paged_adamw8bit"), "whose state is quantised in blocks of full tensors"),
+    "paged_adamw": "whose pages of state have not been tried with parts of tensors",
+}
+"""optimizer -> why it does not update a part of a tensor as it would in the full one"""
 SCHEDULE_KEYS: Final = {
     "schedule_power": ("polynomial",), "schedule_cycles": ("cosine",), "decay_ratio": ("wsd",),
     "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),
@@ -60,6 +67,11 @@ def backend_problem(optimizer: str, backend: str) -> str | None:
         return None
     names = f"{', '.join(backends[:-1])} or {backends[-1]}"
     return f"train.optimizer: {optimizer} goes with backend {names}, got {backend}; adamw goes with every backend"
+
+
+def full_tensor_reason(optimizer: str) -> str | None:
+    """Return why an optimizer needs full tensors, as the end of a sentence; None if it updates each value alone."""
+    return FULL_TENSORS.get(optimizer)
 
 
 def endless_warmup(warmup_steps: int, steps: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lorakit.data import TokenDataset
 from lorakit.inference.measures import shown_value
+from lorakit.parallel.verify import IN_PARTS
 from lorakit.run.report import perplexity
 from lorakit.training.finish import chosen_step, early_stop, other_steps
 from lorakit.training.job import NOT_FUSED, Job, same_rows_note
@@ -59,6 +60,7 @@ def start_summary(
         *([("compile", "each layer, in the first steps: they take up to a minute")] if job.compiled else []),
         ("engine", _engine(ranks)),
         *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
+        *([("tensor", _tokens(parts))] if (parts := ranks[0].get("tensor_parts")) else []),
         *([("streamed", f"two layers at a time: {_per_process(ranks)}")] if recipe.parallel.offloads.streams else []),
         ("output", str(job.output)),
     ]
@@ -167,6 +169,13 @@ def _engine(ranks: list[dict[str, Any]]) -> str:
     if len(ranks) == 1:
         return alone
     return f"{alone} each, {len(ranks)} processes through {first['communication']} ({first['engine']})"
+
+
+def _tokens(parts: dict[str, Any]) -> str:
+    """Return which tokens a process has between the blocks of a base that processes share."""
+    if parts["tokens"] == IN_PARTS:
+        return "norms and residual sums of a part of the tokens in each process"
+    return f"norms and residual sums of all tokens in each process: {parts['tokens']}"
 
 
 def _per_process(ranks: list[dict[str, Any]]) -> str:

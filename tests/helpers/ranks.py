@@ -31,6 +31,7 @@ from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives import objective
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective
+from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
@@ -115,7 +116,11 @@ def build(engine: Engine, base: Path, case: Case) -> None:
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    if case.get("mixed"):
+        model.get_submodule("model.layers.0.post_attention_layernorm").register_forward_hook(add_mean)
     attach(model, find_targets(model, spec), spec, 0, loaded.read_weight)
+    if "neftune" in case:
+        add_embedding_noise(model, case["neftune"])
     fuse_model(model)
     if case.get("checkpointing"):
         checkpoint_layers(model, offload=case["checkpointing"] == "offload")
@@ -124,13 +129,18 @@ def build(engine: Engine, base: Path, case: Case) -> None:
         loraplus_lr_ratio=case.get("ratio"),
     )  # fmt: skip
     engine.prepare(
-        LossModel(model, OBJECTIVES[case.get("objective", "sft")]),
+        LossModel(model, OBJECTIVES[case.get("objective", "sft")], label_smoothing=case.get("smoothing", 0.0)),
         optimizer,
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
         loaded.weights,
     )
     if "loss_scale" in case:
         engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
+
+
+def add_mean(norm: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Give every token of a line the mean of all of them."""
+    return output + output.mean(1, keepdim=True)
 
 
 def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:

@@ -234,20 +234,11 @@ def test_processes_that_cannot_share_weights_are_refused(settings: dict[str, obj
         ParallelSection(tensor=2, **settings)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "adapter.method=dora",
-        "adapter.bias=all",
-        "train.optimizer=adamw8bit",
-        "train.label_smoothing=0.1",
-        "train.neftune_alpha=5.0",
-    ],
-)
-def test_shared_weights_do_not_go_with_what_reads_them_in_full(tmp_path: Path, setting: str) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "adamw8bit"])
+def test_shared_weights_do_not_go_with_what_reads_them_in_full(tmp_path: Path, optimizer: str) -> None:
     parallel = ("parallel.backend=ddp", "parallel.processes=2", "parallel.tensor=2")
-    (problem,) = problems(tmp_path, GOOD, *parallel, setting)
-    assert f"parallel.tensor: 2 does not go with {setting.replace('=', ': ')}" in problem
+    (problem,) = problems(tmp_path, GOOD, *parallel, f"train.optimizer={optimizer}")
+    assert f"parallel.tensor: 2 does not go with train.optimizer: {optimizer}, whose" in problem
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,273 @@
+"""Give each rank some tokens between the blocks of a model, where ranks share every weight of a block.
+
+Norms, residual sums and dropout work on single tokens, so no rank needs all of them there (Megatron-LM's sequence
+parallelism, Korthikanti et al. 2022, arXiv 2205.05198). A block's input is gathered and its partial outputs are
+reduce-scattered: the two halves of an all-reduce, so as many bytes are sent, and what the norms save is divided.
+
+What was gathered is not saved. For the gradient of an adapter's A, its layer leaves the gradient of x A^T to the
+gather's backward, where it goes along in the message of the gradient of x, and meets the rank's own tokens of x.
+
+Invariant: the ranks' tokens one after the other are the tokens of the micro-batch, in order, without padding.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lorakit.ops.dropout import DropoutMask
+from lorakit.ops.recompute import RecomputedInput, recomputable
+from lorakit.ops.tensor_parallel import WeightGroup, copy_in, sum_out
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""of a module's call"""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenCut:
+    """How the tokens of a micro-batch are cut. lines, tokens: its shape."""
+
+    group: WeightGroup
+    lines: int
+    tokens: int
+
+    @property
+    def own(self) -> slice:
+        """This rank's tokens, of all lines one after the other."""
+        part = self.group.part(self.lines * self.tokens)
+        return slice(part.start, part.stop)
+
+    def take(self, full: Tensor) -> Tensor:
+        """Return this rank's tokens (1, tokens here, width) of (lines, tokens, width), in memory of their own."""
+        return full.flatten(0, 1)[self.own][None].clone()
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Undo `take`."""
+        rows = self.group.gathered(own[0], self.lines * self.tokens)
+        return rows.view(self.lines, self.tokens, -1)
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of the ranks' (lines, tokens, width)."""
+        return self.group.scattered(partial.flatten(0, 1))[None]
+
+
+@final
+class LeftProducts:
+    """What the layers that read a gathered x leave in backward for the gather's own: the gradients of their x A^T.
+
+    products: id of A -> gradient (tokens, r), and the mask of x'. factors: ids of the A that the gather knows.
+    """
+
+    def __init__(self, factors: Iterable[Tensor]) -> None:
+        self.factors = {id(A) for A in factors}
+        self.products: dict[int, tuple[Tensor, DropoutMask | None]] = {}
+
+
+@final
+class TokenParts:
+    """The tokens that this rank has between the blocks of a model.
+
+    problem: why every rank has all tokens instead; None if it has its part. Hooks read it in every call.
+    """
+
+    def __init__(self, group: WeightGroup) -> None:
+        self.group = group
+        self.problem: str | None = None
+        self.shape: tuple[int, ...] = (0, 0)
+        """(lines, tokens) of the micro-batch under way; recomputation in backward reads it too"""
+
+    @property
+    def cut(self) -> TokenCut | None:
+        """How the tokens of the micro-batch are cut; None if they are not."""
+        return None if self.problem is not None else TokenCut(self.group, self.shape[0], self.shape[1])
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        """Take this rank's tokens of the hidden states, as a forward pre-hook of the first layer."""
+        if self.problem is not None:
+            return None
+        self.shape = hidden_states(args, kwargs).shape[:2]
+        return changed(args, kwargs, lambda full: _applied(_TakenTokens, full, self.cut))
+
+    def leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Return all tokens, as a forward hook of the last layer, for what every rank computes alike."""
+        if isinstance(output, tuple):
+            return (self.gathered(output[0], summed=False), *output[1:])
+        return self.gathered(output, summed=False)
+
+    def before_head(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return all tokens, as a forward pre-hook of the output head."""
+        return (self.gathered(args[0], summed=False), *args[1:])
+
+    def gathered(self, own: Tensor, *, summed: bool) -> Tensor:
+        """Return all tokens, (lines, tokens, width). summed: the ranks' gradients are partial sums; else the same."""
+        if self.problem is not None:
+            return own
+        return _applied(_SummedInput if summed else _SharedInput, own, self.cut, None, None)
+
+    def after(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Sum a layer's partial outputs, as a forward hook of a layer that is cut by inputs."""
+        if self.problem is not None:
+            return sum_out(output, self.group)
+        return _applied(_ScatteredTokens, output, self.cut)
+
+
+@final
+class BlockInput:
+    """Hooks of one block, and of its layers that are cut by outputs, such as q, k and v.
+
+    With tokens in parts, the block's input is gathered once. Otherwise it is copied in where such a layer reads it,
+    once however many of them do, so that another reader of it, such as a router, gets its exact gradient.
+    """
+
+    def __init__(self, tokens: TokenParts) -> None:
+        self._tokens = tokens
+        self.factors: list[Callable[[], Tensor]] = []
+        """return the A of the block's layers that are cut by outputs, in each call, because engines replace them"""
+        self._left: LeftProducts | None = None
+        self._gathered = False
+        self._x: Tensor | None = None
+        self._read: Tensor | None = None
+
+    def before(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        """Gather the input, as a forward pre-hook of the block."""
+        self._gathered = False
+        if (cut := self._tokens.cut) is None:
+            return None
+        own, factors = hidden_states(args, kwargs), list[Tensor]()
+        # a first layer's input has no gradient to send, so there nothing would go along with it, and x is saved
+        if own.requires_grad and torch.is_grad_enabled():
+            factors = [A for factor in self.factors if (A := factor()).requires_grad]
+        self._left, self._gathered = LeftProducts(factors), True
+        recomputed = recomputable(own) if factors else None
+        self._read = _applied(_SummedInput, own, cut, self._left, recomputed, *factors)
+        return changed(args, kwargs, lambda own: self._read)
+
+    def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Copy the input in, as a forward pre-hook of a layer."""
+        if self._gathered:
+            return None
+        if self._x is not args[0]:
+            self._x, self._read = args[0], copy_in(args[0], self._tokens.group)
+        assert self._read is not None
+        return (self._read, *args[1:])
+
+    def forget(self, block: nn.Module, args: Any, output: Any) -> None:
+        """Free the input, as a forward hook of the block."""
+        self._left = self._x = self._read = None
+        self._gathered = False
+
+    def left_by(self, x: Tensor, A: Tensor) -> LeftProducts | None:
+        """Return where a layer's backward leaves its product, for its input x; None if it computes A's gradient."""
+        return self._left if x is self._read and self._left is not None and id(A) in self._left.factors else None
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states that a module is called with: its first argument, or the one of that name.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        raise RuntimeError("no hidden states (lines, tokens, width) come in")
+    return x
+
+
+def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Any]) -> Arguments:
+    """Return the arguments of a call with other hidden states."""
+    x = change(hidden_states(args, kwargs))
+    return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+
+def _applied(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+@final
+class _TakenTokens(torch.autograd.Function):
+    """A rank's tokens of hidden states that every rank has; their gradients are put together."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, cut: TokenCut) -> Tensor:
+        ctx.cut = cut
+        return cut.take(full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return ctx.cut.gather(outer[0]), None
+
+
+@final
+class _SharedInput(torch.autograd.Function):
+    """All tokens, for what every rank computes alike: so each has the full gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, cut: TokenCut, *_: None) -> Tensor:
+        ctx.cut = cut
+        return cut.gather(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return ctx.cut.take(outer[0]), None, None, None
+
+
+@final
+class _SummedInput(torch.autograd.Function):
+    """All tokens, for layers of which each rank has a part: its gradient is a partial sum.
+
+    factors: A of the adapters of those layers. Their gradients are of this rank's tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        cut: TokenCut,
+        left: LeftProducts | None,
+        recomputed: RecomputedInput | None,
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.cut, ctx.left, ctx.recomputed = cut, left, recomputed
+        ctx.factors = [(id(A), A.dtype) for A in factors]
+        ctx.save_for_backward(*([own] if factors and recomputed is None else []))
+        return cut.gather(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        left = {} if ctx.left is None else ctx.left.products
+        parts = [outer[0].flatten(0, 1), *(gradient for gradient, _ in left.values())]
+        total = ctx.cut.group.scattered(torch.cat(parts, 1) if left else parts[0])
+        own_dx, *own = total.split([part.shape[1] for part in parts], 1)
+        gradients = dict(zip(left, own, strict=True))
+        if left:  # not of layers whose own backward has computed A's gradient
+            x = (ctx.saved_tensors[0] if ctx.recomputed is None else ctx.recomputed.get()).flatten(0, 1)
+        dA = []
+        for A, dtype in ctx.factors:
+            mask = left[A][1] if A in left else None
+            dropped = None if A not in left else x if mask is None else mask.of(ctx.cut.own).apply(x)
+            dA.append(None if dropped is None else (gradients[A].T @ dropped).to(dtype))
+        left.clear()
+        return own_dx[None], None, None, None, *dA
+
+
+@final
+class _ScatteredTokens(torch.autograd.Function):
+    """A rank's tokens of the sum of the ranks' outputs; every rank's output needs the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, cut: TokenCut) -> Tensor:
+        ctx.cut = cut
+        return cut.scatter(partial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return ctx.cut.gather(outer[0]), None
