@@ -255,12 +255,8 @@ class BaseEngine(ABC):
 
     def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
         """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""
-        rows_by_rank = self.group.all_gather(
-            (
-                [row for batch in nonfinite for row in batch.row_indices],
-                [row for batch in micro_batches for row in batch.row_indices],
-            )
-        )
+        own = [[row for batch in batches for row in batch.row_indices] for batches in (nonfinite, micro_batches)]
+        rows_by_rank = self.group.all_gather(own)
         suspects = tuple(row for suspect, _ in rows_by_rank for row in suspect)
         # each once: ranks that share a line have the same rows
         return tuple(dict.fromkeys(suspects or (row for _, all_rows in rows_by_rank for row in all_rows)))
