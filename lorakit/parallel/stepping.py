@@ -359,7 +359,7 @@ class BaseEngine(ABC):
         return {
             "number": link.rank, "layers": [stage.layers.start, stage.layers.stop], "is_first": link.is_first,
             "is_last": link.is_last, "sends_gradient": stage.sends_gradient,
-            "receives_gradient": stage.receives_gradient, "micro_batches": self._num_micro_batches,
+            "receives_gradient": stage.receives_gradient,
         }  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
@@ -371,6 +371,7 @@ class BaseEngine(ABC):
             "threads": torch.get_num_threads(),
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
+            "micro_batches": self._num_micro_batches,
             **({"stage": self._stage_facts(stage)} if (stage := self._loss_model.stage) else {}),
             **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),

@@ -3,6 +3,7 @@
 Meta tensors have shapes and no memory, so sizes are exact for every architecture and no weight is read. Counted are
 tensors that exist at the same time: activations, gradients of activations, logits. Parameters and the adapter's
 gradients are not counted. Equal layers run once or twice and are multiplied, because memory is linear in their number.
+Where ranks share each weight, the model runs with one rank's parts, and nothing is sent: shapes need no sums.
 """
 
 import weakref
@@ -26,6 +27,8 @@ from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops._internals import storage_id
 from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.ops.tensor_parallel import WeightGroup
+from lorakit.parallel.tensor import TensorParts, checked_plan, cut_dims
 from lorakit.planning.model_shapes import adapted_skeleton, largest_layer_list
 from lorakit.recipe import AdapterSection, BaseSection
 
@@ -69,11 +72,28 @@ class LiveBytes:
         )
 
 
+def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int, residual_share: float = 1.0) -> LiveBytes:
+    """Return the activations of a rank where ``num_ranks`` share each weight.
+
+    full, part: counted in the full model, and in the model with one rank's parts. residual_share: share of the tokens
+    that the rank has outside of the cut blocks, in norms and the residual stream: 1 where every rank computes them.
+
+    A byte inside the cut blocks counts 1 / n in ``part`` and one outside counts in full, so (n part - full) / (n - 1)
+    are outside.
+    """
+    outside = part.plus(part.plus(full, -1.0), 1 / (num_ranks - 1))
+    return part.plus(replace(outside, head=0.0), residual_share - 1.0)  # the head reads the hidden states of all tokens
+
+
 @final
 class ActivationTracer:
     """Runs micro-batches on the meta device through the base of a folder with the adapter of a recipe.
 
-    device_type: of the planned machine, whose logits come in chunks of another size.
+    device_type: of the planned machine, whose logits come in chunks of another size. tensor: ranks that share each
+    weight, of which the model has one's parts.
+
+    Raises:
+        RunError: so many ranks cannot share the weights.
     """
 
     def __init__(
@@ -85,8 +105,12 @@ class ActivationTracer:
         *,
         checkpointing: bool,
         device_type: str = "cpu",
+        tensor: int = 1,
     ) -> None:
         self._model = adapted_skeleton(folder, base, adapter, dtype).train()
+        if tensor > 1:
+            dims = cut_dims(self._model, checked_plan(self._model, tensor))
+            TensorParts(self._model, WeightGroup(None, 0, tensor)).cut(dims)
         self._loss_model = LossModel(self._model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(self._model)
         self._parent, self._name, self._layers = largest_layer_list(self._model)

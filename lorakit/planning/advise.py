@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of, sharing_weights
 from lorakit.planning.estimate import Candidate, Changes, Estimator
 from lorakit.planning.gpus import GB
+from lorakit.planning.layouts import layouts, sharing_backends
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.planning.stages import num_stages
 
@@ -32,10 +34,12 @@ class Advice:
 
     backends: tuple[BackendEstimate, ...]
     best: Candidate | None
-    """None if nothing fits as the recipe is written."""
+    """None if nothing fits as the recipe is written. With backend `auto` it may have axes besides."""
     why: str
     cheapest: Candidate | None
     """If nothing fits: the fastest changed candidate that does."""
+    layouts: tuple[Candidate, ...] = ()
+    """With axes besides `data`, for a recipe that names none."""
 
 
 def advise(estimator: Estimator) -> Advice:
@@ -48,23 +52,50 @@ def advise(estimator: Estimator) -> Advice:
         estimates.append(BackendEstimate(candidate, change))
     candidates = [estimate.candidate for estimate in estimates]
     best = fastest([c for c in candidates if c.can_run and _has_requested_processes(c, num_processes)])
+    with_layouts = with_axes(estimator, num_processes, search=best is None)
     if best is not None:
         why = reason(estimator, best, candidates) + alone_is_faster(best, candidates)
-        return Advice(tuple(estimates), best, why, None)
+        return Advice(tuple(estimates), best, why, None, with_layouts)
+    with_layout = fastest([layout for layout in with_layouts if layout.can_run])
+    if with_layout is not None and estimator.recipe.parallel.is_auto:
+        return Advice(tuple(estimates), with_layout, layout_reason(with_layout, candidates), None, with_layouts)
     changes = [estimate.cheapest_change for estimate in estimates if estimate.cheapest_change is not None]
-    cheapest = fastest([change for change in changes if _has_requested_processes(change, num_processes)])
-    return Advice(tuple(estimates), None, "", cheapest or more_processes(estimator, num_processes))
+    changes = [change for change in changes if _has_requested_processes(change, num_processes)]
+    cheapest = fastest(changes if with_layout is None else [*changes, with_layout])
+    return Advice(tuple(estimates), None, "", cheapest or more_processes(estimator, num_processes), with_layouts)
 
 
-def as_written(estimator: Estimator, backend: str, num_processes: int) -> Candidate:
+def with_axes(estimator: Estimator, num_processes: int, *, search: bool) -> tuple[Candidate, ...]:
+    """Estimate the layouts with one axis besides `data`; none for a recipe that names axes itself.
+
+    search: as long as nothing fits, also those with two axes, then three, because each axis makes a run send more.
+    """
+    parallel = estimator.recipe.parallel
+    if num_processes == 1 or max(parallel.axes.values()) > 1 or parallel.offload != "none":
+        return ()
+    (allowed, heads), local = estimator.allowed(), max(1, num_processes // estimator.machine.nodes)
+    tried: list[Candidate] = []
+    for num_axes in (1, 2, 3):
+        for sizes in layouts(allowed.sizes, num_axes, num_processes, local, heads):
+            changes = {f"parallel.{axis}": size for axis, size in sizes.items()}
+            for backend in sharing_backends(estimator.recipe, sizes, num_processes):
+                tried.append(as_written(estimator, backend, num_processes, changes))
+        if not search or any(candidate.can_run for candidate in tried):
+            break
+    return tuple(tried)
+
+
+def as_written(
+    estimator: Estimator, backend: str, num_processes: int, changes: Changes = MappingProxyType({})
+) -> Candidate:
     """Estimate the recipe with this backend. `activation_checkpointing: auto` recomputes only if that makes it fit."""
     count = 1 if LAYOUTS[backend].single_process else num_processes
     if estimator.recipe.train.activation_checkpointing != "auto":
-        return estimator.estimate(backend, count, {})
-    saving_all = estimator.estimate(backend, count, {"train.activation_checkpointing": "none"})
+        return estimator.estimate(backend, count, changes)
+    saving_all = estimator.estimate(backend, count, {**changes, "train.activation_checkpointing": "none"})
     if saving_all.fits:
         return saving_all
-    recomputing = estimator.estimate(backend, count, RECOMPUTE)
+    recomputing = estimator.estimate(backend, count, {**changes, **RECOMPUTE})
     return recomputing if recomputing.fits else saving_all
 
 
@@ -144,6 +175,20 @@ def alone_is_faster(best: Candidate, candidates: list[Candidate]) -> str:
     return (
         f"; one process would be faster, {alone.step.total / best.step.total:.0%} of this time a step"
         f" (parallel.backend={alone.backend} parallel.processes=1)"
+    )
+
+
+def layout_reason(best: Candidate, candidates: list[Candidate]) -> str:
+    """Explain in one sentence why ``best`` has axes besides `data`."""
+    alone = [candidate for candidate in candidates if not candidate.can_run and candidate.num_processes > 1]
+    closest = min(alone, key=lambda candidate: candidate.memory.peak)
+    axes = " x ".join(f"{axis}: {size}" for axis, size in best.axes.items())
+    part = f"{axes} leaves {best.memory.base / GB:,.2f} GB of the base and {best.memory.activations / GB:,.2f} GB of"
+    sent = sum(best.traffic[axis].num_messages for axis in best.axes)
+    idle = f" and idles for {best.idle:.0%} of it" if best.idle else ""
+    return (
+        f"no backend alone fits {closest.num_processes} processes ({closest.backend} comes closest and needs"
+        f" {closest.lacks}); {part} activations in a process, which sends {sent:,} messages for it in a step{idle}"
     )
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from lorakit.errors import RunError
 from lorakit.planning.estimate import Candidate, apply_changes
+from lorakit.planning.machine import Machine
 from lorakit.planning.plan import make_plan
 from lorakit.recipe import Recipe
 from lorakit.run.record import flatten, recorded_run
@@ -18,9 +19,9 @@ CHECKPOINTING: Final = "train.activation_checkpointing"
 @final
 @dataclass(frozen=True)
 class Choice:
-    """Values chosen for the `auto` keys of a recipe; empty for a recipe without such keys."""
+    """Values chosen for the `auto` keys of a recipe and its axes; empty for a recipe without such keys."""
 
-    values: Mapping[str, str]
+    values: Mapping[str, Any]
     """Recipe key -> value."""
     why: str
     """One clause for each key, for the summary and run.json."""
@@ -30,8 +31,10 @@ class Choice:
         return apply_changes(recipe, self.values)
 
 
-def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
+def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool) -> Choice:
     """Choose values for the `auto` keys of a recipe. A resumed run gets the values it was started with.
+
+    machine: None for this one.
 
     Raises:
         RunError: nothing fits; names the cheapest change.
@@ -42,8 +45,11 @@ def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
     recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
     if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
         values = {key: recorded[key] for key in auto_keys}
-        return Choice(values, f"{', '.join(values.values())}, as this run was begun")
-    plan = make_plan(recipe)
+        if BACKEND in auto_keys:
+            axes = {f"parallel.{axis}": recorded.get(f"parallel.{axis}", 1) for axis in recipe.parallel.axes}
+            values |= {key: size for key, size in axes.items() if size > 1}
+        return Choice(values, f"{', '.join(map(_shown, values.items()))}, as this run was begun")
+    plan = make_plan(recipe, machine)
     candidates = {estimate.candidate.backend: estimate.candidate for estimate in plan.advice.backends}
     candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
     if candidate is None:
@@ -52,7 +58,15 @@ def resolve_auto(recipe: Recipe, *, fresh: bool) -> Choice:
         BACKEND: (candidate.backend, f"{candidate.backend}: {plan.advice.why}"),
         CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
-    return Choice({key: advice[key][0] for key in auto_keys}, "; ".join(advice[key][1] for key in auto_keys))
+    values = {key: advice[key][0] for key in auto_keys}
+    if BACKEND in auto_keys:
+        values |= {f"parallel.{axis}": size for axis, size in candidate.axes.items()}
+    return Choice(values, "; ".join(advice[key][1] for key in auto_keys))
+
+
+def _shown(item: tuple[str, Any]) -> str:
+    key, value = item
+    return str(value) if isinstance(value, str) else f"{key.rpartition('.')[2]}: {value}"
 
 
 def _why_checkpointing(candidate: Candidate) -> str:

@@ -84,16 +84,16 @@ def _sharded_gradients(rule: ShardRule) -> Callable[[ModelShapes, int], int]:
 LAYOUTS: Final[Mapping[str, Layout]] = {
     "single": Layout(single_process=True),
     "ddp": Layout(
-        messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(2.0), has_stages=True,
+        messages=ddp_messages, loading=broadcast_bytes, traffic=all_reduce_traffic(gathers=False), has_stages=True,
         cuts_weights=True,
     ),
     "zero1": Layout(
-        optimizer=flat_shard, one_counter=True, messages=zero12_messages, traffic=all_reduce_traffic(3.0),
+        optimizer=flat_shard, one_counter=True, messages=zero12_messages, traffic=all_reduce_traffic(gathers=True),
         package="deepspeed",
     ),
     "zero2": Layout(
         optimizer=flat_shard, gradients=_sharded_gradients(flat_shard), one_counter=True, messages=zero12_messages,
-        traffic=all_reduce_traffic(3.0), package="deepspeed",
+        traffic=all_reduce_traffic(gathers=True, every_micro_batch=True), package="deepspeed",
     ),
     "zero3": Layout(
         base=flat_shard, adapter=unsharded_and_flat_shard, optimizer=flat_shard,
@@ -112,14 +112,13 @@ SIMPLEST_FIRST: Final = ("single", "ddp", "fsdp2", "zero3", "zero1", "zero2")
 
 def supported_backends(recipe: Recipe) -> tuple[str, ...]:
     """Return the backends that the recipe's other sections allow, and its axes but for a single process."""
-    return tuple(name for name in LAYOUTS if _accepts(recipe, name))
-
-
-def _accepts(recipe: Recipe, backend: str) -> bool:
-    parallel: dict[str, Any] = {"backend": backend}
     axes = {"pipeline": recipe.parallel.pipeline, "tensor": recipe.parallel.tensor}
-    if not LAYOUTS[backend].single_process:
-        parallel |= axes | {"processes": math.prod(axes.values())}
+    return tuple(name for name in LAYOUTS if accepts(recipe, name, {} if LAYOUTS[name].single_process else axes))
+
+
+def accepts(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> bool:
+    """True if the recipe's other sections allow a backend with these sizes of axes."""
+    parallel: dict[str, Any] = {"backend": backend, **axes, "processes": math.prod(axes.values())}
     try:
         Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
     except ValueError:

@@ -103,31 +103,33 @@ def broadcast_bytes(shapes: ModelShapes) -> int:
 
 
 def all_gather_traffic(with_adapter: bool) -> Callable[[ModelShapes, int, int], Traffic]:
-    """Return the traffic rule: (N-1)/N of the base twice a micro-batch, the adapter's gradients once a step.
+    """Return the traffic rule: (N-1)/N of the base twice a micro-batch.
 
-    ``with_adapter``: the adapter is gathered with the base, one message for each group instead of each tensor.
+    ``with_adapter``: the adapter is gathered with the base, one message for each group instead of each tensor, and its
+    gradients meet once a step. Otherwise its gradients meet in every micro-batch, and it is gathered once a step.
     """
 
     def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
         share, adapter = (num_ranks - 1) / num_ranks, adapter_bytes(shapes)
         num_groups = len(shapes.bytes_of_groups()) if with_adapter else len(shapes.frozen)
-        gathered_adapter = adapter * 2 * micro_batches if with_adapter else adapter
+        times = 2 * micro_batches + 1 if with_adapter else micro_batches + 1
         return Traffic(
             base_bytes=2 * micro_batches * share * base_bytes(shapes),
-            adapter_bytes=share * (adapter + gathered_adapter),
+            adapter_bytes=share * times * adapter,
             num_messages=2 * micro_batches * num_groups,
         )
 
     return traffic
 
 
-def all_reduce_traffic(times: float) -> Callable[[ModelShapes, int, int], Traffic]:
-    """Return the traffic rule: ``times`` (N-1)/N of the adapter's gradients once a step.
+def all_reduce_traffic(*, gathers: bool, every_micro_batch: bool = False) -> Callable[[ModelShapes, int, int], Traffic]:
+    """Return the traffic rule: 2 (N-1)/N of the adapter's gradients in a ring, once a step or in ``every_micro_batch``.
 
-    ``times`` is 2 for an all-reduce in a ring, and 3 if updated parameters are gathered besides.
+    ``gathers``: (N-1)/N of the updated parameters are gathered besides.
     """
 
     def traffic(shapes: ModelShapes, num_ranks: int, micro_batches: int) -> Traffic:
+        times = 2.0 * (micro_batches if every_micro_batch else 1) + gathers
         return Traffic(0.0, times * adapter_bytes(shapes) * (num_ranks - 1) / num_ranks, 2.0 * times)
 
     return traffic

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.planning.activations import ActivationTracer, LiveBytes, MicroBatch
+from lorakit.planning.activations import ActivationTracer, LiveBytes, MicroBatch, activations_of_part
+from lorakit.planning.axes import AxisTraffic, axis_traffic, data_traffic
 from lorakit.planning.backends import sharing_weights, supported_backends
 from lorakit.planning.gpus import GB
+from lorakit.planning.layouts import AllowedSizes, allowed_sizes, num_heads
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
-from lorakit.planning.model_shapes import ModelShapes, read_shapes
+from lorakit.planning.model_shapes import ModelShapes, adapted_skeleton, read_shapes
 from lorakit.planning.process_overhead import CUDA_CONTEXT, measure_process_bytes
 from lorakit.planning.speed import StepTime, step_time
 from lorakit.planning.stages import num_stages, stages_of
-from lorakit.planning.workload import KnownRows, Workload, inspect_rows, make_workload
+from lorakit.planning.workload import KnownRows, Workload, inspect_rows, make_workload, sharing_processes
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import Recipe
 
@@ -40,6 +42,12 @@ class Candidate:
     missing_package: str | None
     """The package that the backend imports, if this machine lacks it. A described machine is taken to have all."""
     step: StepTime
+    axes: Mapping[str, int]
+    """Axis -> processes along it: `pipeline`, `sequence` and `tensor`, those above 1."""
+    traffic: Mapping[str, AxisTraffic]
+    """Axis -> what a process sends along it in a step; `data` for rows and shards."""
+    idle: float
+    """Share of a step in which a stage of a pipeline waits for others."""
 
     @property
     def fits(self) -> bool:
@@ -75,11 +83,16 @@ class Estimator:
         self._shapes = cache(self._read_shapes)
         self._tracer = cache(self._make_tracer)
         self._live = cache(self._trace)
+        self._allowed = cache(self._allowed_sizes)
         self._rows = cache(self._inspect_rows)
 
     def shapes(self) -> ModelShapes:
         """Return the shapes of the base in the run's dtype."""
-        return self._shapes(self.dtype)
+        return self._shapes(self.dtype, 1)
+
+    def allowed(self) -> tuple[AllowedSizes, int]:
+        """Return the sizes of axes that recipe and base allow, and the heads of a layer's attention."""
+        return self._allowed()
 
     def estimate(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """Estimate the recipe with ``changes``."""
@@ -92,18 +105,45 @@ class Estimator:
         setting = self._setting(recipe, backend, num_processes, dtype, work, checkpointing)
         # of the processes with the same layers, over which tensors are sharded and tokens are divided
         of_stage = replace(setting, num_processes=setting.num_processes // number)
-        training = self._live(dtype, checkpointing, work.training)
-        evaluation = None if work.evaluation is None else self._live(dtype, False, work.evaluation, training=False)
+        training = self._activations(dtype, checkpointing, work.training, tensor)
+        evaluation = None
+        if work.evaluation is not None:
+            evaluation = self._activations(dtype, False, work.evaluation, tensor, training=False)
         memories, steps = [], []
-        for stage in stages_of(self._shapes(dtype).part(tensor), number, work.micro_batches, self._label_share()):
+        shapes = self._shapes(dtype, tensor).part(tensor)
+        for stage in stages_of(shapes, number, work.micro_batches, self._label_share()):
             evaluating = None if evaluation is None else stage.live(evaluation)
             process = self._process_bytes(setting, dtype)
             memories.append(memory_of(stage.shapes, of_stage, stage.live(training), evaluating, process))
-            step = step_time(stage.shapes, of_stage, work, self.machine, dtype, checkpointing=checkpointing)
-            steps.append(replace(step, waiting=step.waiting + stage.idle * step.computing))
-        memory, step = max(memories, key=lambda one: one.peak), max(steps, key=lambda one: one.total)
-        shortfall, missing = self._shortfall(setting, memory), self._missing_package(setting)
-        return Candidate(backend, num_processes, changes, checkpointing, work, memory, shortfall, missing, step)
+            axes = axis_traffic(stage, number, of_stage, work, dtype, checkpointing=checkpointing)
+            step = step_time(stage.shapes, of_stage, work, self.machine, dtype, checkpointing=checkpointing, axes=axes)
+            data = data_traffic(stage.shapes, of_stage, work)
+            steps.append((replace(step, waiting=step.waiting + stage.idle * step.computing), axes | data))
+        step, traffic = max(steps, key=lambda one: one[0].total)
+        sizes = {"pipeline": number, "sequence": sharing_processes(recipe.parallel, of_stage.num_processes)}
+        return Candidate(
+            backend=backend,
+            num_processes=num_processes,
+            changes=changes,
+            checkpointing=checkpointing,
+            work=work,
+            memory=(memory := max(memories, key=lambda one: one.peak)),
+            shortfall=self._shortfall(setting, memory),
+            missing_package=self._missing_package(setting),
+            step=step,
+            axes={axis: size for axis, size in (sizes | {"tensor": tensor}).items() if size > 1},
+            traffic=traffic,
+            idle=(number - 1) / (work.micro_batches + number - 1),
+        )
+
+    def _activations(
+        self, dtype: str, checkpointing: bool, batch: MicroBatch, tensor: int, training: bool = True
+    ) -> LiveBytes:
+        full = self._live(dtype, checkpointing, batch, 1, training)
+        if tensor == 1:
+            return full
+        part = self._live(dtype, checkpointing, batch, tensor, training)
+        return activations_of_part(full, part, tensor, residual_share=1 / tensor)
 
     def _label_share(self) -> float:
         """Return the share of the training rows' tokens that have a label; 1 where the rows are not known."""
@@ -113,7 +153,7 @@ class Estimator:
     def _setting(
         self, recipe: Recipe, backend: str, num_processes: int, dtype: str, work: Workload, checkpointing: bool
     ) -> Setting:
-        shapes, tensor = self._shapes(dtype), sharing_weights(backend, recipe.parallel, num_processes)
+        shapes, tensor = self._shapes(dtype, 1), sharing_weights(backend, recipe.parallel, num_processes)
         stored = MODEL_DTYPES[dtype] if shapes.quantization else shapes.stored_dtype or MODEL_DTYPES[dtype]
         inputs = work.training.num_tokens * shapes.hidden_size * shapes.num_layers * MODEL_DTYPES[dtype].itemsize
         return Setting(
@@ -127,7 +167,7 @@ class Estimator:
             converts=stored != MODEL_DTYPES[dtype],
             stored_bytes=0 if shapes.quantization else sum(t.numel for t in shapes.base) * stored.itemsize,
             num_checkpoints=recipe.train.keep_checkpoints,
-            layer_bytes=round(self._live(dtype, False, work.training).saved / shapes.num_layers),
+            layer_bytes=round(self._activations(dtype, False, work.training, tensor).saved / shapes.num_layers),
             activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
         )
 
@@ -164,12 +204,15 @@ class Estimator:
     def _inspect_rows(self) -> KnownRows:
         return inspect_rows(self.recipe, self.folder)
 
-    def _read_shapes(self, dtype: str) -> ModelShapes:
-        return read_shapes(
-            self.folder, self.recipe.base, self.recipe.adapter, MODEL_DTYPES[dtype], self.recipe.parallel.tensor
-        )
+    def _allowed_sizes(self) -> tuple[AllowedSizes, int]:
+        recipe, local = self.recipe, max(1, self.num_processes // self.machine.nodes)
+        model = adapted_skeleton(self.folder, recipe.base, recipe.adapter, MODEL_DTYPES[self.dtype])
+        return allowed_sizes(recipe, model, self.num_processes, local), num_heads(model)
 
-    def _make_tracer(self, dtype: str, checkpointing: bool) -> ActivationTracer:
+    def _read_shapes(self, dtype: str, tensor: int) -> ModelShapes:
+        return read_shapes(self.folder, self.recipe.base, self.recipe.adapter, MODEL_DTYPES[dtype], tensor)
+
+    def _make_tracer(self, dtype: str, checkpointing: bool, tensor: int) -> ActivationTracer:
         return ActivationTracer(
             self.folder,
             self.recipe.base,
@@ -177,10 +220,11 @@ class Estimator:
             MODEL_DTYPES[dtype],
             checkpointing=checkpointing,
             device_type="cpu" if self.machine.gpu is None else "cuda",
+            tensor=tensor,
         )
 
-    def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, training: bool = True) -> LiveBytes:
-        tracer = self._tracer(dtype, checkpointing)
+    def _trace(self, dtype: str, checkpointing: bool, batch: MicroBatch, tensor: int, training: bool) -> LiveBytes:
+        tracer = self._tracer(dtype, checkpointing, tensor)
         return tracer.training(batch) if training else tracer.evaluating(batch)
 
 

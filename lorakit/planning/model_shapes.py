@@ -17,7 +17,7 @@ from torch import nn
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.dropout import disable_dropout
 from lorakit.base.find import find_tokenizer
-from lorakit.base.layers import gather_groups
+from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.load import load_skeleton
 from lorakit.base.quantized import quantized_weight
 from lorakit.base.skeleton import quantize_skeleton, quantizing_bytes
@@ -33,6 +33,9 @@ from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
 """The gather group of all tensors outside the repeated layers."""
+EMBEDDING: Final = "embedding"
+HEAD: Final = "head"
+"""Uses of a tensor, besides the index of the layer that has it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class TensorShape:
     """Name of the module with which a sharding engine gathers the tensor, or ROOT."""
     num_values: int
     """Model parameters that the tensor stores: all of a quantised weight's, none for its scales."""
+    uses: frozenset[int | str] = frozenset()
+    """The layer, by index, the EMBEDDING or the HEAD that computes with the tensor, or several of them; empty for the
+    last norm, and in a model that is not one list of layers."""
 
     @property
     def numel(self) -> int:
@@ -181,7 +187,7 @@ def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes
     trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
     in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     names = {id(tensor): name for name, tensor in model.named_parameters()}
-    groups, num_values = _groups(model), _quantized_num_values(model)
+    groups, num_values, uses = _groups(model), _quantized_num_values(model), _uses(model)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     hidden_size, num_heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
     head_dim = int(getattr(config, "head_dim", None) or hidden_size // num_heads)
@@ -196,6 +202,7 @@ def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes
                 in_checkpoint=id(tensor) in in_checkpoint,
                 group=groups.get(id(tensor), ROOT),
                 num_values=num_values.get(id(tensor), tensor.numel()),
+                uses=frozenset(uses.get(id(tensor), ())),
             )
             for name, tensor in model.named_parameters()
         ),
@@ -248,6 +255,18 @@ def _header(path: Path) -> dict[str, Any]:
 def _groups(model: nn.Module) -> dict[int, str]:
     names = {module: name for name, module in model.named_modules()}
     return {id(tensor): names[part] for part in gather_groups(model) for tensor in part.parameters()}
+
+
+def _uses(model: nn.Module) -> dict[int, set[int | str]]:
+    """Return id of a tensor -> the layers by index, embedding and head that compute with it."""
+    lists = list(layer_lists(model))
+    parts: list[tuple[int | str, nn.Module]] = list(enumerate(lists[0])) if len(lists) == 1 else []
+    parts += [(EMBEDDING, model.get_input_embeddings()), (HEAD, model.get_output_embeddings())]  # type: ignore[operator]
+    uses: dict[int, set[int | str]] = {}
+    for use, part in parts:
+        for tensor in () if part is None else part.parameters():
+            uses.setdefault(id(tensor), set()).add(use)
+    return uses
 
 
 def _quantized_num_values(model: nn.Module) -> dict[int, int]:

@@ -50,6 +50,7 @@ class Plan:
             "machine": asdict(self.machine),
             "dtype": self.dtype,
             "backends": backends,
+            "layouts": [_candidate_facts(candidate) for candidate in self.advice.layouts],
             "advice": None if best is None else best.backend,
             "why": self.advice.why,
             "cheapest_change": None if cheapest is None else _candidate_facts(cheapest),
@@ -87,6 +88,7 @@ def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
     return {
         "backend": candidate.backend,
         "processes": candidate.num_processes,
+        "axes": dict(candidate.axes),
         "changes": dict(candidate.changes),
         "fits": candidate.can_run,
         "lacks": candidate.lacks,
@@ -94,6 +96,8 @@ def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
         "peak_bytes": memory.peak,
         "memory": asdict(memory),
         "seconds_per_step": candidate.step.total,
+        "sent_in_a_step": {axis: asdict(traffic) for axis, traffic in candidate.traffic.items()},
+        "idle_share": candidate.idle,
         "micro_batch": asdict(candidate.work.training),
         "micro_batches": candidate.work.micro_batches,
     }

@@ -1,6 +1,7 @@
 """The text of a plan: memory of one process with every backend, which backends fit, and the advice."""
 
-from lorakit.planning.advise import Advice
+from lorakit.planning.advise import Advice, fastest
+from lorakit.planning.axes import AxisTraffic, tokens_of_equal_traffic
 from lorakit.planning.backends import LAYOUTS
 from lorakit.planning.estimate import Candidate, Estimator, install
 from lorakit.planning.gpus import GB
@@ -16,14 +17,21 @@ HEADS = {
 
 def plan_text(estimator: Estimator, advice: Advice) -> str:
     """Write the plan: facts of the recipe, a table of all backends, the advice."""
-    return "\n".join([*_facts(estimator, advice), "", *_table(estimator, advice), "", *_advice(estimator, advice)])
+    parts = [_facts(estimator, advice), _table(estimator, advice), layouts_table(estimator, advice)]
+    return "\n\n".join("\n".join(part) for part in [*parts, _advice(estimator, advice)] if part)
 
 
 def describe_cheapest(advice: Advice) -> str:
     """Name the cheapest change for a recipe that does not fit."""
     candidate = advice.cheapest
     if candidate is None:
-        return "and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory"
+        tried = [*(estimate.candidate for estimate in advice.backends), *advice.layouts]
+        smallest = min(tried, key=lambda one: one.memory.peak)
+        recomputing = "" if smallest.checkpointing else " with nothing recomputed"
+        return (
+            "and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory; the"
+            f" smallest{recomputing}, {_layout(smallest)}, needs {smallest.lacks}"
+        )
     changes = f", {candidate.overrides()}" if candidate.changes else ""
     return f"the cheapest change: parallel.backend={candidate.backend}{changes}, {_peak(candidate)}"
 
@@ -80,6 +88,62 @@ def _table(estimator: Estimator, advice: Advice) -> list[str]:
     rows = [[row[column] for column in columns] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+
+
+def layouts_table(estimator: Estimator, advice: Advice) -> list[str]:
+    """Return a table of the layouts with axes: of those with the same axes, the fastest that fits or the smallest.
+
+    Below it, why an axis is missing, and when `tensor` sends less than gathering the base.
+    """
+    by_axes: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in advice.layouts:
+        by_axes.setdefault(tuple(candidate.axes), []).append(candidate)
+    if not by_axes:
+        return []
+    shown = [
+        fastest([one for one in same if one.can_run]) or min(same, key=lambda one: one.memory.peak)
+        for same in by_axes.values()
+    ]
+    size = _in_gigabytes if max(candidate.memory.peak for candidate in shown) >= 10 * GB else _in_megabytes
+    rows = [
+        [f"{size(GB)[1]} of a process", "base", "activ", "peak", "s/step", "idle", "", "sent in a step by a process"]
+    ]
+    for one in shown:
+        sizes = (one.memory.base, one.memory.activations, one.memory.peak)
+        idle = f"{one.idle:.0%}" if one.idle else "-"
+        sent = ", ".join(f"{axis} {each.num_messages:,} x {_mean_size(each)}" for axis, each in one.traffic.items())
+        verdict = "fits, advised" if one is advice.best else "fits" if one.fits else "too large"
+        rows.append([_layout(one), *(size(each)[0] for each in sizes), _seconds(one), idle, verdict, sent])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for name, *numbers, verdict, sent in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-2], strict=True)]
+        lines.append("  ".join([f"{name:<{widths[0]}}", *cells, f"{verdict:<{widths[-2]}}", sent]).rstrip())
+    return [*lines, *_axis_notes(estimator, advice)]
+
+
+def _axis_notes(estimator: Estimator, advice: Advice) -> list[str]:
+    allowed, _ = estimator.allowed()
+    notes = [f"no {axis:<8} {why.removeprefix(f'parallel.{axis}: ')}" for axis, why in allowed.refusals.items()]
+    num_ranks = max(allowed.sizes["tensor"], default=1)
+    if num_ranks > 1:
+        equal = tokens_of_equal_traffic(estimator.shapes(), estimator.dtype, num_ranks)
+        work = next(estimate.candidate.work for estimate in reversed(advice.backends))
+        own = work.training.num_tokens
+        notes.append(
+            f"tensor: {num_ranks} sends less than gathering the base where a process has fewer than {equal:,.0f} tokens"
+            f" in a micro-batch; here it has {own:,}"
+        )
+    return notes
+
+
+def _layout(candidate: Candidate) -> str:
+    return ", ".join([_name(candidate), *(f"{axis} {size}" for axis, size in candidate.axes.items())])
+
+
+def _mean_size(traffic: AxisTraffic) -> str:
+    size = traffic.num_bytes / max(1, traffic.num_messages)
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
 
 
 def _aligned(row: list[str], widths: list[int]) -> list[str]:

@@ -3,16 +3,17 @@
 For ranking only: the same rough assumptions hold for every backend.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.planning.axes import AxisTraffic
 from lorakit.planning.communication import Traffic
 from lorakit.planning.machine import DISK_RATE, HOST_LINK_RATE, NETWORK_RATE, Machine
 from lorakit.planning.memory import Setting
 from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
-from lorakit.planning.workload import Workload, sharing_processes
+from lorakit.planning.workload import Workload
 
 EFFICIENCY: Final = 0.7  # share of the data sheet's rate that matrix products of a full model reach
 FLOAT32_RATE: Final = 1 / 15  # of a GPU's 16-bit rate
@@ -34,9 +35,16 @@ class StepTime:
 
 
 def step_time(
-    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, dtype: str, *, checkpointing: bool
+    shapes: ModelShapes,
+    setting: Setting,
+    work: Workload,
+    machine: Machine,
+    dtype: str,
+    *,
+    checkpointing: bool,
+    axes: Mapping[str, AxisTraffic],
 ) -> StepTime:
-    """Estimate the time of one step.
+    """Estimate the time of one step. axes: what layers wait for, by axis.
 
     Operations per token: 4 M + 6 w s L + 6 a, and 2 M + 2 w s L more with recomputation. Forward and the gradient of
     the inputs take 2 M each. M: frozen weights in products. w: attention width. s: row length. L: layers. a: trainable
@@ -51,8 +59,7 @@ def step_time(
     arithmetic = tokens * (2 * passes * matmul + attention + 6 * trainable) / flops
     reading = work.micro_batches * passes * base_bytes(shapes) / memory_rate
     computing = arithmetic + reading
-    exchanged = _exchanged_bytes(shapes, setting, work, dtype) + _summed_bytes(shapes, setting, work, dtype)
-    return StepTime(computing, _waiting(shapes, setting, work, machine, computing, exchanged))
+    return StepTime(computing, _waiting(shapes, setting, work, machine, computing, axes))
 
 
 def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, float]:
@@ -65,46 +72,30 @@ def _rates(machine: Machine, dtype: str, local_processes: int) -> tuple[float, f
 
 
 def _waiting(
-    shapes: ModelShapes, setting: Setting, work: Workload, machine: Machine, computing: float, exchanged: float
+    shapes: ModelShapes,
+    setting: Setting,
+    work: Workload,
+    machine: Machine,
+    computing: float,
+    axes: Mapping[str, AxisTraffic],
 ) -> float:
-    """Return the seconds that ``computing`` does not hide. exchanged: bytes for which layers wait.
+    """Return the seconds that ``computing`` does not hide.
 
     On GPUs it hides gathering and offloading. On CPUs it hides only layers streamed from files.
     """
+    exchanged = sum(axis.num_bytes for axis in axes.values())
     rule = setting.layout.traffic
     traffic = Traffic(0, 0, 0) if rule is None else rule(shapes, setting.num_processes, work.micro_batches)
     offloaded = _offload_seconds(shapes, setting, work)
+    num_messages = traffic.num_messages + sum(axis.num_messages for axis in axes.values())
     if machine.gpu is None:
         if setting.offloads.streams:
             offloaded = max(0.0, offloaded - computing)
-        latency = CPU_LATENCY * traffic.num_messages
+        latency = CPU_LATENCY * num_messages
         return (traffic.base_bytes + traffic.adapter_bytes + exchanged) / GLOO_RATE + latency + offloaded
     rate = machine.gpu.link_rate if machine.nodes == 1 else min(machine.gpu.link_rate, NETWORK_RATE)
     gathering = traffic.base_bytes / rate + offloaded
-    return (
-        max(0.0, gathering - computing)
-        + (traffic.adapter_bytes + exchanged) / rate
-        + GPU_LATENCY * traffic.num_messages
-    )
-
-
-def _exchanged_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtype: str) -> float:
-    """Return the bytes of heads that a process sends in a step to those that share its lines, there and back."""
-    sequence = sharing_processes(setting.parallel, setting.num_processes)
-    tokens = work.tokens_per_step / setting.num_processes
-    # queries, keys, values and outputs, at most of the attention's width each
-    values = tokens * 4 * shapes.attention_width * shapes.num_layers
-    return 2 * values * MODEL_DTYPES[dtype].itemsize * (sequence - 1) / sequence
-
-
-def _summed_bytes(shapes: ModelShapes, setting: Setting, work: Workload, dtype: str) -> float:
-    """Return the bytes that a process sends in a step to those with other parts of each weight.
-
-    Four sums of hidden states for each layer, two forward and two backward, each 2 (t-1)/t of them in a ring.
-    """
-    tokens = work.tokens_per_step / setting.num_processes
-    hidden = tokens * shapes.hidden_size * shapes.num_layers * MODEL_DTYPES[dtype].itemsize
-    return 4 * hidden * 2 * (setting.tensor - 1) / setting.tensor
+    return max(0.0, gathering - computing) + (traffic.adapter_bytes + exchanged) / rate + GPU_LATENCY * num_messages
 
 
 def _offload_seconds(shapes: ModelShapes, setting: Setting, work: Workload) -> float:

@@ -1,13 +1,11 @@
 """The stages of a pipeline in a plan: their tensors, their micro-batches under way, and the time in which they idle."""
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lorakit.base.stages import split_costs
 from lorakit.planning.activations import LiveBytes
 from lorakit.planning.backends import LAYOUTS
-from lorakit.planning.model_shapes import ROOT, ModelShapes, TensorShape
+from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.recipe import ParallelSection
 
 
@@ -21,6 +19,7 @@ class PlannedStage:
 
     shapes: ModelShapes
     share: float = 1.0
+    is_first: bool = True
     is_last: bool = True
     num_waiting: int = 1
     idle: float = 0.0
@@ -44,36 +43,27 @@ def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share:
     """
     if number == 1:
         return [PlannedStage(shapes)]
-    embedding, head = (name and name.rpartition(".")[0] + "." for name in (shapes.embedding, shapes.head))
-    in_layers = [t for t in shapes.tensors if t.group != ROOT and not (embedding and t.name.startswith(embedding))]
-    layers = list(dict.fromkeys(tensor.group for tensor in in_layers))
-    sizes = Counter[str]()
-    for tensor in in_layers:
-        sizes[tensor.group] += tensor.num_values
-    trained = [t.group for t in shapes.adapter]
-    first = next((index for index, layer in enumerate(layers) if layer in trained), len(layers))
-    if embedding and any(tensor.name.startswith(embedding) for tensor in shapes.adapter):
-        first = 0
-    num_head = sum(tensor.num_values for tensor in shapes.tensors if tensor.name == shapes.head)
-    ranges = split_costs([sizes[layer] for layer in layers], num_head * label_share, first, number)
-
-    def tensors(stage: int, own: Iterable[str]) -> tuple[TensorShape, ...]:
-        others = [prefix for prefix, at in ((embedding, 0), (head, number - 1)) if prefix and at == stage]
-        elsewhere = tuple(prefix for prefix in (embedding, head) if prefix and prefix not in others)
-        tied = stage == number - 1 and shapes.embedding == shapes.head
-        return tuple(
-            tensor
-            for tensor in shapes.tensors
-            if tensor.group in own or (tensor.group not in layers and (tied or not tensor.name.startswith(elsewhere)))
+    in_layers = [(use, tensor) for tensor in shapes.tensors for use in tensor.uses if isinstance(use, int)]
+    sizes = [0] * (1 + max((layer for layer, _ in in_layers), default=-1))
+    for layer, tensor in in_layers:
+        sizes[layer] += tensor.num_values
+    trained = {use for tensor in shapes.adapter for use in tensor.uses}
+    first = 0 if EMBEDDING in trained else min((use for use in trained if isinstance(use, int)), default=len(sizes))
+    num_head = sum(tensor.num_values for tensor in shapes.tensors if HEAD in tensor.uses)
+    ranges = split_costs(sizes, num_head * label_share, first, number)
+    stages = []
+    for stage, layers in enumerate(ranges):
+        is_first, is_last = stage == 0, stage == number - 1
+        own: set[int | str] = {*layers, *((EMBEDDING,) if is_first else ()), *((HEAD,) if is_last else ())}
+        tensors = tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own)
+        stages.append(
+            PlannedStage(
+                replace(shapes, tensors=tensors, num_layers=len(layers)),
+                share=len(layers) / len(sizes),
+                is_first=is_first,
+                is_last=is_last,
+                num_waiting=min(number - stage, micro_batches),
+                idle=(number - 1) / micro_batches,
+            )
         )
-
-    return [
-        PlannedStage(
-            replace(shapes, tensors=tensors(stage, {layers[index] for index in own}), num_layers=len(own)),
-            share=len(own) / len(layers),
-            is_last=stage == number - 1,
-            num_waiting=min(number - stage, micro_batches),
-            idle=(number - 1) / micro_batches,
-        )
-        for stage, own in enumerate(ranges)
-    ]
+    return stages

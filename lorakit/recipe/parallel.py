@@ -35,8 +35,8 @@ class ElasticSection(Section):
 class ParallelSection(Section):
     backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
-    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the fastest that fits
-    (`lorakit plan`)."""
+    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the fastest that fits,
+    with `pipeline`, `sequence` or `tensor` where no backend alone fits (`lorakit plan`)."""
     processes: Count = 1
     """Number of processes over all machines, one per GPU."""
     nodes: Count = 1

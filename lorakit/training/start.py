@@ -123,7 +123,7 @@ def run_or_launch(
         rendezvous=recipe.parallel.rendezvous,
         arguments=["train", str(path), *overrides, *(["--fresh"] if fresh else [])],
     )
-    values: Mapping[str, str] = {}
+    values: Mapping[str, Any] = {}
     if recipe.auto_keys:
         from lorakit.planning import resolve_auto
 

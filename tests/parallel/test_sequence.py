@@ -19,15 +19,17 @@ PLAIN: Case = {"name": "plain", "steps": 3}
 CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
 ONE_ROW: Case = {"name": "one-row", "steps": 2, "micro_batch_size": 1, "batch_size": 3, "objective": "two terms"}
 WINDOW: Case = {"name": "window", "steps": 2, "base": "window"}
-ALONE = [PLAIN, CUT, ONE_ROW, WINDOW]
+NF4: Case = {"name": "nf4", "steps": 2, "micro_batch_size": 3, "quantize": "nf4"}
+INT8: Case = CUT | {"name": "int8", "steps": 2, "quantize": "int8"}
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8]
 SHARED: dict[tuple[str, int, int], list[Case]] = {
-    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW],
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4],
     ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
     ("ddp", 4, 2): [CUT, ONE_ROW],
-    ("zero2", 2, 2): [CUT],
-    ("zero3", 2, 2): [CUT],
-    ("fsdp2", 2, 2): [PLAIN, CUT],
-    ("fsdp2", 4, 2): [CUT],
+    ("zero2", 2, 2): [CUT, NF4],
+    ("zero3", 2, 2): [CUT, NF4],
+    ("fsdp2", 2, 2): [PLAIN, CUT, NF4],
+    ("fsdp2", 4, 2): [CUT, INT8],
 }
 """(backend, processes, those that share a line) -> cases"""
 Results = Callable[[str, int, int], dict[str, Any]]

@@ -16,8 +16,10 @@ from lorakit.parallel import Group
 from lorakit.parallel.tensor import checked_plan
 from lorakit.parallel.tensor_proof import check_layers, copy_layers
 from lorakit.parallel.verify import ExpectedLayout, verify_step
+from lorakit.planning.axes import tensor_traffic
 from lorakit.planning.model_shapes import read_shapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
+from lorakit.planning.stages import PlannedStage
 from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.models import scrambled
@@ -156,6 +158,16 @@ def test_an_adapter_sends_one_message_more_than_the_base_does(results: Results, 
         along = (5 * layers - 3) * tokens * rank // 32
         assert sent["reduce_scatter"]["bytes"] == scatters * tokens + along
         assert facts["tensor_parts"] == {"blocks": 2 * layers, "tokens": "in parts"}
+
+
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=spread)])
+def test_a_plan_counts_the_messages_of_a_step(results: Results, folder: Path, processes: int) -> None:
+    planned = PlannedStage(read_shapes(folder / "base", BaseSection(model="base"), AdapterSection(), torch.float32, 2))
+    for case, micro_batches, forwards in (("plain", 1, 1), ("cut", 4, 2)):
+        expected = tensor_traffic(planned, 2, micro_batches, token_bytes=0.0, forwards=forwards).num_messages
+        for facts in results(processes)[case]["ranks"]:
+            sent = facts["collectives_by_axis"]["tensor"]
+            assert sum(count["calls"] for count in sent.values()) == expected, (case, sent)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=spread)])
