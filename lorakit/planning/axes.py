@@ -75,14 +75,15 @@ def tensor_traffic(
 
     Each sends (n-1)/n of T H. The first layer reads the embedding, which needs no gradient and is summed once, in full.
     A recomputed layer gathers both inputs and scatters attention's output once more, after which nothing is saved, and
-    the first one's input then needs a gradient. The loss gathers T H, scatters its gradient, and sums two numbers per
-    label, here messages without bytes. Once a step, factors that are not cut meet.
+    the first one's input then needs a gradient, which is gathered. The end of the stage gathers T H; the loss scatters
+    its gradient and sums two numbers per label, here messages without bytes. Once a step, uncut factors meet.
     """
     shapes = stage.shapes
     vocabulary = {use for tensor in shapes.tensors if tensor.name in shapes.cut_dims for use in tensor.uses}
     embedding, head = (EMBEDDING in vocabulary and stage.is_first), (HEAD in vocabulary and stage.is_last)
-    gathers = shapes.num_layers * (2 * forwards + 2) + stage.is_last
-    scatters = shapes.num_layers * (forwards + 3) - (stage.is_first and forwards == 1) + head
+    has_gradient = not stage.is_first or forwards > 1  # the input of the first layer
+    gathers = shapes.num_layers * (2 * forwards + 2) + has_gradient + 1
+    scatters = shapes.num_layers * (forwards + 3) - (not has_gradient) + head
     sent = (gathers + scatters + 2 * embedding) * token_bytes * shapes.hidden_size
     uncut = sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in shapes.cut_dims)
     messages = (gathers + scatters + embedding + 2 * head) * micro_batches + 1

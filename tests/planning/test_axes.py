@@ -1,6 +1,8 @@
 """Processes along pipeline, sequence and tensor in a plan: what each has and sends, and when `auto` takes an axis."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,6 @@ from lorakit.planning.model_shapes import read_shapes
 from lorakit.planning.plan import Plan
 from lorakit.recipe import AdapterSection, BaseSection, Recipe, load_recipe
 from tests.helpers.bases import make_base
-from tests.helpers.fork_server import ROOT, run_python
 from tests.helpers.models import build
 from tests.helpers.rows import write_rows
 
@@ -91,7 +92,8 @@ def test_a_process_has_its_part_of_weights_and_activations(roomy: Plan) -> None:
 
     lines = layout(plan, "ddp", sequence=4)
     assert lines.memory.activations == pytest.approx(alone.memory.activations / 4, rel=0.02)
-    assert alone.memory.activations / 4 < tensor.memory.activations < 0.6 * alone.memory.activations
+    in_use = tensor.memory.activations + tensor.memory.logits  # at the loss, where a part has the most
+    assert alone.memory.activations / 4 < in_use < 0.3 * alone.memory.activations
     # the first of four stages has a quarter of the layers, and four micro-batches under way
     assert stages.memory.activations == pytest.approx(alone.memory.activations, rel=0.05)
     assert stages.idle == 3 / (8 + 3)
@@ -113,7 +115,7 @@ def test_layers_wait_for_the_messages_of_their_axis(roomy: Plan) -> None:
     assert sent["data"].num_messages == written(plan, "ddp").traffic["data"].num_messages
 
     sent = layout(plan, "ddp", tensor=2).traffic
-    assert sent["tensor"].num_messages == (steps / 2) * (4 * 8 - 1 + 1 + 3) + 1
+    assert sent["tensor"].num_messages == (steps / 2) * ((4 * 8 + 1) + (4 * 8 - 1 + 1) + 3) + 1
     assert layout(plan, "ddp", tensor=2).step.waiting > written(plan, "ddp").step.waiting
 
 
@@ -251,8 +253,9 @@ def test_a_run_with_an_axis_that_auto_took_is_what_the_plan_says(recipe: Write, 
 
     choice = resolve_auto(load_recipe(path), machine, fresh=True)
     overrides = [f"{key}={value}" for key, value in choice.values.items()]
-    command = ["-m", "lorakit.cli", "train", str(path), *overrides, "--why", choice.why]
-    done = run_python(*command, cwd=ROOT, timeout=110)
+    # processes whose memory is all their own
+    command = [sys.executable, "-m", "lorakit.cli", "train", str(path), *overrides, "--why", choice.why]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
 
     assert done.returncode == 0, done.stderr
     assert "auto       ddp: no backend alone fits 2 processes (" in done.stdout
@@ -263,7 +266,8 @@ def test_a_run_with_an_axis_that_auto_took_is_what_the_plan_says(recipe: Write, 
     assert planned.memory.adapter == max(rank["adapter_bytes"] for rank in ranks)
     for rank in ranks:
         assert rank["mesh"]["tensor"] == 2
-        assert rank["collectives_by_axis"]["tensor"]["all_reduce"]["calls"] == planned.traffic["tensor"].num_messages
+        sent = rank["collectives_by_axis"]["tensor"].values()
+        assert sum(kind["calls"] for kind in sent) == planned.traffic["tensor"].num_messages
     taken = max(rank["peak_memory_bytes"] for rank in ranks)
     assert taken == pytest.approx(planned.memory.peak, rel=MARGIN)
     assert 2 * taken <= machine.host_memory_bytes
