@@ -1,5 +1,5 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
-# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 9 to 14 minutes.
+# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 18 minutes.
 # `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
 # `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
