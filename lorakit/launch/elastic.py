@@ -7,12 +7,10 @@ another one failed: what all of them share, such as a loss that is not finite, e
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TextIO, final
 
-from lorakit.errors import RunError
 from lorakit.launch.environment import WORKER_VARIABLE
 from lorakit.launch.exits import (
     COMMAND,
@@ -60,8 +58,6 @@ def launch_elastically(
     Raises:
         RunError: called outside the main thread, where Python delivers no signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RunError("several processes are started from the main thread only")
     sys.stderr.flush()
     with (
         recorded_signals() as signals,

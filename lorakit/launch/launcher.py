@@ -64,8 +64,6 @@ def launch(command: Sequence[str], *, processes: int, max_restarts: int = 0, del
     Raises:
         RunError: called outside the main thread, where Python delivers no signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RunError("several processes are started from the main thread only")
     sys.stderr.flush()
     # a file of its own: sys.stderr may be replaced, and the workers inherit descriptor 2
     with recorded_signals() as signals, open(2, "w", errors="replace", closefd=False) as stderr:
@@ -120,7 +118,13 @@ class StopSignals:
 
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[StopSignals]:
-    """Record SIGINT, SIGTERM and SIGHUP instead of acting on them, unless they are ignored."""
+    """Record SIGINT, SIGTERM and SIGHUP instead of acting on them, unless they are ignored.
+
+    Raises:
+        RunError: called outside the main thread, where Python delivers no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("several processes are started from the main thread only")
     received = StopSignals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

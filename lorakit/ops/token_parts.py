@@ -90,7 +90,9 @@ class TokenParts:
         if self.problem is not None:
             return None
         self.shape = hidden_states(args, kwargs).shape[:2]
-        return changed(args, kwargs, lambda full: _applied(_TakenTokens, full, self.cut))
+        cut = self.cut
+        assert cut is not None
+        return changed(args, kwargs, lambda full: _exchanged(full, cut.take, cut.gather))
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Return all tokens, as a forward hook of the last layer, for what every rank computes alike."""
@@ -104,15 +106,15 @@ class TokenParts:
 
     def gathered(self, own: Tensor, *, summed: bool) -> Tensor:
         """Return all tokens, (lines, tokens, width). summed: the ranks' gradients are partial sums; else the same."""
-        if self.problem is not None:
+        if (cut := self.cut) is None:
             return own
-        return _applied(_SummedInput if summed else _SharedInput, own, self.cut, None, None)
+        return _summed_input(own, cut) if summed else _exchanged(own, cut.gather, cut.take)
 
     def after(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Sum a layer's partial outputs, as a forward hook of a layer that is cut by inputs."""
-        if self.problem is not None:
+        if (cut := self.cut) is None:
             return sum_out(output, self.group)
-        return _applied(_ScatteredTokens, output, self.cut)
+        return _exchanged(output, cut.scatter, cut.gather)
 
 
 @final
@@ -143,7 +145,7 @@ class BlockInput:
             factors = [A for factor in self.factors if (A := factor()).requires_grad]
         self._left, self._gathered = LeftProducts(factors), True
         recomputed = recomputable(own) if factors else None
-        self._read = _applied(_SummedInput, own, cut, self._left, recomputed, *factors)
+        self._read = _summed_input(own, cut, self._left, recomputed, *factors)
         return changed(args, kwargs, lambda own: self._read)
 
     def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -183,39 +185,36 @@ def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Ten
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
 
-def _applied(function: Any, *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)
+def _exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the exchange of x; its gradient is `back` of the gradient that comes in."""
+    result: Tensor = _Exchange.apply(x, exchange, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _summed_input(
+    own: Tensor,
+    cut: TokenCut,
+    left: LeftProducts | None = None,
+    recomputed: RecomputedInput | None = None,
+    *factors: Tensor,
+) -> Tensor:
+    result: Tensor = _SummedInput.apply(own, cut, left, recomputed, *factors)  # type: ignore[no-untyped-call]
     return result
 
 
 @final
-class _TakenTokens(torch.autograd.Function):
-    """A rank's tokens of hidden states that every rank has; their gradients are put together."""
+class _Exchange(torch.autograd.Function):
+    """Tokens taken, gathered or scattered, and what their gradients go through."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, cut: TokenCut) -> Tensor:
-        ctx.cut = cut
-        return cut.take(full)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.cut.gather(outer[0]), None
-
-
-@final
-class _SharedInput(torch.autograd.Function):
-    """All tokens, for what every rank computes alike: so each has the full gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, cut: TokenCut, *_: None) -> Tensor:
-        ctx.cut = cut
-        return cut.gather(own)
+    def forward(ctx: Any, x: Tensor, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return exchange(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.cut.take(outer[0]), None, None, None
+        return ctx.back(outer[0]), None, None
 
 
 @final
@@ -256,18 +255,3 @@ class _SummedInput(torch.autograd.Function):
             dA.append(None if dropped is None else (gradients[A].T @ dropped).to(dtype))
         left.clear()
         return own_dx[None], None, None, None, *dA
-
-
-@final
-class _ScatteredTokens(torch.autograd.Function):
-    """A rank's tokens of the sum of the ranks' outputs; every rank's output needs the gradients of all tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, cut: TokenCut) -> Tensor:
-        ctx.cut = cut
-        return cut.scatter(partial)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.cut.gather(outer[0]), None

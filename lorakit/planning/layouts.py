@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -75,17 +76,10 @@ def _recipe_problem(recipe: Recipe, axis: str, size: int) -> str:
     return "" if accepts(recipe, BACKENDS[0], {axis: size}) else "refused with other keys of the recipe"
 
 
-def _pipeline_problem(model: nn.Module, size: int) -> str:
+def _refusal(check: Callable[[nn.Module, int], object], model: nn.Module, size: int) -> str:
+    """Return why a run of so many processes would be refused by its own check; empty if it would not."""
     try:
-        check_stages_fit(model, size)
-    except RunError as problem:
-        return str(problem)
-    return ""
-
-
-def _tensor_problem(model: nn.Module, size: int) -> str:
-    try:
-        checked_plan(model, size)
+        check(model, size)
     except RunError as problem:
         return str(problem)
     return ""
@@ -112,8 +106,8 @@ def num_heads(model: nn.Module) -> int:
 
 
 AXES: Final[Mapping[str, Callable[[nn.Module, int], str]]] = {
-    "pipeline": _pipeline_problem,
+    "pipeline": partial(_refusal, check_stages_fit),
     "sequence": _sequence_problem,
-    "tensor": _tensor_problem,
+    "tensor": partial(_refusal, checked_plan),
 }
 """axis -> why a base does not go with a size of it; empty if it does"""

@@ -16,7 +16,6 @@ from typing import Any, final
 from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.atomic import disk_full_as_retryable
-from lorakit.inference.measures import check_measures
 from lorakit.launch.watchdog import is_collective_error
 from lorakit.parallel import Engine
 from lorakit.parallel.elastic import ElasticEngine, Meeting
@@ -29,15 +28,13 @@ from lorakit.run.metrics import read_metrics
 from lorakit.run.record import RunRecord, flatten, open_record
 from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.signals import StopRequest
-from lorakit.run.trackers import check_trackers
 from lorakit.training.callbacks import Callbacks
-from lorakit.training.finish import discard, finish, verify_finished_run
+from lorakit.training.finish import finish, verify_finished_run
 from lorakit.training.hooks import Hooks
-from lorakit.training.job import Job, build_job, choose_start
-from lorakit.training.loop import End, Say, open_output_folder, record_start, train_round
+from lorakit.training.job import Job, choose_start
+from lorakit.training.loop import End, Say, begin_training, load_job, open_output_folder, print_nothing, train_round
 from lorakit.training.progress import Progress
-from lorakit.training.resume import go_on
-from lorakit.training.summary import end_summary, start_summary
+from lorakit.training.summary import end_summary
 
 
 @final
@@ -175,24 +172,15 @@ def _assemble(
         if writes:
             verify_finished_run(recipe, output, say)
         return None
-    if writes:
-        say(f"loading {recipe.base.model} and the rows of {', '.join(s.label for s in recipe.data.train_sources())}")
-    group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
-    group.run_on_rank_0(lambda: check_measures(recipe.evaluation.measures))
-    job = build_job(recipe, engine, record.values, start, hooks)
-    if fresh and not engine.joins:
-        group.run_on_rank_0(lambda: discard(output))
-    progress = job.checkpoints.restore(engine) or Progress()
+    say = say if writes else print_nothing
+    job, progress = load_job(engine, recipe, record, start, say, fresh=fresh and not engine.joins, hooks=hooks)
     batches = Prefetcher(job.batches, job.total_steps)
     workers = () if engine.joins else tuple(range(group.size))
     run = ElasticRun(engine, job, progress, record, stop, resources, start_time, batches, workers)
     if engine.joins:
         return run
-    longer = group.run_on_rank_0(lambda: go_on(job, record, progress))
-    ranks = group.all_gather(engine.layout())
-    group.run_on_rank_0(lambda: record_start(record, job, ranks, why))
+    begin_training(job, progress, record, why, say)
     if writes:
-        say(start_summary(job, progress, ranks, why, longer))
         run.open_report()
     return run
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from lorakit.base.start_patch import Start
 from lorakit.data import Prefetcher
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
@@ -66,7 +67,7 @@ def run(
 
             return run_elastically(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
         if not engine.group.is_rank_0:
-            say = _print_nothing
+            say = print_nothing
         return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
 
 
@@ -92,18 +93,8 @@ def run_on_engine(
             group.run_on_rank_0(lambda: verify_finished_run(recipe, output, say))
             return output
 
-        group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
-        group.run_on_rank_0(lambda: check_measures(recipe.evaluation.measures))
-        say(f"loading {recipe.base.model} and the rows of {_names(recipe)}")
-        job = build_job(recipe, engine, record.values, start, hooks)
-        if fresh:  # not before: a recipe that cannot run must discard nothing
-            group.run_on_rank_0(lambda: discard(output))
-        progress = job.checkpoints.restore(engine) or Progress()
-        longer = group.run_on_rank_0(lambda: go_on(job, record, progress))
-
-        ranks = group.all_gather(engine.layout())
-        group.run_on_rank_0(lambda: record_start(record, job, ranks, why))
-        say(start_summary(job, progress, ranks, why, longer))
+        job, progress = load_job(engine, recipe, record, start, say, fresh=fresh, hooks=hooks)
+        begin_training(job, progress, record, why, say)
         with reporting(
             output,
             last_step=progress.step,
@@ -124,6 +115,37 @@ def run_on_engine(
             callbacks.call("on_end", read_result(output))
             callbacks.raise_failure()
     return output
+
+
+def load_job(
+    engine: Engine,
+    recipe: Recipe,
+    record: RunRecord,
+    start: Start | None,
+    say: Say,
+    *,
+    fresh: bool,
+    hooks: Hooks,
+) -> tuple[Job, Progress]:
+    """Assemble the job of a run, and restore its newest checkpoint. Collective."""
+    group = engine.group
+    group.run_on_rank_0(lambda: check_trackers(recipe.train.log_to))
+    group.run_on_rank_0(lambda: check_measures(recipe.evaluation.measures))
+    names = ", ".join(source.label for source in recipe.data.train_sources())
+    say(f"loading {recipe.base.model} and the rows of {names}")
+    job = build_job(recipe, engine, record.values, start, hooks)
+    if fresh:  # not before: a recipe that cannot run must discard nothing
+        group.run_on_rank_0(lambda: discard(job.output))
+    return job, job.checkpoints.restore(engine) or Progress()
+
+
+def begin_training(job: Job, progress: Progress, record: RunRecord, why: str, say: Say) -> None:
+    """Record that a run starts here, or goes on, and say how. Collective."""
+    group = job.engine.group
+    longer = group.run_on_rank_0(lambda: go_on(job, record, progress))
+    ranks = group.all_gather(job.engine.layout())
+    group.run_on_rank_0(lambda: record_start(record, job, ranks, why))
+    say(start_summary(job, progress, ranks, why, longer))
 
 
 def train_loop(
@@ -315,9 +337,5 @@ def record_start(record: RunRecord, job: Job, ranks: list[dict[str, Any]], why: 
     )
 
 
-def _names(recipe: Recipe) -> str:
-    return ", ".join(source.label for source in recipe.data.train_sources())
-
-
-def _print_nothing(text: str) -> None:
+def print_nothing(text: str) -> None:
     """Print nothing: only rank 0 prints."""
