@@ -10,7 +10,7 @@ from torch import nn
 from lorakit.base.layers import layer_lists
 from lorakit.base.quantized import count_parameters
 from lorakit.errors import RunError
-from lorakit.lora.inject import adapter_tensors, replace_module
+from lorakit.lora.inject import adapter_tensors, replace_modules
 from lorakit.lora.spec import AdapterSpec
 from lorakit.ops.stage import Stage, StageLink
 
@@ -27,9 +27,9 @@ def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
     ranges = split_layers(model, link.size, label_share)
     stage = Stage(decoder_layers(model), ranges[link.rank], link, first_trained_stage(model, ranges))
     if not link.is_first:
-        replace_module(model, model.get_input_embeddings(), nn.Module())  # type: ignore[operator]
+        replace_modules(model, {model.get_input_embeddings(): nn.Module()})  # type: ignore[operator]
     if not link.is_last:
-        replace_module(model, model.get_output_embeddings(), nn.Module())  # type: ignore[operator]
+        replace_modules(model, {model.get_output_embeddings(): nn.Module()})  # type: ignore[operator]
     return stage
 
 

@@ -14,7 +14,7 @@ from lorakit.base.start_patch import patch_settings
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
-from lorakit.lora.inject import checkpoint_tensors, replace_module
+from lorakit.lora.inject import checkpoint_tensors, replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.patch import BaseShapes, Patch, check_fits, patch_from_model, read_patch, with_head_names
 from lorakit.patch.live_base import check_live_base
@@ -103,8 +103,7 @@ def merge_into(model: nn.Module) -> nn.Module:
     try:
         merged = merged_tensors(patch, model, BaseShapes.of(model))
     except PatchError as problem:
-        for layer, adapted in restored:
-            replace_module(model, layer, adapted)
+        replace_modules(model, dict(restored))
         raise TargetError(f"merge_into: {problem}") from None
     for name, tensor in merged.items():
         replace_tensor(model, name, tensor)
@@ -114,8 +113,7 @@ def merge_into(model: nn.Module) -> nn.Module:
 def restore_layers(model: nn.Module) -> list[tuple[nn.Module, AdapterModule]]:
     """Put the base's own layers back, in place; returns each with the adapted layer that it replaced."""
     pairs = [(adapted.original(), adapted) for _, adapted in adapter_modules(model)]
-    for layer, adapted in pairs:
-        replace_module(model, adapted, layer)
+    replace_modules(model, {adapted: layer for layer, adapted in pairs})
     return pairs
 
 

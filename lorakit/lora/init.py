@@ -62,14 +62,14 @@ def init_factors(
     """Return the float32 tensors that an adapter starts with, by name.
 
     `W` is called only by an init that needs it. `seed` is the layer's own, so that a start does not depend on device,
-    order or number of processes. For a W on the meta device the tensors have shapes only.
+    order or number of processes. With the meta device as torch's default, or a W there, the tensors have shapes only.
     """
-    if init in RANDOM:
+    on_meta = torch.get_default_device().type == "meta"
+    if init in RANDOM and not on_meta:
         A, B = RANDOM[init](out_features, in_features, rank, torch.Generator().manual_seed(seed))
-        return {"lora_A": A, "lora_B": B}
-    weight = W()
-    if weight.is_meta:
+    elif on_meta or (weight := W()).is_meta:
         A, B = (torch.empty(shape, device="meta") for shape in ((rank, in_features), (out_features, rank)))
     else:
         A, B = FROM_WEIGHT[init](weight, rank, s, seed)
-    return {"lora_A": A, "lora_B": B, "lora_A0": A.clone(), "lora_B0": B.clone()}
+    factors = {"lora_A": A, "lora_B": B}
+    return factors if init in RANDOM else factors | {"lora_A0": A.clone(), "lora_B0": B.clone()}

@@ -128,15 +128,16 @@ def attach(
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
     head = extras.tied[0] if extras.tied else None
-    for target in targets:
-        if target.name != head:
-            _attach_linear(model, target, spec, seed, read_weight, extras)
+    layers = [(model.get_submodule(target.name), target) for target in targets if target.name != head]
+    replace_modules(
+        model, {layer: _adapted_linear(layer, target, spec, seed, read_weight, extras) for layer, target in layers}
+    )
     for module in dict.fromkeys(expert.module for expert in extras.experts):
         _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
     for name, keys in (extras.modules_to_save or {}).items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, LoraLinear) and name != head:  # `_attach_linear` trained the bias of these
-            replace_module(model, layer, TrainableModule(_load_values(layer, name, keys, read_weight), keys))
+        if not isinstance(layer, LoraLinear) and name != head:  # `_adapted_linear` trained the bias of these
+            replace_modules(model, {layer: TrainableModule(_load_values(layer, name, keys, read_weight), keys)})
     if extras.token_rows is not None:
         _attach_tokens(model, extras.token_rows, spec, read_weight)
     if extras.head_rows is not None:
@@ -146,15 +147,15 @@ def attach(
     return model
 
 
-def _attach_linear(
-    model: nn.Module,
+def _adapted_linear(
+    layer: nn.Module,
     target: Target,
     spec: AdapterSpec,
     seed: int,
     read_weight: ReadWeight | None,
     extras: ExtraTargets,
-) -> None:
-    layer, method = model.get_submodule(target.name), METHODS[spec.method]
+) -> LoraLinear:
+    method = METHODS[spec.method]
 
     def W() -> Tensor:
         weight = read_weight(f"{target.name}.weight") if read_weight else target.kind.dequantized(layer).detach()
@@ -178,10 +179,10 @@ def _attach_linear(
         # beside a layer on the meta device they stay on the CPU, because no file has their values to read later
         tensors={key: tensor if device.type == "meta" else tensor.to(device) for key, tensor in tensors.items()},
     )
-    replace_module(model, layer, adapted)
     if "bias" in (extras.modules_to_save or {}).get(target.name, ()):
         _load_values(adapted, target.name, ("bias",), read_weight)
         adapted.make_trainable("bias")
+    return adapted
 
 
 def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: AdapterSpec, seed: int) -> None:
@@ -196,7 +197,7 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
         A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
         updates[e] = {k: tensor if weight.is_meta else tensor.to(weight.device) for k, tensor in tensors.items()}
-    replace_module(model, layer, LoraExperts(layer, updates))
+    replace_modules(model, {layer: LoraExperts(layer, updates)})
 
 
 def _attach_tokens(model: nn.Module, name: str, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:
@@ -207,7 +208,7 @@ def _attach_tokens(model: nn.Module, name: str, spec: AdapterSpec, read_weight: 
     rows = TrainableTokens(layer, (*spec.trainable_tokens, *new), spec.new_tokens)
     old = weight[list(spec.trainable_tokens)].to(torch.float32)
     rows.add_tensors({"trainable_tokens_delta": torch.cat([old, _mean_rows(weight, new)])})
-    replace_module(model, layer, rows)
+    replace_modules(model, {layer: rows})
 
 
 def _attach_head_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: ReadWeight | None) -> None:
@@ -216,7 +217,7 @@ def _attach_head_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read
     weight = read_weight(f"{name}.weight") if read_weight else head.weight.detach()
     rows = TokenHead(head, tokens)
     rows.add_tensors({"trainable_tokens_delta": _mean_rows(weight, tokens)})
-    replace_module(model, head, rows)
+    replace_modules(model, {head: rows})
 
 
 def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -234,13 +235,13 @@ def _tie_head(model: nn.Module, head_name: str, embedding_name: str, spec: Adapt
     """Let a head change as the embedding does with which it shares a weight."""
     head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
     if isinstance(embedding, LoraLinear):
-        replace_module(model, head, TiedLoraHead(head, embedding, spec.dropout, head_name))
+        replace_modules(model, {head: TiedLoraHead(head, embedding, spec.dropout, head_name)})
     elif isinstance(embedding, TrainableTokens):
-        replace_module(model, head, TiedTokenHead(head, embedding))
+        replace_modules(model, {head: TiedTokenHead(head, embedding)})
     else:
         wrapper = TrainableModule(head, ())
         wrapper.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
-        replace_module(model, head, wrapper)
+        replace_modules(model, {head: wrapper})
 
 
 def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
@@ -251,12 +252,12 @@ def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight
     return layer
 
 
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever the model uses it: a layer that is used twice stays one layer."""
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules, old to new, wherever the model uses them: a layer that is used twice stays one layer."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # because named_children() hides a second use
-            if child is old:
-                parent.register_module(name, new)
+            if child in replacements:
+                parent.register_module(name, replacements[child])
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import Final, final
 
 import torch
@@ -43,10 +42,8 @@ class DropoutMask:
         keep = torch.empty(len(self.token_keys), x.shape[-1], dtype=torch.bool, device=x.device)
         num_rows = max(1, BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cpu"]) // x.shape[-1])
         threshold = round(self.p * 2**32) - 2**31  # int32 counts from -2**31
-        parts = zip(self.token_keys.split(num_rows), keep.split(num_rows), strict=True)
-        for keys, part in islice(
-            parts, 1 if x.is_meta else None
-        ):  # a plan counts memory, and one block is there at a time
+        end = num_rows if x.is_meta else None  # a plan counts memory, and one block is there at a time
+        for keys, part in zip(self.token_keys[:end].split(num_rows), keep[:end].split(num_rows), strict=True):
             torch.ge(_hashed(keys, self.column_keys), threshold, out=part)
         return (x * keep.view(x.shape)).mul_(1 / (1 - self.p))
 
