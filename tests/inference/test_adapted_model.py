@@ -326,7 +326,7 @@ def test_a_merged_block_is_the_merge_command_and_leaves_the_base_alone(model: An
         pass
 
 
-def test_ten_thousand_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_path: Path) -> None:
+def test_thousands_of_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_path: Path) -> None:
     folders = [make_patch(base, tmp_path / f"p{seed}", seed=seed, rank=1, targets=["q_proj"]) for seed in range(2)]
     model = lorakit.load(base, {"x": folders[0], "y": folders[1]}, dtype="float32")
     first, before = model(IDS, adapters="x").logits, hashes(model)
@@ -339,8 +339,8 @@ def test_ten_thousand_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_p
 
     swap(200)
     began = memory_bytes()
-    swap(9800)
-    assert memory_bytes() - began < 8_000_000
+    swap(2800)
+    assert memory_bytes() - began < 4_000_000
     assert hashes(model) == before
     assert torch.equal(model(IDS, adapters="x").logits, first)
     assert sum(len(module._forward_hooks) for module in model.model.modules()) == 2

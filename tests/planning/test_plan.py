@@ -681,7 +681,7 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
         resolve_auto(load_recipe(recipe(), ("parallel.backend=auto",)), fresh=False)
 
 
-# --- beside reality (`make attack` has two more, benchmarks/plan.py the whole matrix) -------------------------------
+# --- beside reality (`make attack` has three more, benchmarks/plan.py the whole matrix) -------------------------------
 
 
 @pytest.mark.spread
@@ -691,10 +691,13 @@ def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyP
     [
         pytest.param("single", 1, "none", {}, marks=pytest.mark.attack),
         pytest.param("fsdp2", 2, "none", {}, marks=pytest.mark.attack),
-        ("single", 1, "nf4", {"adapter": {"method": "dora"}, "train": {"optimizer": "adamw8bit"}}),
+        pytest.param(
+            "single", 1, "nf4", {"adapter": {"method": "dora"}, "train": {"optimizer": "adamw8bit"}},
+            marks=pytest.mark.attack,
+        ),
         ("fsdp2", 2, "nf4", {}),
     ],
-)
+)  # fmt: skip
 def test_a_run_takes_what_the_plan_says(
     backend: str, processes: int, quantize: str, settings: dict[str, Any], recipe: Write, tmp_path: Path, tokenizer: Any
 ) -> None:

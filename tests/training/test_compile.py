@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,29 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.spread
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+COMPILER = "inductor"
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "aot_eager",  # the graphs of torch's compiler, run by torch
+        pytest.param(
+            COMPILER,
+            marks=[
+                pytest.mark.spread, pytest.mark.slow, pytest.mark.attack,
+                pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler"),
+            ],
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("default")  # torch uses what it has deprecated
 def test_compiled_layers_learn_the_same_and_are_compiled_once(
-    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compiler: str, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch.compiler.reset()
+    if compiler != COMPILER:
+        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=compiler))
     shared = {"adapter": {"rank": 4, "dropout": 0.0}, "data": {"eval": None}}
     plain = train(recipe("plain.yaml", **shared, output=str(tmp_path / "plain")))
     assert "graphs" not in capsys.readouterr().out
