@@ -256,7 +256,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
     """Replace modules, old to new, wherever the model uses them: a layer that is used twice stays one layer."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # because named_children() hides a second use
-            if child in replacements:
+            if child is not None and child in replacements:
                 parent.register_module(name, replacements[child])
 
 
