@@ -1,7 +1,8 @@
-"""All rows of a CPU machine in one go: `make bench`, or `python -m benchmarks [--only NAME ...] [--compare FILE]`.
+"""All rows of a CPU machine in one go: `make bench`, or `python -m benchmarks [--compare FILE]`.
 
 Every figure is a ratio to something measured in the same run; the targets are those the project set itself. The result
-is kept as benchmarks/results/all-HARDWARE.json, and one of the same hardware can be compared with.
+is kept as benchmarks/results/all-HARDWARE.json, and one of the same hardware can be compared with. Some rows alone:
+`--only NAME ... --keep AS`, kept as benchmarks/results/AS-HARDWARE.json.
 """
 
 import argparse
@@ -10,7 +11,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gathers, merge, mixed, pipeline, pool, ragged, save, serving, startup, step, stream, tensor
+from benchmarks import (
+    gathers,
+    merge,
+    mesh,
+    mixed,
+    pipeline,
+    pool,
+    ragged,
+    save,
+    sequence,
+    serving,
+    startup,
+    step,
+    stream,
+    tensor,
+)
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
 
@@ -22,8 +38,10 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
     "gathers": (gathers.measure, gathers),
+    "sequence": (sequence.measure, sequence),
     "pipeline": (pipeline.measure, pipeline),
     "tensor": (tensor.measure, tensor),
+    "mesh": (mesh.measure, mesh),
     "mixed": (lambda: mixed.measure("1.1B", 5), mixed),
     "ragged": (lambda: ragged.measure("100M", 5), ragged),
     "stream": (lambda: stream.measure("100M", 7), stream),
@@ -48,11 +66,14 @@ TARGETS = (
     Target("C12", "gathers", "fsdp2: gathered / base", at_most=2.1),
     Target("C12", "gathers", "zero3: added up / adapter", at_most=1.05),
     Target("C12", "gathers", "fsdp2: added up / adapter", at_most=1.05),
+    Target("P1", "sequence", "sequence 2: activations / one process", at_most=0.55),
     Target("P2", "pipeline", "2 stages: base of a process / all", at_most=0.55),
     Target("P2", "pipeline", "2 stages: idle share - (p - 1) / (m + p - 1)", at_most=0.001),
     Target("P3", "tensor", "ddp, tensor 2: base / one process", at_most=0.55),
     Target("P3", "tensor", "ddp, tensor 2: messages beyond the base's own", at_most=1.0),
     Target("P3", "tensor", "fsdp2, data 2 x tensor 2: messages beyond the base's own", at_most=1.0),
+    Target("P4", "mesh", f"ddp, 2 x 2 x 2: {mesh.FIGURE}", at_most=1.0),
+    Target("P4", "mesh", f"fsdp2, 2 x 2 x 2: {mesh.FIGURE}", at_most=1.0),
     Target("S1", "mixed", "8 adapters: tokens per second / base", at_least=0.9),
     Target("S2", "ragged", "ragged: tokens per second / generate", at_least=2.0),
     Target("S2", "ragged", "ragged: tokens per second / continuous batching", at_least=1.2),
@@ -94,11 +115,15 @@ def earlier(path: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument("--keep", metavar="AS", help="the name of the result of --only; without a name it is not kept")
     parser.add_argument("--compare", type=Path, help="an earlier result of the same hardware")
     options = parser.parse_args()
+    complete = options.only == list(PROGRAMS)
+    if options.keep == "all" or (complete and options.keep):
+        parser.error("--keep: the result of all programs is kept as `all`, and no other is")
     before = earlier(options.compare) if options.compare else None
     print(hardware())
     everything = run(options.only)
     summary(TARGETS, everything, before)
-    if options.only == list(PROGRAMS):
-        keep("all", everything)
+    if name := "all" if complete else options.keep:
+        keep(name, everything)

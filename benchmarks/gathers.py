@@ -5,58 +5,35 @@
 Two gathers of the base, one for forward and one for backward; no reduce-scatter of it; the adapter's gradients once.
 """
 
-import json
-import os
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import program, run_ranks, scratch, table
-from benchmarks.models import make_base
-from benchmarks.step import rows_of
+from benchmarks.models import SHAPES, make_base
+from benchmarks.ranks import prepared
+from benchmarks.rows import packed, random_rows
 
+SHAPE = "tiny"
+VOCABULARY = SHAPES[SHAPE]["vocab_size"]
 BACKENDS = ("zero3", "fsdp2")
 
 
 def rank(backend: str, base: str) -> None:
     """One of the processes: three steps; the first process prints what was sent in one of them."""
-    from lorakit.base.loading import load_for_training
-    from lorakit.data import collate
-    from lorakit.launch.environment import detect_world
-    from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-    from lorakit.objectives.cross_entropy import LossModel
-    from lorakit.ops.fuse import fuse_model
-    from lorakit.parallel import StepSettings, open_engine
-    from lorakit.parallel.optimizer import build_optimizer
-    from lorakit.parallel.process_group import destroy_process_group
-    from lorakit.recipe import BaseSection, ParallelSection
-
-    torch.set_num_threads(1)
-    engine = open_engine(ParallelSection(backend=backend, processes=2), detect_world(os.environ))  # type: ignore[arg-type]
-    loaded = load_for_training(BaseSection(model=base), Path(base), torch.float32, engine.device, sharded=True)
-    spec = AdapterSpec(rank=16)
-    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
-    fuse_model(loaded.model)
-    adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
-    whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
-    for step in range(3):
-        rows = rows_of(Path(base), "even", 2 * step + engine.rank)
-        engine.step(step, [collate(rows, list(range(len(rows))), packing=True)])  # type: ignore[arg-type]
-    if engine.rank == 0:
+    with prepared(Path(base), backend=backend, processes=2) as ready:
+        engine = ready.engine
+        for step in range(3):
+            engine.step(step, [packed(random_rows(VOCABULARY, [256] * 4, 2 * step + engine.rank))])
         sent = engine.layout()["collectives_of_a_step"]
-        print(json.dumps({"base_bytes": whole, "adapter_bytes": adapter, "sent": sent}), flush=True)
-    destroy_process_group()
+        ready.report(base_bytes=ready.base_bytes, adapter_bytes=ready.adapter_bytes, sent=sent)
 
 
 def measure() -> dict[str, Any]:
     """Each backend once."""
-    base = make_base(scratch(), "tiny", torch.float32)
-    found: dict[str, Any] = {"shape": "tiny"}
+    base = make_base(scratch(), SHAPE, torch.float32)
+    found: dict[str, Any] = {"shape": SHAPE}
     for backend in BACKENDS:
         found[backend] = run_ranks("benchmarks.gathers", 2, backend, str(base))
     return found
@@ -85,7 +62,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        rank(*sys.argv[1:])
-    else:
-        program("gathers", measure, show)
+    program("gathers", measure, show, rank)

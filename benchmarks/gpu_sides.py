@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.machine import now, peak_bytes
 from benchmarks.models import SHAPES, flops, hollow, make_model, random_adapter
-from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, peft_model, torch_step
-from lorakit.data import collate
+from benchmarks.rows import Rows, packed, padded, random_rows
+from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, peft_model, torch_step
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
 from lorakit.parallel.single import SingleEngine
@@ -100,10 +99,7 @@ def free(device: torch.device) -> None:
 
 def rows_of(work: Work, number: int) -> Rows:
     """Rows of random tokens of one length, all label tokens."""
-    numbers = np.random.default_rng(number)
-    size = (work.rows, work.length)
-    label_mask = np.ones(work.length, dtype=bool)
-    return Rows(Row(ids, label_mask) for ids in numbers.integers(0, SHAPES[work.shape]["vocab_size"], size))
+    return random_rows(SHAPES[work.shape]["vocab_size"], [work.length] * work.rows, number)
 
 
 def build(side: str, work: Work, device: torch.device) -> Step:
@@ -133,8 +129,7 @@ def lorakit_step(engine: SingleEngine) -> Step:
     index = itertools.count()
 
     def step(micro_batches: Sequence[Rows]) -> tuple[float, float | None]:
-        batches = [collate(rows, list(range(len(rows))), packing=True) for rows in micro_batches]  # type: ignore[arg-type]
-        report = engine.step(next(index), batches)
+        report = engine.step(next(index), [packed(rows) for rows in micro_batches])
         return report.loss, report.grad_norm
 
     return step

@@ -146,11 +146,21 @@ def run_ranks(module: str, processes: int, *arguments: str) -> Any:
     return json.loads(lines[-1])
 
 
-def program(name: str, measure: Callable[..., Result], show: Callable[[Result], None], **own: Any) -> None:
+def program(
+    name: str,
+    measure: Callable[..., Result],
+    show: Callable[[Result], None],
+    process: Callable[..., None] | None = None,
+    **own: Any,
+) -> None:
     """The command line of a benchmark: measures, shows, and with --keep keeps under its name, filled in with options.
 
-    ``own``: option -> its default, handed to ``measure``; of a tuple of choices the first, False for a switch.
+    ``process``: what each process that ``run_ranks`` started does with its arguments. ``own``: option -> its default,
+    handed to ``measure``; of a tuple of choices the first, False for a switch.
     """
+    if process is not None and "LOCAL_RANK" in os.environ:
+        process(*sys.argv[1:])
+        return
     parser = argparse.ArgumentParser()
     for option, default in own.items():
         told: dict[str, Any] = {"type": type(default), "default": default}

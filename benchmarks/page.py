@@ -1,6 +1,7 @@
 """Writes the tables and the picture of docs/performance.md from kept results: `python -m benchmarks.page RESULT ...`.
 
-Targets of all of them, one beside the other; sides and picture of the first.
+Targets of all of them, a column for each machine; of several results of a machine the first that has a figure counts.
+Sides and picture of the first result.
 """
 
 import json
@@ -25,13 +26,25 @@ WORKS = {
 
 
 def targets(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Every target and what was measured; what misses it is bold."""
-    machines = [found["hardware"] for found in results]
+    """Every target and what was measured; what misses it is bold. Rows that none of the results has are named below."""
+    machines = list(dict.fromkeys(found["hardware"] for found in results))
     lines = ["| row | figure | target | " + " | ".join(machines) + " |", "|---" * (3 + len(machines)) + "|"]
+    missing = []
     for target in TARGETS:
-        told = [told_of(target, target.of(found)) for found in results]
-        lines.append(f"| {target.row} | {target.figure} | {target.words()} | {' | '.join(told)} |")
+        told = [told_of(target, measured_on(machine, target, results)) for machine in machines]
+        if any(told):
+            lines.append(f"| {target.row} | {target.figure} | {target.words()} | {' | '.join(told)} |")
+        else:
+            missing.append(target.row)
+    if missing:
+        lines += ["", f"Not in these results: {', '.join(dict.fromkeys(missing))}."]
     return lines
+
+
+def measured_on(machine: str, target: Target, results: Sequence[dict[str, Any]]) -> float | None:
+    """The target's figure in the first of a machine's results that has it."""
+    values = (target.of(found) for found in results if found["hardware"] == machine)
+    return next((value for value in values if value is not None), None)
 
 
 def told_of(target: Target, value: float | None) -> str:

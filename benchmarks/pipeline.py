@@ -3,52 +3,27 @@
 python -m benchmarks.pipeline [--keep]
 """
 
-import json
-import os
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.machine import program, run_ranks, scratch, table
-from benchmarks.models import make_base
-from benchmarks.sides import Row, Rows
+from benchmarks.models import SHAPES, make_base
+from benchmarks.ranks import prepared
+from benchmarks.rows import packed, random_rows
 
+SHAPE = "1.1B"
 STAGES, MICRO_BATCHES, NUM_TOKENS = 2, 6, 16
 
 
 def rank(base: str) -> None:
-    """One of two stages: three steps; the first process prints what each has of the base."""
-    from lorakit.base.loading import load_for_training
-    from lorakit.data import collate
-    from lorakit.launch.environment import detect_world
-    from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-    from lorakit.objectives.cross_entropy import LossModel
-    from lorakit.parallel import StepSettings, open_engine
-    from lorakit.parallel.optimizer import build_optimizer
-    from lorakit.parallel.process_group import destroy_process_group
-    from lorakit.recipe import BaseSection, ParallelSection
-
-    torch.set_num_threads(1)
-    section = ParallelSection(backend="ddp", processes=STAGES, pipeline=STAGES)
-    engine = open_engine(section, detect_world(os.environ))
-    loaded = load_for_training(BaseSection(model=base), Path(base), torch.bfloat16, engine.device, sharded=True)
-    spec = AdapterSpec(rank=16)
-    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
-    adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
-    whole = sum(p.nbytes for p in loaded.model.parameters()) - adapter
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
-    rows = Rows(Row(np.arange(NUM_TOKENS), np.ones(NUM_TOKENS, bool)) for _ in range(MICRO_BATCHES))
-    for step in range(2):  # the second one's messages are counted
-        engine.step(step, [collate(rows, [index], packing=True) for index in range(MICRO_BATCHES)])  # type: ignore[arg-type]
-    layouts = engine.group.all_gather(engine.layout())
-    if engine.rank == 0:
-        print(json.dumps({"base_bytes": whole, "layouts": layouts}), flush=True)
-    destroy_process_group()
+    """One of two stages: two steps; the first process prints what each has of the base."""
+    with prepared(Path(base), torch.bfloat16, backend="ddp", processes=STAGES, pipeline=STAGES) as ready:
+        rows = random_rows(SHAPES[SHAPE]["vocab_size"], [NUM_TOKENS] * MICRO_BATCHES, 0)
+        for step in range(2):  # the second one's messages are counted
+            ready.engine.step(step, [packed([row]) for row in rows])
+        ready.report(base_bytes=ready.base_bytes, layouts=ready.engine.group.all_gather(ready.engine.layout()))
 
 
 def idle_share(num_stages: int, num_micro_batches: int) -> float:
@@ -73,8 +48,8 @@ def idle_share(num_stages: int, num_micro_batches: int) -> float:
 
 def measure() -> dict[str, Any]:
     """One run of two stages."""
-    base = make_base(scratch(), "1.1B", torch.bfloat16)
-    return {"shape": "1.1B", **run_ranks("benchmarks.pipeline", STAGES, str(base))}
+    base = make_base(scratch(), SHAPE, torch.bfloat16)
+    return {"shape": SHAPE, **run_ranks("benchmarks.pipeline", STAGES, str(base))}
 
 
 def rates(result: dict[str, Any]) -> dict[str, float]:
@@ -101,7 +76,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        rank(*sys.argv[1:])
-    else:
-        program("pipeline", measure, show)
+    program("pipeline", measure, show, rank)

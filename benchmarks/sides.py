@@ -3,12 +3,10 @@
 Whoever imports this has imported what any side needs; no recipe is read here, so torch, transformers and PEFT do.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -23,26 +21,6 @@ from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """Token ids, and the label mask."""
-
-    ids: np.ndarray
-    label_mask: np.ndarray
-
-
-class Rows(list[Row]):
-    """Rows as lorakit's data gives them."""
-
-    weights = None
-
-    def ids(self, row: int) -> np.ndarray:
-        return self[row].ids
-
-    def label_mask(self, row: int) -> np.ndarray:
-        return self[row].label_mask
 
 
 def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> SingleEngine:
@@ -87,20 +65,6 @@ def frozen(model: Any) -> Any:
     model.requires_grad_(False)
     model.enable_input_require_grads()
     return model
-
-
-def padded(rows: Iterable[Row], device: torch.device) -> dict[str, Tensor]:
-    """Rows as lines of one length; without a mask where they are of one length already."""
-    ids, labels, mask = (
-        torch.nn.utils.rnn.pad_sequence([torch.from_numpy(part) for part in parts], True, value)
-        for parts, value in (
-            ([row.ids for row in rows], 0),
-            ([np.where(row.label_mask, row.ids, -100) for row in rows], -100),
-            ([np.ones_like(row.ids) for row in rows], 0),
-        )
-    )
-    masks = {} if bool(mask.all()) else {"attention_mask": mask}
-    return {name: tensor.to(device) for name, tensor in {"input_ids": ids, "labels": labels, **masks}.items()}
 
 
 def torch_step(

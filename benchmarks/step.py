@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program, scratch, table
 from benchmarks.models import flops, make_base, make_patch
-from benchmarks.sides import RANK, Row, Rows, adamw, frozen, lorakit_engine, padded, torch_step
+from benchmarks.rows import Rows, packed, padded, random_rows
+from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, torch_step
 from benchmarks.turns import BEFORE, Side, Step, middle, ratio, serve, take_turns
 from lorakit.base.load import load_base, load_skeleton
-from lorakit.data import collate
 from lorakit.patch import read_patch
 
 SIDES = ("floor", "lorakit", "peft", "peft defaults")
@@ -46,13 +46,9 @@ def lengths_of(work: str, seed: int, *, even: bool = False) -> list[int]:
 
 def rows_of(base: Path, work: str, seed: int, *, even: bool = False) -> Rows:
     """Rows of random tokens; of `half` and `chat` the last half of each has labels, like an answer."""
-    numbers = np.random.default_rng(seed + 1_000_000)
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
-    from_ = 0.0 if work == "even" else 0.5
-    return Rows(
-        Row(numbers.integers(0, vocabulary, length), np.arange(length) >= round(length * from_))
-        for length in lengths_of(work, seed, even=even)
-    )
+    lengths = lengths_of(work, seed, even=even)
+    return random_rows(vocabulary, lengths, seed + 1_000_000, 0.0 if work == "even" else 0.5)
 
 
 def lorakit_side(base: Path, patch: Path, work: str, *, even: bool = False) -> Step:
@@ -65,7 +61,7 @@ def lorakit_side(base: Path, patch: Path, work: str, *, even: bool = False) -> S
     def step() -> dict[str, Any]:
         nonlocal number
         rows = rows_of(base, work, number, even=even)
-        batch = collate(rows, list(range(len(rows))), packing=True)  # type: ignore[arg-type]
+        batch = packed(rows)
         began = time.perf_counter()
         report = engine.step(number, [batch])
         number += 1

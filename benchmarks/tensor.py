@@ -7,21 +7,15 @@ loading and two steps of 128 tokens, beside one process that has all of the base
 saves for backward, with a part of the tokens between the blocks in each process, and with all of them in each.
 """
 
-import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.machine import peak_bytes, program, rss_bytes, run_ranks, scratch, table
+from benchmarks.machine import peak_bytes, program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
-from benchmarks.sides import Row, Rows
+from benchmarks.ranks import prepared, saved_for_backward
+from benchmarks.rows import packed, random_rows
 
 SHAPE = "100M"
 NUM_LAYERS = SHAPES[SHAPE]["num_hidden_layers"]
@@ -40,68 +34,22 @@ LAYOUTS = {
 }
 
 
-@contextmanager
-def saved_for_backward() -> Iterator[list[int]]:
-    """Collect the bytes of the tensors that forward saves; those of parameters aside, shared memory once."""
-    sizes: dict[int, int] = {}
-    total: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not total and not isinstance(tensor, torch.nn.Parameter):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        if not total:  # backward begins
-            total.append(sum(sizes.values()))
-        return tensor
-
-    pack.unpacks_repeatedly = True  # type: ignore[attr-defined] # as lorakit's own hooks are marked
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield total
-
-
 def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> None:
     """One of the processes: two steps; the first process prints what it holds and sends."""
-    from lorakit.base.loading import load_for_training
-    from lorakit.data import collate
-    from lorakit.launch.environment import detect_world
-    from lorakit.lora import AdapterSpec, attach, find_targets
-    from lorakit.objectives.cross_entropy import LossModel
-    from lorakit.ops.fuse import fuse_model
-    from lorakit.parallel import StepSettings, open_engine
-    from lorakit.parallel.optimizer import build_optimizer
-    from lorakit.parallel.process_group import destroy_process_group
-    from lorakit.recipe import BaseSection, ParallelSection
-
-    torch.set_num_threads(1)
-    parallel = ParallelSection(backend=backend, processes=int(processes), tensor=int(tensor))  # type: ignore[arg-type]
-    engine = open_engine(parallel, detect_world(os.environ))
-    before = rss_bytes()
-    section = BaseSection(model=base)
-    loaded = load_for_training(section, Path(base), torch.float32, engine.device, sharded=engine.shards_base)
-    spec = AdapterSpec(rank=16)
-    attach(loaded.model, find_targets(loaded.model, spec), spec, 0, loaded.read_weight)
-    fuse_model(loaded.model)
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    loss_model = LossModel(loaded.model)
-    engine.prepare(loss_model, build, StepSettings(0, 1.0, lambda step: 1e-4), loaded.weights)
-    if loss_model.token_parts is not None and tokens == "all":
-        loss_model.token_parts.problem = "all tokens, to measure"
-    numbers = np.random.default_rng(0)
-    for step in range(2):
-        rows = Rows(Row(numbers.integers(0, SHAPES[SHAPE]["vocab_size"], 64), np.ones(64, bool)) for _ in range(2))
-        with saved_for_backward() as saved:
-            engine.step(step, [collate(rows, [0, 1], packing=True)])  # type: ignore[arg-type]
-    if engine.rank == 0:
-        layout = engine.layout()
-        sent = layout["collectives_by_axis"].get("tensor", {})
-        result = {
-            "base_bytes": layout["base_bytes"], "sent": sent, "peak_bytes": peak_bytes() - before,
-            "saved_bytes": saved[0],
-        }  # fmt: skip
-        print(json.dumps(result), flush=True)
-    destroy_process_group()
+    with prepared(Path(base), backend=backend, processes=int(processes), tensor=int(tensor)) as ready:
+        parts = ready.loss_model.token_parts
+        if parts is not None and tokens == "all":
+            parts.problem = "all tokens, to measure"
+        for step in range(2):
+            with saved_for_backward() as saved:
+                ready.engine.step(step, [packed(random_rows(SHAPES[SHAPE]["vocab_size"], [64, 64], step))])
+        layout = ready.engine.layout()
+        ready.report(
+            base_bytes=layout["base_bytes"],
+            sent=layout["collectives_by_axis"].get("tensor", {}),
+            peak_bytes=peak_bytes() - ready.process_bytes,
+            saved_bytes=saved[0],
+        )
 
 
 def measure() -> dict[str, Any]:
@@ -146,7 +94,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        rank(*sys.argv[1:])
-    else:
-        program("tensor", measure, show)
+    program("tensor", measure, show, rank)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import gpu, gpu_sides, stream
+from benchmarks import gpu, gpu_sides, page, sequence, stream
 from benchmarks.__main__ import PROGRAMS, TARGETS, earlier
 from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
@@ -146,6 +146,34 @@ def test_every_gpu_row_is_measured_or_has_a_reason() -> None:
 
 def test_every_target_is_measured_by_a_program() -> None:
     assert {target.program for target in TARGETS} <= set(PROGRAMS)
+
+
+def test_results_of_one_machine_share_a_column_and_rows_without_a_figure_are_named() -> None:
+    first, second = (target for target in TARGETS if target.row in ("P1", "P4") and "fsdp2" not in target.figure)
+    results = [
+        {"hardware": "a", "rates": {first.program: {first.figure: 0.5}}},
+        {"hardware": "b", "rates": {first.program: {first.figure: 0.6}}},
+        {"hardware": "a", "rates": {first.program: {first.figure: 0.7}, second.program: {second.figure: 0.9}}},
+    ]
+    heading, _, *lines, _, missing = page.targets(results)
+
+    assert heading == "| row | figure | target | a | b |"
+    assert [line.split(" | ")[3:] for line in lines] == [["0.500", "**0.600** |"], ["0.900", " |"]]
+    assert missing.startswith("Not in these results: C1, ")
+    assert "P1" not in missing
+
+
+def test_activations_count_where_the_loss_is_that_of_one_process() -> None:
+    sent = {"all_to_all": {"calls": 16}}
+    alone, shared = sequence.LAYOUTS
+    result = {
+        alone: {"losses": [8.0, 8.0], "saved_bytes": 100, "sent": {}},
+        shared: {"losses": [8.0, 8.0], "saved_bytes": 54, "sent": sent},
+    }
+
+    assert sequence.rates(result)[f"{shared}: activations / one process"] == 0.54
+    result[shared]["losses"] = [8.0, 8.001]
+    assert sequence.rates(result) == {}
 
 
 def test_what_clients_that_left_still_hold_is_counted() -> None:
