@@ -73,17 +73,13 @@ class LiveBytes:
         )
 
 
-def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int, residual_share: float = 1.0) -> LiveBytes:
-    """Return the activations of a rank where ``num_ranks`` share each weight.
+def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int) -> LiveBytes:
+    """Return the activations of a rank where ``num_ranks`` share each weight, and the tokens outside of the cut blocks.
 
-    full, part: counted in the full model, and in the model with one rank's parts. residual_share: share of the tokens
-    that the rank has outside of the cut blocks, in norms and the residual stream: 1 where every rank computes them.
-
-    A byte inside the cut blocks counts 1 / n in ``part`` and one outside counts in full, so (n part - full) / (n - 1)
-    are outside.
+    full, part: counted in the full model, and in the model with one rank's parts of the weights and all tokens. Weights
+    or tokens cut every byte but those of the head, which reads the hidden states of all tokens.
     """
-    outside = part.plus(part.plus(full, -1.0), 1 / (num_ranks - 1))
-    return part.plus(replace(outside, head=0.0), residual_share - 1.0)  # the head reads the hidden states of all tokens
+    return LiveBytes(full.saved / num_ranks, part.head, full.layer / num_ranks)
 
 
 @final

@@ -143,7 +143,7 @@ class Estimator:
         if tensor == 1:
             return full
         part = self._live(dtype, checkpointing, batch, tensor, training)
-        return activations_of_part(full, part, tensor, residual_share=1 / tensor)
+        return activations_of_part(full, part, tensor)
 
     def _label_share(self) -> float:
         """Return the share of the training rows' tokens that have a label; 1 where the rows are not known."""

@@ -119,15 +119,7 @@ def test_layers_wait_for_the_messages_of_their_axis(roomy: Plan) -> None:
     assert layout(plan, "ddp", tensor=2).step.waiting > written(plan, "ddp").step.waiting
 
 
-def test_bytes_outside_of_cut_blocks_follow_the_share_of_tokens_that_a_process_has_there() -> None:
-    full, part = LiveBytes(100.0, 30.0, 20.0), LiveBytes(40.0, 30.0, 8.0)  # a fifth and a quarter outside, of 4 ranks
-    assert activations_of_part(full, part, 4) == part
-    assert activations_of_part(full, part, 4, residual_share=0.25) == LiveBytes(
-        pytest.approx(25.0), 30.0, pytest.approx(5.0)
-    )
-
-
-def test_every_byte_of_a_layer_is_cut_or_follows_the_tokens(deep: Path) -> None:
+def test_weights_or_tokens_cut_every_byte_but_those_of_the_head(deep: Path) -> None:
     form = MicroBatch(1, 256, 256, packed=True, masked=False, row_lengths=(256,))
     full, part = (
         ActivationTracer(
@@ -136,7 +128,8 @@ def test_every_byte_of_a_layer_is_cut_or_follows_the_tokens(deep: Path) -> None:
         for tensor in (1, 4)
     )
     assert full.saved / 4 < part.saved < full.saved / 2
-    assert activations_of_part(full, part, 4, residual_share=1 / 4).saved == pytest.approx(full.saved / 4, rel=1e-3)
+    assert activations_of_part(full, part, 4) == LiveBytes(full.saved / 4, part.head, full.layer / 4)
+    assert full.head / 4 < part.head < full.head
 
 
 def test_tensor_sends_less_than_gathering_for_few_tokens(deep: Path) -> None:
