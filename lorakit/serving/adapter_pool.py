@@ -14,6 +14,7 @@ from typing import final
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
+from lorakit.lora.routing import Adapter
 from lorakit.patch import Patch, read_patch
 
 
@@ -103,24 +104,27 @@ class AdapterPool:
                 self._model.unload_adapter(name)
 
     @contextlib.contextmanager
-    def lease(self, name: str | None) -> Iterator[None]:
-        """Have an adapter in memory inside the block; None, the base, always is. May read a file: not in an event loop.
+    def lease(self, name: str | None) -> Iterator[Adapter | None]:
+        """Yield the adapter of a name, which is in memory inside the block; None is the base.
+
+        It is the one that the name has now: its tokenizer and its tensors go together, also if it is replaced
+        meanwhile. May read a file: not in an event loop.
 
         Raises:
             LorakitError: the adapter is gone, or its files are, or they changed.
         """
         if name is None:
-            yield
+            yield None
             return
         with self._changing:
             if name in self._on_disk:
                 self._read(name)
-            self._model.adapter(name)  # for its error, if the adapter was removed meanwhile
+            adapter = self._model.adapter(name)  # an error, if it was removed meanwhile
             self._touch(name)
             self._leases[name] += 1
             self._evict()
         try:
-            yield
+            yield adapter
         finally:
             with self._changing:
                 self._leases[name] -= 1

@@ -11,6 +11,7 @@ from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Ite
 from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.lora.routing import Adapter
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.openai_requests import CompletionRequest, RequestError
@@ -44,14 +45,15 @@ class StreamedAnswer:
         engine: ServingEngine,
         model: AdaptedModel,
         ids: list[int],
-        adapter: str | None,
+        adapter: Adapter | None,
         request: CompletionRequest,
         *,
         index: int = 0,
         client: str | None = None,
     ) -> None:
         loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
-        self.ids, self.num_tokens = ids, 0
+        self.ids, self.adapter, self.num_tokens = ids, adapter, 0
+        codec = model.codec(adapter)
         self.echo: Piece | None = None
         self.reason: str | None = None
         self.token_times: list[float] = []
@@ -65,13 +67,11 @@ class StreamedAnswer:
 
         self.generation: Generation | None = None
         if request.echo and settings.max_tokens == 0:  # the prompt alone, as for its log-probabilities
-            self.adapter = model.adapter(adapter)
-            replace(settings, max_tokens=1).check(model.codec(self.adapter).num_tokens)
-            model.codec(self.adapter).check_ids([ids], 0)
+            replace(settings, max_tokens=1).check(codec.num_tokens)
+            codec.check_ids([ids], 0)
         else:
             self.generation = engine.submit(ids, adapter, settings, put, client)
-            self.adapter = self.generation.adapter
-        self._detokenizer = Detokenizer(model.codec(self.adapter).tokenizer, request.settings.stop)
+        self._detokenizer = Detokenizer(codec.tokenizer, request.settings.stop)
 
     @property
     def cached_tokens(self) -> int:

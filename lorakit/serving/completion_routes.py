@@ -42,15 +42,15 @@ class CompletionRoutes:
         record, body = record_of(request), await read_body(request)
         completion = parse_request(kind, body)
         record.model, record.prompt = completion.model, body["messages" if kind == "chat" else "prompt"]
-        adapter = self._models.adapter_name(completion.model)
+        name = self._models.adapter_name(completion.model)
         record.served = completion.model
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
         client = request.headers.get("authorization")
-        lease = self._pool.lease(adapter)
-        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
+        lease = self._pool.lease(name)
+        adapter = await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
-            codec, form = self._model.codec(self._model.adapter(adapter)), PromptForm(raw=True)
+            codec, form = self._model.codec(adapter), PromptForm(raw=True)
             rows = [codec.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
             record.num_prompt_tokens = sum(map(len, rows))
             for ids in rows:
@@ -75,7 +75,7 @@ class CompletionRoutes:
     async def _add_echoes(self, request: CompletionRequest, answers: list[StreamedAnswer]) -> None:
         """Set the echo of each answer: its prompt, and the log-probabilities of its tokens if they are wanted."""
         number = request.settings.logprobs
-        computed: dict[tuple[int, int | None], list[TokenLogprobs | None]] = {}
+        computed: dict[int, list[TokenLogprobs | None]] = {}
         for index, answer in enumerate(answers):
             row = index // request.choices
             prompt = request.prompts[row]
@@ -84,13 +84,12 @@ class CompletionRoutes:
             if number is None:
                 answer.echo = Piece(decoded)
                 continue
-            key = row, None if answer.adapter is None else answer.adapter.number  # which may be replaced meanwhile
-            if key not in computed:
+            if row not in computed:
                 async with self._one_at_a_time:
-                    computed[key] = await run_in_threadpool(
+                    computed[row] = await run_in_threadpool(
                         prompt_logprobs, self._model, answer.adapter, answer.ids, number
                     )
-            answer.echo = Piece(decoded, tuple(zip(answer.ids, computed[key], strict=True)))
+            answer.echo = Piece(decoded, tuple(zip(answer.ids, computed[row], strict=True)))
 
 
 @final

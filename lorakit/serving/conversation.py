@@ -56,7 +56,7 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, and at most {self.engine.max_positions} fit: begin anew"
             )
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
-        generation = self.engine.submit(ids, self.adapter, settings)
+        generation = self.engine.submit(ids, adapter, settings)
         detokenizer, pieces = Detokenizer(codec.tokenizer, self.settings.stop), []
         is_finished = False
         try:

@@ -40,17 +40,17 @@ class EmbeddingRoutes:
         record, body = record_of(request), await read_body(request)
         wanted = parse_embedding_request(body)
         record.model, record.prompt = wanted.model, body["input"]
-        adapter = self._models.adapter_name(wanted.model)
+        name = self._models.adapter_name(wanted.model)
         record.served = wanted.model
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
         _check_dimensions(wanted.dimensions, self._pooling)
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
-        lease = self._pool.lease(adapter)
-        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
+        lease = self._pool.lease(name)
+        adapter = await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
-            tokenizer = self._model.codec(self._model.adapter(adapter)).tokenizer
+            tokenizer = self._model.codec(adapter).tokenizer
             rows = [await _token_ids(one, tokenizer) for one in wanted.inputs]
             futures = self._engine.embed(rows, self._pooling, adapter, request.headers.get("authorization"))
         finally:

@@ -27,6 +27,7 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
+from lorakit.lora.routing import Adapter
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
 
@@ -67,21 +68,21 @@ class ServingEngine:
     def submit(
         self,
         prompt: list[int],
-        adapter: str | None = None,
+        adapter: Adapter | str | None = None,
         settings: SamplingSettings | None = None,
         deliver: Callable[[Item], None] | None = None,
         client: str | None = None,
     ) -> Generation:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
-        client: who sent it; clients whose requests wait take turns.
+        adapter: the one whose tokenizer made the prompt, or the name of one. client: who sent it; clients whose requests wait take turns.
 
         Raises:
             QueueFullError: ``max_queue`` requests wait.
             LorakitError: settings out of range, an adapter that is not loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
-        chosen = self._model.adapter(adapter)
+        chosen = self._adapter(adapter)
         prompts = self._model.codec(chosen)
         settings.check(prompts.num_tokens)
         prompts.check_ids([prompt], settings.max_tokens)
@@ -98,7 +99,7 @@ class ServingEngine:
         return generation
 
     def embed(
-        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: str | None = None, client: str | None = None
+        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: Adapter | str | None = None, client: str | None = None
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
@@ -106,7 +107,7 @@ class ServingEngine:
             QueueFullError: ``max_queue`` inputs wait.
             LorakitError: an adapter that is not loaded, or an input that does not fit.
         """
-        chosen = self._model.adapter(adapter)
+        chosen = self._adapter(adapter)
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
         for number, ids in enumerate(inputs):
             if not 1 <= len(ids) <= limit:
@@ -154,6 +155,14 @@ class ServingEngine:
     def totals(self) -> Counter[str]:
         """What happened since the start, as of the batch."""
         return self._batch.totals
+
+    def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
+        """Return the adapter that a name has now; an adapter stays the one that it is, also if its name was replaced.
+
+        Raises:
+            LorakitError: no adapter of that name is loaded.
+        """
+        return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
 
     def _grammar_compiler(self, codec: PromptCodec) -> GrammarCompiler:
         """Return the compiler of a vocabulary: the base's, or an adapter's with new tokens, as long as one uses it."""

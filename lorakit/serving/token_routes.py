@@ -57,9 +57,9 @@ class TokenRoutes:
         record.model = typed_field(body, "model", str, default=None)
         name = None if record.model is None else self._models.adapter_name(record.model)
         lease = self._pool.lease(name)
-        await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
+        adapter = await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
         try:
-            return self._model.codec(self._model.adapter(name))
+            return self._model.codec(adapter)
         finally:
             await run_in_threadpool(lease.__exit__, None, None, None)
 

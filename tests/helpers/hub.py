@@ -1,4 +1,4 @@
-"""A small hub on this machine: the part of its HTTP API that huggingface_hub's client calls to push and to download.
+"""A small hub on this machine: the part of its HTTP API that its clients call to push, to download and to stream.
 
 It stores commits in memory. Faults are switched on by its attributes. Tests point the real client to its address.
 """
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, path: str, body: bytes) -> None:
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        parts = path.strip("/").split("/")
+        parts = path.strip("/").removeprefix("datasets/").split("/")
         if parts[0] == "store":  # addresses of this store are signed, and have no token
             self.hub.stored[parts[1]] = body
             return self.reply(200, {})
@@ -126,10 +126,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.commit(name, repository, [json.loads(line) for line in body.splitlines()])
         if call == ["auth-check", "write"]:
             return self.reply(200, {})
-        if call[:1] == ["tree"]:
+        if call[:1] in (["tree"], ["paths-info"]):
             found = repository.at(call[1])
+            wanted = parse_qs(body.decode())["paths"] if call[0] == "paths-info" else None
             files = [{"type": "file", "path": path, "size": len(data), "oid": _digest(data)}
-                     for path, data in (found[1] if found else {}).items()]  # fmt: skip
+                     for path, data in (found[1] if found else {}).items()
+                     if wanted is None or path in wanted]  # fmt: skip
             return self.reply(200, files)
         found = repository.at(call[1] if call[:1] == ["revision"] else "main")
         if found is None and call:

@@ -21,7 +21,7 @@ TOKENS = {"a": {"<|tool|>": 3200, "<|sep|>": 3201}, "b": {"<|sep|>": 3200}}
 
 
 @pytest.fixture(scope="module")
-def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
+def patches(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, patches = tmp_path_factory.mktemp("tokens"), {}
     for seed, (name, tokens) in enumerate(TOKENS.items()):
         adapted = lorakit.inject(load_base(base, torch.float32, torch.device("cpu")), rank=2, new_tokens=tokens)
@@ -29,6 +29,11 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
         for key, tensor in adapter_tensors(adapted).items():
             tensor.data.normal_(std=1.0 if key.startswith("lm_head") else 0.3)  # so that answers have new tokens
         patches[name] = lorakit.save_patch(adapted, folder / name)
+    return patches
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, patches: dict[str, Path]) -> AdaptedModel:
     return lorakit.load(base, patches, dtype="float32")
 
 
@@ -79,3 +84,33 @@ def test_a_restricted_answer_may_use_the_adapters_own_vocabulary(client: httpx.C
     for name in ("a", "tiny"):
         answer = client.post("/v1/completions", json={"model": name, "prompt": "hi", **restricted})
         assert answer.raise_for_status().json()["choices"][0]["text"].isdigit()
+
+
+def test_a_request_has_one_adapter_also_where_it_is_replaced_under_way(
+    client: httpx.Client, model: AdaptedModel, patches: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["hi <|sep|> <|tool|>", "<|tool|> ho"]
+    body = {"model": "x", "prompt": prompts, "max_tokens": 12, "temperature": 0, "echo": True}
+    expected = {
+        name: [prompt + model.generate([prompt], name, raw=True, max_new_tokens=12)[0] for prompt in prompts]
+        for name in "ab"
+    }
+
+    def answers() -> list[str]:
+        choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        return [choice["text"] for choice in choices]
+
+    def replace_after(*arguments: Any, **keywords: Any) -> list[int]:  # as another client may, in another thread
+        ids = encode(*arguments, **keywords)
+        model.load_adapter("x", patches["b"], replace=True)
+        return ids
+
+    model.load_adapter("x", patches["a"])
+    codec = model.codec(model.adapter("x"))
+    encode = codec.token_ids
+    monkeypatch.setattr(codec, "token_ids", replace_after)
+    try:
+        assert answers() == expected["a"]
+        assert answers() == expected["b"] != expected["a"]
+    finally:
+        model.unload_adapter("x")
