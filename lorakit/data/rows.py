@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.json_row import BadRow, parse_raw, without_none
 from lorakit.data.row_files import count_file_rows, form_of, read_file
 from lorakit.errors import DataError, TemporaryFailure
-from lorakit.files.hub import connection_errors
+from lorakit.files.atomic import is_disk_full
+from lorakit.files.hub import connection_failure
+
+REASON_LETTERS: Final = 300
+"""of another library's error"""
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,35 @@ def _streamed(source: RowSource, rows: Any) -> Iterator[Any]:
     """Yield the rows of a hub data set. A stream reads the hub here.
 
     Raises:
-        DataError: what it reads are no rows. TemporaryFailure: the connection broke.
+        DataError: what it reads are no rows. TemporaryFailure: the connection broke. HubError: the hub refused.
     """
-    number, broken = 0, connection_errors()
+    number = 0
     try:
         for row in rows:
             yield row
             number += 1
-    except ValueError as problem:  # of pyarrow, and of casts by datasets
-        raise DataError(f"data: {source.name}: cannot be read after row {number}: {problem}") from None
-    except broken as problem:
-        raise TemporaryFailure(
-            f"data: {source.name}: the connection broke after row {number}: {problem}; the same command goes on with"
-            " what was tokenised"
-        ) from None
+    except Exception as problem:  # of datasets and its readers: each form and compression has errors of its own
+        raise _row_error(source.name, number, problem) from None
+
+
+def _row_error(name: str, number: int, problem: Exception) -> Exception:
+    """Return what an error between two rows of a stream means."""
+    if is_disk_full(problem):
+        return problem
+    failure = connection_failure(f"data: {name}: after row {number}", problem)
+    if isinstance(failure, TemporaryFailure):
+        return TemporaryFailure(f"{failure}; the same command goes on with what was tokenised")
+    if failure is not None:
+        return failure
+    return DataError(
+        f"data: {name}: cannot be read after row {number}: {_reason(problem)}; mend the data set, or leave out what"
+        f" follows with `limit: {number}`"
+    )
+
+
+def _reason(problem: BaseException) -> str:
+    """Return the first line of an error."""
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:REASON_LETTERS]
 
 
 def _stream_version(name: str) -> str:
@@ -107,12 +126,16 @@ def _stream_version(name: str) -> str:
 
 @contextmanager
 def _hub_errors(name: str, split: str | None) -> Iterator[None]:
-    import datasets
-
     try:
         yield
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as problem:
+    except Exception as problem:  # of datasets, huggingface_hub, its client, and the readers of each form
+        if is_disk_full(problem):
+            raise
+        failure = connection_failure(f"data: {name}", problem)
+        if isinstance(failure, TemporaryFailure):
+            raise TemporaryFailure(f"{failure}; the same command tries again") from None
         which = "" if split is None else f" (split {split})"
         raise DataError(
-            f"data: {name}: neither a file ({Path(name).absolute()}) nor a data set the hub gave{which}: {problem}"
+            f"data: {name}: neither a file ({Path(name).absolute()}) nor a data set the hub gave{which}:"
+            f" {_reason(problem)}"
         ) from None

@@ -38,10 +38,10 @@ from lorakit.files.cache import cache_folder
 
 FORMAT: Final = 5
 """part of the cache's key; change it whenever the same row would give other tokens or counts"""
-Progress = Callable[[int, int | None], None]
+Progress = Callable[[int | None, int | None], None]
 
 
-def no_progress(done: int, total: int | None) -> None:
+def no_progress(done: int | None, total: int | None) -> None:
     """Show nothing."""
 
 
@@ -62,7 +62,7 @@ def tokenize_sources(
     """Tokenise the rows of files, or open them from the cache.
 
     An interrupted call leaves a journal, and the next one goes on after it. ``progress``: called with the number of
-    rows so far, and of all rows or None.
+    rows so far, and of all rows or None; with None, None before it waits for another process that makes the same.
 
     Raises:
         DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
@@ -75,7 +75,8 @@ def tokenize_sources(
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         encoder = ChunkEncoder(tokenizer, settings, sources)
         path = folder.with_name(folder.name + JOURNAL)
-        with disk_full_as_retryable(path), open_journal(path, [source.name for source in sources]) as journal:
+        names = [source.name for source in sources]
+        with disk_full_as_retryable(path), open_journal(path, names, lambda: progress(None, None)) as journal:
             if not manifest_matches(folder):  # it does if another process built the same rows meanwhile
                 with _removed_at_end(journal.path):
                     total = cache(lambda: _count(sources, settings.limit))
@@ -90,8 +91,7 @@ def tokenize_sources(
                     with atomic_folder(folder) as staging:
                         _build(staging, journal, settings, sources)
                         if digests != [source.digest() for source in sources]:
-                            names = ", ".join(source.name for source in sources)
-                            raise DataError(f"data: {names} changed while it was read; run again when it is complete")
+                            raise DataError(f"data: {', '.join(names)} changed while it was read; run again when it is complete")
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
 
 

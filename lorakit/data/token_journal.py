@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final, final
@@ -48,12 +48,19 @@ class TokenJournal:
 
 
 @contextmanager
-def open_journal(path: Path, sources: list[str]) -> Iterator[TokenJournal]:
-    """Open the journal of a data set. Waits while another process has it open. Remove it when its rows are cached."""
+def open_journal(path: Path, sources: list[str], waits: Callable[[], None]) -> Iterator[TokenJournal]:
+    """Open the journal of a data set. Remove it when its rows are cached.
+
+    ``waits``: called before it waits for another process that has the journal open.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(path, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(file, fcntl.LOCK_EX)
             # else another process removed it meanwhile
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 yield TokenJournal(path, file, sources)

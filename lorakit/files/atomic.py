@@ -186,13 +186,18 @@ def disk_full_as_retryable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(problem):
             raise
         free = shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.is_dir())).free
         raise TemporaryFailure(
             f"{path}: the disk is full ({free} bytes free). What was saved before is intact:"
             " free some space and run the same command again"
         ) from None
+
+
+def is_disk_full(problem: BaseException) -> bool:
+    """True for the error of a full disk, or of a user's full share of it."""
+    return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _write_new(path: Path, content: Content, *, sync: bool = True) -> None:

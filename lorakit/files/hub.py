@@ -100,18 +100,31 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
     return str(commit.commit_url)
 
 
-def connection_errors() -> tuple[type[Exception], ...]:
-    """Return the errors with which huggingface_hub ends where the hub is not reached, or refuses."""
-    import huggingface_hub.errors as errors
+def connection_failure(name: str, problem: BaseException) -> HubError | TemporaryFailure | None:
+    """Return what a refusal of the hub or a broken connection means; None if an error came from something else.
 
-    # the client's own errors are of httpx, or of httpx2 after version 2.0: a base of all errors with a status
-    return errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError
+    ``problem``: of a library that reads the hub. It may stand for another one that it came from.
+    """
+    from huggingface_hub import errors
+
+    # no connection was tried where the user said so; and a file that is not there has no status
+    causes = [] if isinstance(problem, errors.OfflineModeIsEnabled) else _causes(problem, hidden=True)
+    broken = (_client_error(), ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
+    first = next((each for each in causes if isinstance(each, broken)), None)
+    return None if first is None else _explained(name, first, writes=False)
+
+
+def _client_error() -> type[Exception]:
+    """Return the base of all errors of huggingface_hub's client: of httpx, or of httpx2 after version 2.0."""
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError.__bases__[0]
 
 
 @contextmanager
 def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
     """Turn the errors of huggingface_hub into those of lorakit."""
-    broken: tuple[type[Exception], ...] = (*connection_errors(), ValueError)
+    broken = (_client_error(), OSError, RuntimeError, ValueError)
     try:
         yield
     except (HubError, TemporaryFailure):
@@ -121,9 +134,7 @@ def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
 
 
 def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError | TemporaryFailure:
-    causes = [problem]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
+    causes = _causes(problem)
     status = next((code for each in causes if (code := _status(each))), None)
     texts = [_first_line(each) for each in causes]
     nothing = "; nothing was committed, and the same command tries again" if writes else ""
@@ -142,6 +153,14 @@ def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError |
     if isinstance(problem, ValueError):  # of names and of the card, which huggingface_hub checks
         return HubError(f"{name}: {' '.join(str(problem).split())[:REASON_LETTERS]}")
     return TemporaryFailure(f"{name}: the hub was not reached, or the connection broke: {texts[-1]}{nothing}")
+
+
+def _causes(problem: BaseException, *, hidden: bool = False) -> list[BaseException]:
+    """Return an error, the one it came from, and so on. ``hidden``: also where the library does not show that one."""
+    causes = [problem]
+    while (cause := causes[-1].__cause__ or (causes[-1].__context__ if hidden else None)) is not None:
+        causes.append(cause)
+    return causes
 
 
 def _status(problem: BaseException) -> int | None:

@@ -75,7 +75,8 @@ class ServingEngine:
     ) -> Generation:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
-        adapter: the one whose tokenizer made the prompt, or the name of one. client: who sent it; clients whose requests wait take turns.
+        adapter: the one whose tokenizer made the prompt, or the name of one. client: who sent it; clients whose
+        requests wait take turns.
 
         Raises:
             QueueFullError: ``max_queue`` requests wait.
@@ -99,7 +100,11 @@ class ServingEngine:
         return generation
 
     def embed(
-        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: Adapter | str | None = None, client: str | None = None
+        self,
+        inputs: Sequence[list[int]],
+        pooling: Pooling,
+        adapter: Adapter | str | None = None,
+        client: str | None = None,
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 

@@ -4,15 +4,17 @@ It stores commits in memory. Faults are switched on by its attributes. Tests poi
 """
 
 import base64
+import contextlib
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_secretTokenOfThisTest"
 
@@ -45,6 +47,10 @@ class Hub:
         """start of a request, such as "POST /api/repos" -> status"""
         self.cut: str | None = None
         """start of the requests whose connection is closed without an answer"""
+        self.cut_after: dict[str, int] = {}
+        """start of a request -> bytes of its answer after which the connection is closed"""
+        self.wait: dict[str, threading.Event] = {}
+        """start of a request -> what its answer waits for"""
         self.address = ""
 
 
@@ -61,18 +67,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), text)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        cut = _of_start(self.hub.cut_after, f"{self.command} {unquote(self.path)}")
         if self.command != "HEAD":
-            self.wfile.write(content)
+            with contextlib.suppress(BrokenPipeError):  # the client did not wait
+                self.wfile.write(content[:cut])
+        self.close_connection |= cut is not None
 
     def handle_request(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         line = f"{self.command} {path}"
         self.hub.requests.append(line)
+        if (wait := _of_start(self.hub.wait, line)) is not None:
+            wait.wait(60)
         if self.hub.cut is not None and line.startswith(self.hub.cut):
             self.close_connection = True
-        elif refused := [status for start, status in self.hub.refuse.items() if line.startswith(start)]:
-            self.reply(refused[0], {"error": f"refused{' once more' * 100}\nsecond line"})
+        elif (status := _of_start(self.hub.refuse, line)) is not None:
+            self.reply(status, {"error": f"refused{' once more' * 100}\nsecond line"})
         else:
             self.answer(path, body)
 
@@ -164,9 +175,19 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or file not in found[1]:
             return self.reply(404, {"error": "no such file"}, X_Error_Code="EntryNotFound")
         data = found[1][file]
-        return self.reply(200, data, ETag=f'"{_digest(data)}"', X_Repo_Commit=found[0])
+        headers = {"ETag": f'"{_digest(data)}"', "X_Repo_Commit": found[0]}
+        if (part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")) is None:
+            return self.reply(200, data, **headers)
+        start, stop = int(part[1]), min(int(part[2] or len(data)) + 1, len(data))
+        headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        return self.reply(206 if start < len(data) else 416, data[start:stop], **headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
+
+
+def _of_start(values: Mapping[str, Any], line: str) -> Any:
+    """Return the value of the first start that a request has, or None."""
+    return next((value for start, value in values.items() if line.startswith(start)), None)
 
 
 def _digest(data: bytes) -> str:
