@@ -91,7 +91,8 @@ def tokenize_sources(
                     with atomic_folder(folder) as staging:
                         _build(staging, journal, settings, sources)
                         if digests != [source.digest() for source in sources]:
-                            raise DataError(f"data: {', '.join(names)} changed while it was read; run again when it is complete")
+                            listed = ", ".join(names)
+                            raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
 
 
