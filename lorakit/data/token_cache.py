@@ -181,8 +181,8 @@ def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
         return f"data: {names}: no rows in it; write a row on each line (docs/recipes.md), or name another file"
     if settings.eval_side and not left_out:
         return (
-            f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, or name"
-            " held-out rows"
+            f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, name"
+            " held-out rows, or among several sources give this one `eval: 0`"
         )
     why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
     why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
