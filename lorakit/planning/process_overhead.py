@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.errors import TemporaryFailure
-from lorakit.files.atomic import file_signature, write_json
+from lorakit.files.atomic import digest, write_json
 from lorakit.files.cache import cache_folder
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.run.process_memory import rss_bytes
@@ -87,9 +87,14 @@ def _key(folder: Path, dtype: str) -> str:
     limit_kernel_caches(environment)  # as the measured process does
     variables = {name: value for name, value in environment.items() if name.startswith(VARIABLES)}
     computer = [sys.version, sys.executable, platform.platform(), socket.gethostname()]
-    base = [str(folder.resolve()), file_signature(folder / "tokenizer.json"), dtype]
-    parts = [VERSION, computer, versions, variables, base]
+    parts = [VERSION, computer, versions, variables, _tokenizer_key(folder), dtype]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenizer_key(folder: Path) -> str:
+    """Return a digest of the tokenizer, which copies of a base share; the folder's path where it has no such file."""
+    path = folder / "tokenizer.json"
+    return digest(path) if path.is_file() else str(folder.resolve())
 
 
 def _measure_in_subprocess(folder: Path, dtype: str) -> dict[str, int]:

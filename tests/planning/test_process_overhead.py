@@ -30,6 +30,16 @@ def test_a_later_call_reads_what_was_measured(tmp_path: Path, monkeypatch: pytes
     process_overhead._measured_bytes.cache_clear()
 
 
+def test_copies_of_a_base_share_a_measurement_and_another_tokenizer_has_its_own(tmp_path: Path) -> None:
+    built_in = find_base("builtin:tiny")
+    (copy := tmp_path / "tokenizer.json").write_bytes((built_in / "tokenizer.json").read_bytes())
+    assert process_overhead._key(tmp_path, "float32") == process_overhead._key(built_in, "float32")
+    copy.write_text("{}")
+    changed = process_overhead._key(tmp_path, "float32")
+    copy.unlink()
+    assert len({process_overhead._key(built_in, "float32"), changed, process_overhead._key(tmp_path, "float32")}) == 3
+
+
 def test_another_setting_is_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = find_base("builtin:tiny")
     keys = {process_overhead._key(folder, dtype) for dtype in ("float32", "bfloat16", "float32")}
