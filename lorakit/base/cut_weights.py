@@ -4,7 +4,7 @@ Invariant: beside the part, a piece of PIECE_BYTES of the files is in memory.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -18,21 +18,53 @@ from lorakit.quant.parts import cut_quantized
 
 
 @dataclass(frozen=True)
+class CutDim:
+    """The dimension of a tensor of which each rank has a part.
+
+    pieces: how many tensors of one size are side by side in it, such as gate and up: a rank has the same part of each.
+    """
+
+    dim: int
+    pieces: int = 1
+
+    def cut(self, shape: tuple[int, ...], part_of: Callable[[int], range]) -> "Cut":
+        """Return the cut of a tensor of this shape. part_of: the rank's part of so many rows or columns."""
+        return Cut(self.dim, part_of(shape[self.dim] // self.pieces), shape, self.pieces)
+
+
+@dataclass(frozen=True)
 class Cut:
-    """A part of a tensor: ``part`` of its rows (dim 0) or columns (dim 1). shape: of the full tensor."""
+    """A part of a tensor of this shape: ``part`` along a dimension, of each of the pieces that are side by side in it.
+
+    Example: rows 0 to 3 of gate and of up in a (experts, 2 * 6, in) tensor are ``Cut(1, range(3), shape, 2)``.
+    """
 
     dim: int
     part: range
     shape: tuple[int, ...]
+    pieces: int = 1
+
+    @property
+    def size(self) -> int:
+        """Rows or columns of a full piece."""
+        return self.shape[self.dim] // self.pieces
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part."""
-        return (*self.shape[: self.dim], len(self.part), *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self.pieces * len(self.part), *self.shape[self.dim + 1 :])
 
     def of(self, full: Tensor) -> Tensor:
         """Return the part of a full tensor, in memory of its own."""
-        return full.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
+        pieces = full.unflatten(self.dim, (self.pieces, self.size))
+        own = pieces.narrow(self.dim + 1, self.part.start, len(self.part))
+        return own.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def join(self, part: Tensor, side_by_side: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """Undo `of`. side_by_side: (part, dimension, size) -> the ranks' parts, one behind the other."""
+        pieces = part.unflatten(self.dim, (self.pieces, len(self.part)))
+        full: Tensor = side_by_side(pieces, self.dim + 1, self.size)
+        return full.flatten(self.dim, self.dim + 1)
 
 
 @dataclass(frozen=True)
@@ -66,11 +98,10 @@ class CutTensors:
             out.detach().view(-1).copy_(flat[start : start + out.numel()])
         elif cut is None:
             self._weights.fill(name, start, out)
-        elif cut.dim == 0:
-            row = math.prod(cut.shape[1:])
-            self._weights.fill(name, cut.part.start * row + start, out)
-        else:
+        elif cut.dim == len(cut.shape) - 1 > 0:
             self._fill_columns(name, cut, start, out.detach().view(-1))
+        else:
+            self._fill_rows(name, cut, start, out.detach().view(-1))
 
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter, of which this rank has a part."""
@@ -85,9 +116,20 @@ class CutTensors:
             self._last = (module, cut_quantized(self._weights.tensors_of(module), one.full, one.dim, one.part))
         return self._last[1]
 
+    def _fill_rows(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
+        """Read the rows of each piece as one range: one for a matrix, one for gate and one for up of each expert."""
+        row = math.prod(cut.shape[cut.dim + 1 :])
+        full, own = cut.size * row, len(cut.part) * row
+        done = 0
+        while done < len(out):
+            piece, skip = divmod(start + done, own)
+            count = min(own - skip, len(out) - done)
+            self._weights.fill(name, piece * full + cut.part.start * row + skip, out[done : done + count])
+            done += count
+
     def _fill_columns(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
         """Read full rows in pieces, because a read for the part of each row would be a call for each row."""
-        width, own = cut.shape[1], len(cut.part)
+        width, own = cut.size, len(cut.part)
         step = max(1, PIECE_BYTES // (width * out.element_size()))
         first, last = start // own, -(-(start + len(out)) // own)
         done, skip = 0, start - first * own

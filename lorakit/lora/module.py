@@ -67,6 +67,11 @@ class AdapterModule(nn.Module):
         """Return the trainable tensors by name, looked up in each call, because engines replace parameter objects."""
         return {name: self.get_parameter(attribute) for name, attribute in self._trainable.items()}
 
+    def name_in_adapter(self, attribute: str) -> str:
+        """Return the adapter's name of a parameter; a tensor of the base has its own."""
+        names = self._trainable | self._fixed
+        return next((name for name, parameter in names.items() if parameter == attribute), attribute)
+
     def fixed_tensors(self) -> dict[str, nn.Parameter]:
         """Return the adapter's tensors that are not trainable, by name."""
         return {name: self.get_parameter(attribute) for name, attribute in self._fixed.items()}

@@ -110,8 +110,10 @@ class TokenParts:
             return own
         return _summed_input(own, cut) if summed else _exchanged(own, cut.gather, cut.take)
 
-    def after(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Sum a layer's partial outputs, as a forward hook of a layer that is cut by inputs."""
+    def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
+        if isinstance(output, tuple):
+            return (self.after(layer, args, output[0]), *output[1:])
         if (cut := self.cut) is None:
             return sum_out(output, self.group)
         return _exchanged(output, cut.scatter, cut.gather)
@@ -122,11 +124,14 @@ class BlockInput:
     """Hooks of one block, and of its layers that are cut by outputs, such as q, k and v.
 
     With tokens in parts, the block's input is gathered once. Otherwise it is copied in where such a layer reads it,
-    once however many of them do, so that another reader of it, such as a router, gets its exact gradient.
+    once however many of them do, so that another reader of it gets its exact gradient.
+
+    sums_all: what all of the block's modules read, router included, has a gradient that is a partial sum, because the
+    block's output is one; so its input is copied in where it begins.
     """
 
-    def __init__(self, tokens: TokenParts) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: TokenParts, *, sums_all: bool = False) -> None:
+        self._tokens, self._sums_all = tokens, sums_all
         self.factors: list[Callable[[], Tensor]] = []
         """return the A of the block's layers that are cut by outputs, in each call, because engines replace them"""
         self._left: LeftProducts | None = None
@@ -138,7 +143,10 @@ class BlockInput:
         """Gather the input, as a forward pre-hook of the block."""
         self._gathered = False
         if (cut := self._tokens.cut) is None:
-            return None
+            if not self._sums_all:
+                return None
+            self._gathered = True
+            return changed(args, kwargs, lambda x: copy_in(x, self._tokens.group))
         own, factors = hidden_states(args, kwargs), list[Tensor]()
         # a first layer's input has no gradient to send, so there nothing would go along with it, and x is saved
         if own.requires_grad and torch.is_grad_enabled():

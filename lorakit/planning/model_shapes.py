@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.cut_weights import CutDim
 from lorakit.base.dropout import disable_dropout
 from lorakit.base.find import find_tokenizer
 from lorakit.base.layers import gather_groups, layer_lists
@@ -89,7 +90,7 @@ class ModelShapes:
     """Name of the quantisation scheme; empty for a base in floats."""
     quantizing_bytes: int = 0
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
-    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    cut_dims: Mapping[str, CutDim] = field(default_factory=dict)
     """Tensor name -> the dimension of which a rank has a part, where ranks share each weight."""
 
     @property
@@ -116,10 +117,10 @@ class ModelShapes:
             return self
         tensors = []
         for tensor in self.tensors:
-            dim, shape = self.cut_dims.get(tensor.name), list(tensor.shape)
-            if dim is not None:
-                dim = min(dim, len(shape) - 1)  # 4-bit weights are stored flat
-                shape[dim] = math.ceil(shape[dim] / num_ranks)
+            cut, shape = self.cut_dims.get(tensor.name), list(tensor.shape)
+            if cut is not None:
+                dim = min(cut.dim, len(shape) - 1)  # 4-bit weights are stored flat
+                shape[dim] = cut.pieces * math.ceil(shape[dim] / cut.pieces / num_ranks)
             share = math.prod(shape) / max(1, tensor.numel)
             tensors.append(replace(tensor, shape=tuple(shape), num_values=round(tensor.num_values * share)))
         return replace(self, tensors=tuple(tensors), attention_width=self.attention_width // num_ranks)
