@@ -56,7 +56,7 @@ class Cut:
 
     def of(self, full: Tensor) -> Tensor:
         """Return the part of a full tensor, in memory of its own."""
-        pieces = full.unflatten(self.dim, (self.pieces, self.size))
+        pieces: Tensor = full.unflatten(self.dim, (self.pieces, self.size))
         own = pieces.narrow(self.dim + 1, self.part.start, len(self.part))
         return own.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 

@@ -3,11 +3,14 @@
 A layer's output and the gradient of its input must be those of the full layer. A model whose tokens cannot be in parts
 between the blocks is compared a second time, with all tokens on every rank.
 
+Experts that are almost equally good for a token could be chosen otherwise where a sum was rounded otherwise. So every
+call of a comparison has the experts of the first one, and only products are compared.
+
 Invariant: at most one full layer is in memory, and it is freed before the run starts.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +24,7 @@ from lorakit.base.tensor_plan import REMEDY
 from lorakit.errors import RunError
 from lorakit.launch.watchdog import is_collective_error
 from lorakit.lora import adapter_modules
+from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.token_parts import TokenCut, changed, hidden_states
 from lorakit.parallel.group import Group
@@ -84,13 +88,14 @@ def _problem(
     """Return what differs from the full layers, on any rank, and the adapted modules that get some of the tokens."""
     tokens, worst, text, in_parts = loss_model.token_parts, 0.0, "", set[str]()
     try:
-        with _recorded(loss_model, full) as (calls, in_parts):
-            logits = _logits(loss_model, device)
-        worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
-        if tokens is not None and tokens.problem is None:
-            tokens.problem = "all of them, to compare with"  # what lies between the layers too
-            worst = max(worst, _relative(logits, _logits(loss_model, device)))
-            tokens.problem = None
+        with _same_experts({"": loss_model.model} | full):
+            with _recorded(loss_model, full) as (calls, in_parts):
+                logits = _logits(loss_model, device)
+            worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
+            if tokens is not None and tokens.problem is None:
+                tokens.problem = "all of them, to compare with"  # what lies between the layers too
+                worst = max(worst, _relative(logits, _logits(loss_model, device)))
+                tokens.problem = None
     except RuntimeError as problem:  # a view of heads that are not all here, for one
         if is_collective_error(problem):
             raise
@@ -142,6 +147,30 @@ def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dic
     yield calls, in_parts
     for handle in handles:
         handle.remove()
+
+
+@contextmanager
+def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let experts of one name compute with the choice of their first call inside the block. parts: by their names."""
+    chosen: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def choose(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            states, indices, *rest = args  # transformers' interface of experts
+            return (states, chosen.setdefault(name, indices), *rest)
+
+        return choose
+
+    handles = [
+        part.get_submodule(inside).register_forward_pre_hook(hook(f"{name}.{inside}".lstrip(".")))
+        for name, part in parts.items()
+        for inside in {inside for inside, _, _ in expert_parameters(part)}
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, device: torch.device) -> float:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lorakit.base import cut_weights
-from lorakit.base.cut_weights import Cut, CutTensors
-from lorakit.base.lazy import LazyTensors
+from lorakit.base.cut_weights import Cut, CutDim, CutTensors
+from lorakit.base.lazy import LazyTensors, ShardReader
 from lorakit.base.meta import load_on_meta
 from tests.helpers.models import scrambled
 
@@ -47,3 +47,39 @@ def test_a_part_that_is_read_is_the_part_of_the_full_tensor(
     norm = torch.empty(32, dtype=dtype)
     reader.fill("model.norm.weight", 0, norm)  # not cut
     assert torch.equal(norm, reader.read_weight("model.norm.weight"))
+
+
+def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrambled("mixtral").save_pretrained(tmp_path)  # stores w1, w2 and w3 of each expert
+    model = load_on_meta(tmp_path, torch.float32)
+    weights, num_read = LazyTensors(tmp_path, model), list[int]()
+    read = ShardReader.fill
+    monkeypatch.setattr(
+        ShardReader, "fill", lambda self, stored, out, start: (num_read.append(len(out)), read(self, stored, out, start))
+    )
+    experts = "model.layers.1.mlp.experts"
+    for key, dim, pieces in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
+        full = weights.read_weight(f"{experts}.{key}")
+        halves = full.chunk(pieces, dim)
+        for part in parts(48):
+            cut = CutDim(dim, pieces).cut(tuple(full.shape), lambda size, part=part: part if size == 48 else range(0))  # type: ignore[misc]
+            expected = torch.cat([half.narrow(dim, part.start, len(part)) for half in halves], dim)
+            assert torch.equal(cut.of(full), expected)
+            assert cut.part_shape == expected.shape
+            reader, size = CutTensors(weights, {f"{experts}.{key}": cut}), expected.numel()
+            for start, stop in ((0, size), (7, size - 3), (size // 2, size)):
+                num_read.clear()
+                out = torch.empty(stop - start)
+                reader.fill(f"{experts}.{key}", start, out)
+                assert torch.equal(out, expected.flatten()[start:stop])
+                assert key == "down_proj" or sum(num_read) == stop - start  # and nothing else of the files
+        own = [Cut(dim, part, tuple(full.shape), pieces).of(full) for part in (range(5), range(5, 48))]
+        cut = Cut(dim, range(5), tuple(full.shape), pieces)
+        joined = cut.join(own[0], lambda one, dim, size: torch.cat([one, split(own[1], dim - 1, pieces)], dim))
+        assert torch.equal(joined, full)
+
+
+def split(tensor: torch.Tensor, dim: int, pieces: int) -> torch.Tensor:
+    return tensor.unflatten(dim, (pieces, -1))

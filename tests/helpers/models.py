@@ -32,6 +32,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     name: settings for name, settings in ARCHITECTURES.items() if name not in ("bert", "t5")
 } | {
     "qwen3_moe": EXPERTS | {"head_dim": 8},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "bert": ARCHITECTURES["bert"] | {"is_decoder": True},
     "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},  # keeps the router in float32

@@ -56,23 +56,55 @@ NF4: Case = {"name": "nf4", "steps": 2, "base": "wide", "quantize": "nf4"}
 INT8: Case = {"name": "int8", "steps": 2, "base": "wide", "quantize": "int8", "adapter": {"method": "dora"}}
 MIXED: Case = {"name": "mixed", "steps": 2, "mixed": True}  # tokens meet in a norm between the blocks
 FIRST: Case = {"name": "first-half", "steps": 1}
-RESUMED: Case = PLAIN | {"name": "resumed", "resume": "half.pt"}
-ALONE = [PLAIN, CUT, NORMS, BIASED, BIASES, HEAD, FULL, GEMMA, LION, DORA, HALF, NF4, INT8, MIXED, FIRST]
+RESUMED: Case = PLAIN | {"name": "resumed", "resume": "first-half"}
+EXPERTS: Case = {  # adapters on experts, and the router in full
+    "name": "experts", "steps": 2, "base": "mixtral",
+    "adapter": {"targets": ["q_proj", "o_proj"], "target_parameters": "all-experts", "modules_to_save": ["gate"]},
+}  # fmt: skip
+FIRST_EXPERTS: Case = EXPERTS | {"name": "first-experts", "steps": 1}
+RESUMED_EXPERTS: Case = EXPERTS | {"name": "resumed-experts", "resume": "first-experts"}
+# layers with experts and without
+SPARSE: Case = EXPERTS | {"name": "sparse", "base": "qwen3_moe", "micro_batch_size": 3, "checkpointing": True}
+# shared experts: on each rank, because transformers' plan does not cut them; and cut, where attention is not
+SHARED: Case = {
+    "name": "shared", "steps": 2, "base": "qwen2_moe", "micro_batch_size": 3,
+    "adapter": {"target_parameters": ["experts.down_proj"], "modules_to_save": ["gate"]},
+}  # fmt: skip
+LATENT: Case = {
+    "name": "latent", "steps": 2, "base": "deepseek_v3", "dropout": 0.0,
+    "adapter": {"targets": ["down_proj", "gate_proj"], "modules_to_save": ["experts"]},
+}  # fmt: skip
+ALONE = [
+    PLAIN, CUT, NORMS, BIASED, BIASES, HEAD, FULL, GEMMA, LION, DORA, HALF, NF4, INT8, MIXED, FIRST,
+    EXPERTS, SPARSE, SHARED, LATENT, FIRST_EXPERTS,
+]  # fmt: skip
 DDP, FSDP2 = {"backend": "ddp", "tensor": 2}, {"backend": "fsdp2", "tensor": 2}
 PARTS: dict[int, list[Case]] = {
     2: [
         *(case | {"parallel": DDP} for case in (PLAIN, BIASED, HEAD, FULL, GEMMA, LION, DORA, HALF, NF4)),
         *(case | {"parallel": FSDP2} for case in (CUT, RESUMED, BIASES, INT8, MIXED)),
+        *(case | {"parallel": DDP} for case in (EXPERTS, SHARED)),
+        *(case | {"parallel": FSDP2} for case in (RESUMED_EXPERTS, LATENT)),
     ],
     4: [
         CUT | {"parallel": DDP | {"sequence": 2}},
         NORMS | {"parallel": FSDP2},
         PLAIN | {"parallel": FSDP2},
+        SPARSE | {"parallel": FSDP2},
         PLAIN | {"name": "staged", "micro_batch_size": 2, "parallel": DDP | {"pipeline": 2}},
     ],
     8: [CUT | {"parallel": FSDP2 | {"pipeline": 2}}],
 }
 """processes -> cases"""
+OTHER_BASES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "gpt_neox": {},
+    "gemma3_text": {},
+    "mixtral": {},
+    "qwen3_moe": {"decoder_sparse_step": 2},
+    "qwen2_moe": {},
+    "deepseek_v3": {"num_key_value_heads": 4},
+}
 Results = Callable[[int], dict[str, Any]]
 spread = [pytest.mark.xdist_group("tensor"), pytest.mark.spread, pytest.mark.slow]
 
@@ -83,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     # parts of different sizes: of the vocabulary, and of the MLP
     make_base(folder / "base", tokenizer, num_hidden_layers=2, intermediate_size=49, vocab_size=len(tokenizer) + 1)
     make_base(folder / "wide", tokenizer, hidden_size=128, intermediate_size=256)  # parts of full blocks
-    for name, settings in (("qwen3", {"tie_word_embeddings": True}), ("gpt_neox", {}), ("gemma3_text", {})):
+    for name, settings in OTHER_BASES.items():
         model = scrambled(name, **settings, vocab_size=len(tokenizer), max_position_embeddings=256)
         for parameter in model.parameters():
             parameter.data = 0.3 * parameter.data + float(parameter.dim() == 1)  # norms near 1, as a base's are
@@ -98,9 +130,11 @@ def results(folder: Path) -> Results:
     def results(processes: int) -> dict[str, Any]:
         cases = [case | {"parallel": {"backend": "single"}} for case in ALONE]
         if processes > 1:
-            torch.save(results(1)["first-half"], folder / "half.pt")
+            for half in ("first-half", "first-experts"):
+                torch.save(results(1)[half], folder / half)
             cases = [
-                case | ({"resume": str(folder / "half.pt")} if "resume" in case else {}) for case in PARTS[processes]
+                case | ({"resume": str(folder / case["resume"])} if "resume" in case else {})
+                for case in PARTS[processes]
             ]
         return run_cases(folder, processes, cases)
 
@@ -118,8 +152,9 @@ def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results
             assert 0 < distance(other, exact) <= 1.5 * distance(own, exact)
         elif name == "nf4":  # AdamW divides small gradients by small ones
             assert_same(result, alone[name], adapter=1e-3, losses=1e-5)
-        elif name == "resumed":
-            assert_same(after_half(alone, result), alone["plain"])
+        elif "resume" in case:
+            uninterrupted = "experts" if case["resume"] == "first-experts" else "plain"
+            assert_same(after_half(alone, result, case["resume"]), alone[uninterrupted])
         else:
             assert_same(result, alone["plain" if name == "staged" else name])
 
@@ -183,7 +218,9 @@ def test_a_base_whose_tokens_meet_between_the_blocks_has_all_of_them_there(resul
         ("llama", {"num_key_value_heads": 1}, r"2 processes cannot share the 1 heads of model\.layers\.0\.self_attn\.k_proj"),
         ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, "cannot share the 3 heads of"),
         ("gpt2", {}, r"transformers has no plan \(tp_plan\) how to cut GPT2LMHeadModel"),
-        ("mixtral", {}, r"MixtralForCausalLM is cut in ways .*experts is 'moe_tp_experts'"),
+        ("mixtral", {"intermediate_size": 44}, "cannot share the 44 columns of each expert of .* needs a multiple of 4"),
+        ("inkling2_text", {}, r"experts has down_proj \(rowwise\), gate_up_proj \(colwise\)"),
+        ("gpt_oss", {}, "transformers has no plan"),
         ("phi3", {}, "is 'colwise_gather_output'"),
     ],
 )  # fmt: skip
