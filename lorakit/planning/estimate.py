@@ -143,6 +143,8 @@ class Estimator:
         if tensor == 1:
             return full
         part = self._live(dtype, checkpointing, batch, tensor, training)
+        if self._shapes(dtype, tensor).cuts_experts:
+            return part  # experts compute all tokens, and their inputs are not told from those of norms: an upper bound
         return activations_of_part(full, part, tensor)
 
     def _label_share(self) -> float:

@@ -107,6 +107,11 @@ class ModelShapes:
         return tuple(tensor for tensor in self.frozen if not tensor.in_checkpoint)
 
     @property
+    def cuts_experts(self) -> bool:
+        """True if ranks share each expert, of which gate and up are one tensor."""
+        return any(cut.pieces > 1 for cut in self.cut_dims.values())
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
         return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)

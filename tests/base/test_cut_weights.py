@@ -57,14 +57,16 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
     weights, num_read = LazyTensors(tmp_path, model), list[int]()
     read = ShardReader.fill
     monkeypatch.setattr(
-        ShardReader, "fill", lambda self, stored, out, start: (num_read.append(len(out)), read(self, stored, out, start))
+        ShardReader,
+        "fill",
+        lambda self, stored, out, start: (num_read.append(len(out)), read(self, stored, out, start)),
     )
     experts = "model.layers.1.mlp.experts"
     for key, dim, pieces in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
         full = weights.read_weight(f"{experts}.{key}")
         halves = full.chunk(pieces, dim)
         for part in parts(48):
-            cut = CutDim(dim, pieces).cut(tuple(full.shape), lambda size, part=part: part if size == 48 else range(0))  # type: ignore[misc]
+            cut = Cut(dim, part, tuple(full.shape), pieces)
             expected = torch.cat([half.narrow(dim, part.start, len(part)) for half in halves], dim)
             assert torch.equal(cut.of(full), expected)
             assert cut.part_shape == expected.shape
@@ -75,11 +77,11 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
                 reader.fill(f"{experts}.{key}", start, out)
                 assert torch.equal(out, expected.flatten()[start:stop])
                 assert key == "down_proj" or sum(num_read) == stop - start  # and nothing else of the files
-        own = [Cut(dim, part, tuple(full.shape), pieces).of(full) for part in (range(5), range(5, 48))]
-        cut = Cut(dim, range(5), tuple(full.shape), pieces)
-        joined = cut.join(own[0], lambda one, dim, size: torch.cat([one, split(own[1], dim - 1, pieces)], dim))
-        assert torch.equal(joined, full)
 
 
-def split(tensor: torch.Tensor, dim: int, pieces: int) -> torch.Tensor:
-    return tensor.unflatten(dim, (pieces, -1))
+def test_parts_join_to_the_full_tensor() -> None:
+    full = torch.arange(2 * 12 * 3).view(2, 12, 3)
+    cut, other = (CutDim(1, pieces=2).cut((2, 12, 3), lambda size, part=part: part) for part in (range(2), range(2, 6)))  # type: ignore[misc]
+    rest = other.of(full).unflatten(1, (2, 4))  # type: ignore[no-untyped-call]
+    assert cut.size == 6
+    assert torch.equal(cut.join(cut.of(full), lambda part, dim, size: torch.cat([part, rest], dim)), full)

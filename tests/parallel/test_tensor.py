@@ -17,7 +17,7 @@ from lorakit.parallel.tensor import checked_plan
 from lorakit.parallel.tensor_proof import check_layers, copy_layers
 from lorakit.parallel.verify import ExpectedLayout, verify_step
 from lorakit.planning.axes import tensor_traffic
-from lorakit.planning.model_shapes import read_shapes
+from lorakit.planning.model_shapes import ModelShapes, read_shapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.planning.stages import PlannedStage
 from lorakit.recipe import AdapterSection, BaseSection
@@ -159,6 +159,12 @@ def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results
             assert_same(result, alone["plain" if name == "staged" else name])
 
 
+def shapes_of_experts(folder: Path, case: Case) -> ModelShapes:
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in case["adapter"].items()}
+    adapter = AdapterSection(rank=3, **settings)
+    return read_shapes(folder / case["base"], BaseSection(model="base"), adapter, torch.float32, 2)
+
+
 def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     return sum(float((some[name] - others[name]).square().sum()) for name in others) ** 0.5
 
@@ -168,8 +174,12 @@ def test_a_rank_has_its_part_of_the_base(results: Results, folder: Path, process
     alone, ranks = results(1)["plain"]["ranks"][0], results(processes)["plain"]["ranks"]  # with ddp, then with fsdp2
     planned = read_shapes(folder / "base", BaseSection(model="base"), AdapterSection(rank=3), torch.float32, 2).part(2)
     if processes == 2:
-        assert max(rank["base_bytes"] for rank in ranks) == base_bytes(planned)
-        assert max(rank["adapter_bytes"] for rank in ranks) == adapter_bytes(planned)
+        for shapes, parts in (
+            (planned, ranks),
+            (shapes_of_experts(folder, EXPERTS).part(2), results(2)["experts"]["ranks"]),
+        ):
+            assert max(rank["base_bytes"] for rank in parts) == base_bytes(shapes)
+            assert max(rank["adapter_bytes"] for rank in parts) == adapter_bytes(shapes)
     for rank in ranks:
         assert rank["base_bytes"] <= 1.05 * alone["base_bytes"] / processes
         assert rank["mesh"] == {"data": processes // 2, "pipeline": 1, "sequence": 1, "tensor": 2}
@@ -203,12 +213,19 @@ def test_a_plan_counts_the_messages_of_a_step(results: Results, folder: Path, pr
         for facts in results(processes)[case]["ranks"]:
             sent = facts["collectives_by_axis"]["tensor"]
             assert sum(count["calls"] for count in sent.values()) == expected, (case, sent)
+    planned = PlannedStage(shapes_of_experts(folder, EXPERTS))
+    for facts in results(processes)["experts"]["ranks"]:  # as many as a base without experts
+        sent = {kind: count["calls"] for kind, count in facts["collectives_by_axis"]["tensor"].items()}
+        assert sent == {"all_reduce": 4, "all_gather": 9, "reduce_scatter": 8}
+        assert sum(sent.values()) == tensor_traffic(planned, 2, 1, token_bytes=0.0, forwards=1).num_messages
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=spread)])
 def test_a_base_whose_tokens_meet_between_the_blocks_has_all_of_them_there(results: Results, processes: int) -> None:
     for facts in results(processes)["mixed"]["ranks"]:
         assert "with parts of them this base gives other outputs" in facts["tensor_parts"]["tokens"]
+        assert facts["collectives_by_axis"]["tensor"].keys() == {"all_reduce"}
+    for facts in results(processes)["latent"]["ranks"]:  # attention, which its plan does not cut, reads all tokens
         assert facts["collectives_by_axis"]["tensor"].keys() == {"all_reduce"}
 
 
