@@ -10,7 +10,8 @@ gather's backward, where it goes along in the message of the gradient of x, and 
 Invariant: the ranks' tokens one after the other are the tokens of the micro-batch, in order, without padding.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -84,6 +85,15 @@ class TokenParts:
     def cut(self) -> TokenCut | None:
         """How the tokens of the micro-batch are cut; None if they are not."""
         return None if self.problem is not None else TokenCut(self.group, self.shape[0], self.shape[1])
+
+    @contextmanager
+    def together(self, why: str) -> Iterator[None]:
+        """Give every rank all tokens inside of the block."""
+        before, self.problem = self.problem, self.problem or why
+        try:
+            yield
+        finally:
+            self.problem = before
 
     def enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
         """Take this rank's tokens of the hidden states, as a forward pre-hook of the first layer."""

@@ -5,6 +5,7 @@ The loop uses these names and no others, so it never contains a backend's name. 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,6 +136,12 @@ class Engine(Protocol):
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """Return a context in which the model's own forward computes every token that it is called with.
+
+        Ranks that share its weights call it alike, and get the same logits.
+        """
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""

@@ -330,6 +330,10 @@ class BaseEngine(ABC):
         self._scale.restore(state.optimizer.get(LOSS_SCALE_KEY))
         self.record_gradient(parts_by_name)  # an optimizer has state only for tensors that have had a gradient
 
+    def decoding(self) -> AbstractContextManager[None]:
+        tokens = self._loss_model.token_parts
+        return nullcontext() if tokens is None else tokens.together("single tokens are computed")
+
     def join(self, name: str, value: Tensor) -> Tensor:
         """Return the full tensor of an adapter's tensor or its optimizer state, where ranks have parts. Collective."""
         return value if self.parts is None else self.parts.join(name, value)

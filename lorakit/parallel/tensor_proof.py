@@ -93,9 +93,8 @@ def _problem(
                 logits = _logits(loss_model, device)
             worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
             if tokens is not None and tokens.problem is None:
-                tokens.problem = "all of them, to compare with"  # what lies between the layers too
-                worst = max(worst, _relative(logits, _logits(loss_model, device)))
-                tokens.problem = None
+                with tokens.together("to compare with"):  # what lies between the layers too
+                    worst = max(worst, _relative(logits, _logits(loss_model, device)))
     except RuntimeError as problem:  # a view of heads that are not all here, for one
         if is_collective_error(problem):
             raise

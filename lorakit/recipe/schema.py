@@ -276,8 +276,8 @@ class Recipe(Section):
             reason = "offload: stream reads the base for every token"
         elif self.parallel.offloads.parameters != "none" or backend not in ("single", "ddp", "auto"):
             reason = f"backend {backend} shards or moves what every token needs"
-        elif self.parallel.pipeline * self.parallel.tensor > 1:
-            reason = "no process has the full base with pipeline or tensor"
+        elif self.parallel.pipeline > 1:
+            reason = "no process has all layers with pipeline"
         elif self.train.compile:
             reason = "train.compile compiles layers for steps"
         if reason is not None:

@@ -78,15 +78,17 @@ class Answers:
     def measure(self, engine: Engine, step: int, stop: Callable[[], bool]) -> dict[str, float] | None:
         """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective."""
         group, rows = engine.group, self.rows.rows
-        own, answers = rows[group.rank :: group.size], list[str]()
-        longest = math.ceil(len(rows) / group.size)
+        copies = engine.mesh.tokens  # ranks that share the weights answer the same rows, each with its part
+        own, answers = rows[copies.rank :: copies.size], list[str]()
+        longest = math.ceil(len(rows) / copies.size)
         for start in range(0, longest, CHUNK_ROWS):  # as often on every rank
             if group.any(stop()):
                 return None
-            engine.set_phase(f"step {step}: answering held-out rows, {start * group.size} of {len(rows)} done")
-            answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
-        parts = group.all_gather(answers)
-        predicted = [parts[index % group.size][index // group.size] for index in range(len(rows))]
+            engine.set_phase(f"step {step}: answering held-out rows, {start * copies.size} of {len(rows)} done")
+            with engine.decoding():
+                answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
+        parts = copies.all_gather(answers)
+        predicted = [parts[index % copies.size][index // copies.size] for index in range(len(rows))]
         expected = [row.expected for row in rows]
         measures = group.run_on_rank_0(
             lambda: {name: measure(predicted, expected) for name, measure in self._measures.items()}
