@@ -62,6 +62,14 @@ class Stage:
             if border is not None:
                 border.stage = self
 
+    def facts(self) -> dict[str, Any]:
+        """Return the layers of this stage, and what it sends and receives for each micro-batch."""
+        return {
+            "number": self.link.rank, "layers": [self.layers.start, self.layers.stop], "is_first": self.link.is_first,
+            "is_last": self.link.is_last, "sends_gradient": self.sends_gradient,
+            "receives_gradient": self.receives_gradient,
+        }  # fmt: skip
+
     def inputs(self, inputs: dict[str, Any], hidden: Tensor | None) -> dict[str, Any]:
         """Return the model's inputs at this stage. hidden: received from the stage before; None at the first."""
         self._received = hidden

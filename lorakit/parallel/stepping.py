@@ -26,7 +26,7 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.ops.head_exchange import HeadExchange, token_range
-from lorakit.ops.stage import Stage, StageLink
+from lorakit.ops.stage import StageLink
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.engine import (
     BuildOptimizer,
@@ -190,7 +190,7 @@ class BaseEngine(ABC):
         self.parts = parts = self.group.run_on_all(lambda: cut_weights(loss_model, self.mesh.tensor))
         loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
         check = partial(check_layers, loss_model, full_layers, weights, self.device, self.group)
-        return parts.weights(weights), lambda: parts.sum_trained(check())
+        return parts.weights(weights), lambda: parts.begin(check())
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         counts = count_step(self._objective, micro_batches, self.mesh.data)
@@ -357,15 +357,6 @@ class BaseEngine(ABC):
         others = {ranks for ranks in self._collectives.groups() if len(ranks) > 1} - set(axes.values())
         return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
 
-    def _stage_facts(self, stage: Stage) -> dict[str, Any]:
-        """Return the layers of this rank, and what it sends and receives for each micro-batch."""
-        link = stage.link
-        return {
-            "number": link.rank, "layers": [stage.layers.start, stage.layers.stop], "is_first": link.is_first,
-            "is_last": link.is_last, "sends_gradient": stage.sends_gradient,
-            "receives_gradient": stage.receives_gradient,
-        }  # fmt: skip
-
     def layout(self) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
         resident = self.resident_bytes()  # first, because FSDP2 frees what forward left gathered there
@@ -376,7 +367,7 @@ class BaseEngine(ABC):
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
             "micro_batches": self._num_micro_batches,
-            **({"stage": self._stage_facts(stage)} if (stage := self._loss_model.stage) else {}),
+            **({"stage": stage.facts()} if (stage := self._loss_model.stage) else {}),
             **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},

@@ -113,8 +113,13 @@ class TensorParts:
             return part
         return cut.join(part, self._group.concatenated)
 
+    def begin(self, modules: Iterable[str]) -> None:
+        """Begin to count the choices of steps, after the check. modules: those that get some of the tokens alone."""
+        self.sum_trained(modules)
+        self.choices.take()
+
     def sum_trained(self, modules: Iterable[str]) -> None:
-        """Sum the gradients of what is trained of these modules: each rank has given them some of the tokens alone."""
+        """Sum the gradients of what is trained of these modules: on a rank they are those of a part of the terms."""
         for name in modules:
             if name not in self.plan:
                 self.partial |= {f"{name}.{key}" for key in _trainable(self._model.get_submodule(name))}
