@@ -119,11 +119,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "row_order": ROW_ORDER, "recipe": recipe})
     has_patch = (folder / CONFIG_FILE).exists()
     if not path.exists() and not has_patch:
-        others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
-        if others:
-            raise RunError(
-                f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder"
-            )
+        _check_empty(folder)
         return new
     if fresh:
         return new
@@ -153,6 +149,24 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     _check_row_order(path, values, packing=before["data.packing"])
     goes_on = values.get("status") == "finished" and not changed.isdisjoint(LENGTH)
     return RunRecord(folder, {**values, "recipe": recipe}, goes_on=goes_on)
+
+
+def _check_empty(folder: Path) -> None:
+    """Return if an output folder without a record and without a patch is empty, or not there.
+
+    Raises:
+        RunError: it holds files of others, or the checkpoints of a run whose record is gone.
+    """
+    others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
+    steps = sorted((folder / "checkpoints").glob(f"step-*/{CONFIG_FILE}"))
+    if steps:
+        raise RunError(
+            f"output: {folder} holds checkpoints of a run and no {RECORD}, which says of which recipe, base and rows"
+            f" they are; put {RECORD} back, or choose another output, which can begin from one of them"
+            f" (adapter.start_from: {steps[-1].parent})"
+        )
+    if others:
+        raise RunError(f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder")
 
 
 def _check_row_order(path: Path, values: dict[str, Any], *, packing: bool) -> None:

@@ -31,6 +31,12 @@ def go_on(job: Job, record: RunRecord, progress: Progress) -> str | None:
     """
     before, total, recipe = record.total_steps, job.total_steps, job.recipe
     check_length(before, total)
+    if progress.step > total:  # of a run whose record lacks its steps
+        raise RunError(
+            f"{job.output}: its newest checkpoint is of step {progress.step}, and the recipe has {total} steps: it is"
+            " that of another run. Put the number back, choose another output, or start over with --fresh (in Python"
+            " fresh=True)"
+        )
     if record.goes_on and progress.step == 0:
         raise RunError(
             f"{job.output}: this run finished and holds no state of its last step (checkpoints/), so it cannot go on."

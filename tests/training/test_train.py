@@ -409,6 +409,28 @@ def test_a_patch_of_another_origin_is_not_overwritten(recipe: Recipe, tmp_path: 
     assert patch_bytes(out) == before
 
 
+def test_checkpoints_without_the_record_of_their_run_are_not_trained_on(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, {7})
+    with pytest.raises(TemporaryFailure):
+        train(recipe())
+    out, step = tmp_path / "out", tmp_path / "out/checkpoints/step-00000007"
+    record = (out / "run.json").read_text()
+
+    (out / "run.json").unlink()
+    for fresh in (False, True):
+        with pytest.raises(RunError, match=rf"checkpoints of a run and no run\.json, .*start_from: {step}\)"):
+            train(recipe(), fresh=fresh)
+
+    (out / "run.json").write_text(json.dumps({k: v for k, v in json.loads(record).items() if k != "total_steps"}))
+    with pytest.raises(RunError, match="newest checkpoint is of step 7, and the recipe has 5 steps"):
+        train(recipe(train={"steps": 5}))
+    assert step.exists()
+    started, _ = train(recipe(adapter={"start_from": str(step)}, train={"steps": 3}, output=str(tmp_path / "other")))
+    assert json.loads((started / "run.json").read_text())["status"] == "finished"
+
+
 def test_files_of_others_are_neither_trained_over_nor_removed(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
