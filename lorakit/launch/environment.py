@@ -194,10 +194,18 @@ def _rendezvous_address(
 
 
 def contradictions(
-    world: World | None, environment: Mapping[str, str], *, backend: str, processes: int, nodes: int, dtype: str
+    world: World | None,
+    environment: Mapping[str, str],
+    *,
+    backend: str,
+    processes: int,
+    nodes: int,
+    dtype: str,
+    neighbours: int = 1,
 ) -> list[str]:
     """Return one line for each setting of launcher or environment that contradicts the recipe.
 
+    neighbours: processes of one machine that share tokens and weights, numbered one after the other.
     The recipe is the only channel for settings, so a contradiction is an error instead of an override.
     """
     lines = []
@@ -205,6 +213,12 @@ def contradictions(
         lines.append(f"{world.launcher} started {_count(world.size, 'process')}, parallel.processes is {processes}")
     elif world is not None and (num_nodes := _num_nodes(world, environment)) != nodes:
         lines.append(f"{world.launcher} uses {_count(num_nodes, 'machine')}, parallel.nodes is {nodes}")
+    elif world is not None and neighbours > 1 and world.rank % world.local_size != world.local_rank:
+        lines.append(
+            f"{world.launcher} made rank {world.rank} number {world.local_rank} of the {world.local_size} processes of"
+            f" its machine, so the {neighbours} that share tokens or weights (parallel.sequence x parallel.tensor) are"
+            " on several; number the processes machine by machine (srun --distribution=block, mpirun --map-by slot)"
+        )
     env = {name: value.strip().lower() for name, value in environment.items() if value.strip()}
     stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", backend.removeprefix("zero"))
     # variable of `accelerate launch` -> (value that turns it on, whether the recipe says otherwise)

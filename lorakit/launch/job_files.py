@@ -25,7 +25,8 @@ def slurm_job(
     """Return an sbatch script that runs one task per process, saves before the time limit and requeues itself.
 
     Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
-    would get one GPU only, and then NCCL cannot use NVLink between them.
+    would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
+    cluster's default, because processes that share tokens or weights are neighbours.
 
     Raises:
         RunError: the processes do not divide over the nodes, or Slurm does not accept a name.
@@ -34,7 +35,8 @@ def slurm_job(
     if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
         raise RunError(f"job name {name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00")
     gpus = f"#SBATCH --gpus-per-node={local * gpus_per_process}\n" if gpus_per_process else ""
-    bind = " --gpu-bind=none" if gpus_per_process else ""
+    srun = '--kill-on-bad-exit=1 --distribution=block --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+    srun += " --gpu-bind=none" if gpus_per_process else ""
     return f"""\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -50,7 +52,7 @@ def slurm_job(
 # srun starts one lorakit per process and gives each its rank; lorakit finds the rest in Slurm's variables.
 # Two minutes before the time limit the tasks (not this script) get SIGTERM: they save and exit with 75.
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"{bind} lorakit train {shlex.join([recipe, *overrides])}
+srun {srun} lorakit train {shlex.join([recipe, *overrides])}
 code=$?
 
 # 75 is "try again later": queue again, the same command goes on from the last checkpoint.

@@ -178,6 +178,7 @@ def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | N
         processes=parallel.processes,
         nodes=parallel.nodes,
         dtype=recipe.base.dtype,
+        neighbours=parallel.sequence * parallel.tensor,
     )
     if lines:
         raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))

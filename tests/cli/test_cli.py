@@ -110,10 +110,18 @@ def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: A
         (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),
         (["diff", "adapters/json", "absent/thing/x"], 2, "no folder"),
         (["launch", "recipes/quickstart.yaml", "--slurm", "--out", "README.md"], 2, "README.md exists already"),
+        (
+            ["launch", "recipes/quickstart.yaml", "--slurm", "parallel.backend=ddp", "parallel.processes=12", "parallel.nodes=2", "parallel.tensor=4"], 2,
+            "tensor: 4 does not divide the 6 processes of a machine; processes that share tokens or weights are on one",
+        ),
+        (
+            ["launch", "recipes/quickstart.yaml", "--k8s", "parallel.backend=ddp", "parallel.processes=8", "parallel.nodes=2", "parallel.tensor=4",
+             "parallel.sequence=2", "data.packing=true"], 2, "sequence: 2 x tensor: 4 does not divide the 4 processes of a machine",
+        ),
         (["merge", "builtin:tiny", "absent", "--out", "lorakit"], 2, "lorakit exists already"),
         (["merge", "builtin:tiny", "--adapter", "a:b", "--out", "new"], 2, "write it as DIR or DIR:WEIGHT"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_end_in_one_block_and_exit_code_2(
     run: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:

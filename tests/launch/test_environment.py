@@ -192,6 +192,14 @@ DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "dtype": "b
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"dtype": "float16"}, []),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, ["ACCELERATE_MIXED_PRECISION=fp8, base.dtype is bfloat16"]),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, {"dtype": "float32"}, []),
+        (SRUN, {"neighbours": 2}, []),
+        (
+            SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, {"neighbours": 2},  # srun --distribution=cyclic
+            ["slurm made rank 1 number 0 of the 2 processes of its machine, so the 2 that share tokens or weights"
+             " (parallel.sequence x parallel.tensor) are on several; number the processes machine by machine"
+             " (srun --distribution=block, mpirun --map-by slot)"],
+        ),
+        (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, {}, []),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, ["ACCELERATE_DYNAMO_BACKEND=inductor, and a recipe compiles nothing"]),
     ],
 )  # fmt: skip

@@ -34,7 +34,7 @@ def test_a_slurm_script_starts_a_task_per_process_and_queues_again_after_75(tmp_
         )
         assert done.returncode == code
         assert done.stdout.splitlines() == [
-            "srun --kill-on-bad-exit=1 --cpus-per-task=6 --gpu-bind=none lorakit train my recipes/a.yaml",
+            "srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task=6 --gpu-bind=none lorakit train my recipes/a.yaml",
             *(["scontrol requeue 9"] if code == 75 else []),
         ]  # fmt: skip
     assert "gpu" not in slurm_job("a.yaml", processes=2, nodes=1, gpus_per_process=0)
