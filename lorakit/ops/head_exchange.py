@@ -31,12 +31,24 @@ def token_range(num_tokens: int, num_ranks: int, rank: int) -> range:
     return range(start, start + counts[rank])
 
 
+def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
+    """Return how often each head of keys and values is repeated to divide over ranks; None if heads do not divide."""
+    groups = num_heads // num_kv_heads
+    for repeats in range(1, groups + 1):
+        if groups % repeats == 0 and num_heads % num_ranks == 0 and num_kv_heads * repeats % num_ranks == 0:
+            return repeats
+    return None
+
+
 @final
 class HeadExchange:
     """The ranks that share the tokens of a line. group: for tensors where the model computes."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
+        self.attentions: dict[int, tuple[int, bool]] = {}
+        """of each attention's last call, by its module's id: bytes of a token in both messages, and whether gradients
+        go through it"""
 
     def to_heads(
         self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], num_tokens: int
@@ -55,6 +67,9 @@ class HeadExchange:
         # (ranks, tokens here, heads of that rank x size), side by side in one message
         parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
         sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
+        back = query.shape[1] * value.shape[3] * query.element_size()  # the output's, of all heads
+        has_gradient = sent.requires_grad and torch.is_grad_enabled()
+        self.attentions[id(module)] = sent.nbytes // here + back, has_gradient
         received = _all_to_all(sent, [here] * self.size, counts, self._group)
         sizes = [part.shape[2:] for part in parts]
         pieces = received.split([one.numel() for one in sizes], dim=1)
@@ -76,10 +91,8 @@ class HeadExchange:
         name, num_heads, num_kv_heads = type(module).__name__, heads[0].shape[1], heads[1].shape[1]
         if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
             raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-        groups = num_heads // num_kv_heads
-        for repeats in range(1, groups + 1):
-            if groups % repeats == 0 and num_heads % self.size == 0 and num_kv_heads * repeats % self.size == 0:
-                return repeats
+        if repeats := kv_repeats(num_heads, num_kv_heads, self.size):
+            return repeats
         raise RunError(
             f"parallel.sequence: {self.size} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
             f" heads of keys and values; choose a divisor of {num_heads}"

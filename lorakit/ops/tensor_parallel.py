@@ -8,6 +8,7 @@ A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial
 blocks each rank may have some of the tokens alone (`ops.token_parts`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -103,8 +104,9 @@ class VocabularyPart:
 class VocabularyRows:
     """Hooks of an embedding that has the rows of some tokens."""
 
-    def __init__(self, group: WeightGroup, tokens: range) -> None:
-        self._group, self._tokens = group, tokens
+    def __init__(self, tokens: range, add: Callable[[Tensor], Tensor]) -> None:
+        """tokens: whose rows are here. add: returns the output of all ranks, of this rank's."""
+        self._tokens, self._add = tokens, add
         self._absent: Tensor | None = None
 
     def before(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -117,7 +119,7 @@ class VocabularyRows:
         """Return each token's row, from the rank that has it."""
         assert self._absent is not None
         own, self._absent = output.masked_fill(self._absent[..., None], 0), None
-        return sum_out(own, self._group)
+        return self._add(own)
 
 
 @final

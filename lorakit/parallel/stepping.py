@@ -36,6 +36,7 @@ from lorakit.parallel.engine import (
     StepReport,
     StepSettings,
 )
+from lorakit.parallel.expected import expected_messages
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
 from lorakit.parallel.mesh import Mesh
@@ -139,7 +140,7 @@ class BaseEngine(ABC):
             sequence = self.mesh.sequence
             loss_model.exchange = HeadExchange(sequence.device_group, sequence.rank, sequence.size)
         self._objective, self._settings = loss_model.objective, settings
-        self._num_micro_batches = 0
+        self._num_micro_batches = self._num_tokens = 0
         self._all_names = checkpoint_tensors(model).keys()
         if self.mesh.pipeline.size > 1:
             self._cut_layers(loss_model)
@@ -157,7 +158,6 @@ class BaseEngine(ABC):
             sum(p.nbytes for p in base),
             adapter_bytes,
             self.resident_base_bytes(base),
-            summed_layers=0 if self.parts is None else self.parts.summed_layers,
         )
         with quiet_libraries():
             self._wrapped = self.wrap(loss_model, optimizer, weights)
@@ -205,7 +205,9 @@ class BaseEngine(ABC):
                 raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         self._scale.record_good_step()
         if self._collectives.counts_are_new():
-            self.check(lambda: verify_step(self._expected, self.layout()))
+            numbers = self._num_micro_batches, self._num_tokens
+            bounds = expected_messages(self._loss_model, self.parts, self.mesh, *numbers)
+            self.check(lambda: verify_step(self._expected, bounds, self.layout()))
         return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
 
     def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:
@@ -213,7 +215,7 @@ class BaseEngine(ABC):
 
     def _accumulate(self, index: int, micro_batches: Sequence[Batch], counts: StepCounts) -> LossReport:
         sums = ScoreSums(self._objective)
-        self._num_micro_batches = len(micro_batches)
+        self._num_micro_batches, self._num_tokens = len(micro_batches), 0
         under_way: dict[int, tuple[TokenKeys, StageForward, Tensor | None]] = {}
         devices = [self.device] if self.device.type == "cuda" else []
         pipeline = self.mesh.pipeline
@@ -224,6 +226,7 @@ class BaseEngine(ABC):
                     batch = micro_batches[number]
                     torch.manual_seed(self._seed_of(index, number))
                     part = self.part_of(batch)
+                    self._num_tokens += part.input_ids.numel()
                     keys, loss = dropout_keys(part, self._settings.seed, index), None
                     with use_token_keys(keys), self.micro_batch(last):
                         forward = self._stage_steps.forward(part.to(self.device))
@@ -367,6 +370,7 @@ class BaseEngine(ABC):
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
             "micro_batches": self._num_micro_batches,
+            "tokens": self._num_tokens,
             **({"stage": stage.facts()} if (stage := self._loss_model.stage) else {}),
             **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),

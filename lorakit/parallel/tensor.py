@@ -35,6 +35,7 @@ from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.embedding_noise import has_noise
 from lorakit.ops.expert_choices import ExpertChoices
 from lorakit.ops.head_exchange import token_range
 from lorakit.ops.tensor_parallel import GatheredLogits, VocabularyPart, VocabularyRows, WeightGroup
@@ -88,10 +89,13 @@ class TensorParts:
         self.summed_layers = 0
         self.num_blocks = 0
         self.choices = ExpertChoices()
+        self.cuts_embedding = False
 
     def facts(self) -> dict[str, Any]:
         """Return what a rank has between the blocks: its tokens alone, or all of them and why."""
-        return {"blocks": self.num_blocks, "tokens": self.tokens.problem or IN_PARTS}
+        tokens = self.tokens
+        scatters = tokens.problem is None and tokens.scatters_embedding
+        return {"blocks": self.num_blocks, "tokens": tokens.problem or IN_PARTS, "scatters_embedding": scatters}
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model."""
@@ -214,7 +218,8 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorParts:
             _count_shared_once(model, block, plan, ranks)
         _cut_layer(parts, layer, name, what)
     parts.sum_trained(name for name, _ in adapter_modules(model) if mixture_of(name, plan) is not None)
-    loss_model.vocabulary = _cut_vocabulary(model, ranks)
+    loss_model.vocabulary = _cut_vocabulary(model, tokens)
+    parts.cuts_embedding = bool(set(vocabulary_modules(model)) & {embedding_and_head(model)[0]})
     loss_model.find_head()
     _cut_tokens(loss_model, plan, tokens)
     return parts
@@ -360,13 +365,14 @@ def _trainable(layer: nn.Module) -> set[str]:
     return set(layer.adapter_tensors()) if isinstance(layer, AdapterModule) else set()
 
 
-def _cut_vocabulary(model: nn.Module, ranks: WeightGroup) -> VocabularyPart | None:
+def _cut_vocabulary(model: nn.Module, tokens: TokenParts) -> VocabularyPart | None:
     """Connect embedding and head, where they were cut. Returns the head's part; None if it is not cut."""
-    vocabulary = None
+    vocabulary, ranks = None, tokens.group
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
-            rows = VocabularyRows(ranks, ranks.part(module.num_embeddings))
+            rows = VocabularyRows(ranks.part(module.num_embeddings), tokens.embedded)
+            tokens.may_scatter = not has_noise(module)
             module.register_forward_pre_hook(rows.before)
             module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
             module.padding_idx = None  # which speaks of gradients

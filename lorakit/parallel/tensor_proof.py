@@ -26,8 +26,9 @@ from lorakit.launch.watchdog import is_collective_error
 from lorakit.lora import adapter_modules
 from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.token_parts import TokenCut, changed, hidden_states
+from lorakit.ops.token_parts import TokenCut, TokenParts, changed, hidden_states
 from lorakit.parallel.group import Group
+from lorakit.parallel.setup import is_out_of_memory
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
@@ -72,6 +73,10 @@ def check_layers(
     tokens, was_training = loss_model.token_parts, loss_model.training
     loss_model.eval()
     problem, in_parts = _problem(loss_model, full, weights, device, world)
+    # of all stages alike, because all compute in a comparison
+    if problem is not None and tokens is not None and world.any(tokens.may_scatter):
+        tokens.may_scatter = False
+        problem, in_parts = _problem(loss_model, full, weights, device, world)
     if problem is not None and tokens is not None and tokens.problem is None:
         tokens.problem = f"with parts of them this base {problem}"
         problem, in_parts = _problem(loss_model, full, weights, device, world)
@@ -89,14 +94,16 @@ def _problem(
     tokens, worst, text, in_parts = loss_model.token_parts, 0.0, "", set[str]()
     try:
         with _same_experts({"": loss_model.model} | full):
+            expected = None
+            if tokens is not None and tokens.problem is None:
+                expected = _logits_of_all_tokens(loss_model, tokens, device)
             with _recorded(loss_model, full) as (calls, in_parts):
                 logits = _logits(loss_model, device)
             worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
-            if tokens is not None and tokens.problem is None:
-                with tokens.together("to compare with"):  # what lies between the layers too
-                    worst = max(worst, _relative(logits, _logits(loss_model, device)))
+            if expected is not None:
+                worst = max(worst, _relative(logits, expected))
     except RuntimeError as problem:  # a view of heads that are not all here, for one
-        if is_collective_error(problem):
+        if is_collective_error(problem) or is_out_of_memory(problem):
             raise
         text = str(problem).splitlines()[0]
         if loss_model.stage is not None:  # the other stages wait for this one
@@ -108,6 +115,12 @@ def _problem(
         what = "gives other outputs where ranks share its weights"
         return f"{what}, off by {worst:.1f} times what rounding allows", set()
     return None, in_parts
+
+
+def _logits_of_all_tokens(loss_model: LossModel, tokens: TokenParts, device: torch.device) -> Tensor:
+    """Return the logits where every rank has all tokens between the blocks."""
+    with tokens.together("to compare with"):  # what lies between the layers too
+        return _logits(loss_model, device)
 
 
 @torch.no_grad()

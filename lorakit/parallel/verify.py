@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lorakit.errors import RunError
+from lorakit.parallel.messages import ByKind, Messages
 
 SHARDS_BASE: Final = {"zero3", "fsdp2"}
 SHARDS_OPTIMIZER: Final = {"zero1", "zero2", "zero3", "fsdp2"}
@@ -23,7 +24,7 @@ class ExpectedLayout:
     """The requested backend, and the bytes that follow from it.
 
     num_processes: all. num_ranks: those with the same part of the model. base_bytes, adapter_bytes: of that part, full
-    size. resident_base_bytes: the most of the base on one rank. summed_layers: layers whose outputs are partial sums.
+    size. resident_base_bytes: the most of the base on one rank.
     """
 
     backend: str
@@ -32,7 +33,6 @@ class ExpectedLayout:
     base_bytes: int
     adapter_bytes: int
     resident_base_bytes: int
-    summed_layers: int = 0
 
 
 def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
@@ -46,13 +46,20 @@ def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
     _refuse(expected, layout, _layout_problems(expected, layout))
 
 
-def verify_step(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
-    """Return if the collectives of a step and the optimizer's bytes are those of the requested backend.
+def verify_step(
+    expected: ExpectedLayout, bounds: Mapping[str, tuple[ByKind, ByKind]], layout: Mapping[str, Any]
+) -> None:
+    """Return if the collectives of a step and the optimizer's bytes are those of the requested backend and axes.
+
+    bounds: axis -> the least and the most of each kind of message along it.
 
     Raises:
         RunError: with the requested backend and every difference.
     """
-    _refuse(expected, layout, _step_problems(expected, layout))
+    problems = [*_step_problems(expected, layout)]
+    for axis, (least, most) in bounds.items():
+        problems += _message_problems(axis, least, most, layout["collectives_by_axis"].get(axis, {}))
+    _refuse(expected, layout, iter(problems))
 
 
 def _refuse(expected: ExpectedLayout, layout: Mapping[str, Any], problems: Iterator[str]) -> None:
@@ -79,14 +86,9 @@ def _layout_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Ite
 def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
     if layout["groups_of_no_axis"]:
         yield f"something is sent among ranks {layout['groups_of_no_axis']}, which no axis of {layout['mesh']} joins"
-    if "stage" in layout:
-        yield from _pipeline_problems(layout)
-    yield from _tensor_problems(expected, layout)
     if expected.num_ranks == 1:
         return
     sent = layout["collectives_by_axis"]["tokens"]  # gradients and the parts of the base belong to this axis
-    if layout["mesh"]["sequence"] > 1 and not layout["collectives_by_axis"]["sequence"].get("all_to_all"):
-        yield "the tokens of a row never meet, because nothing is sent along the axis `sequence`"
     gathered = sent.get("all_gather", {}).get("bytes", 0)
     reduced = sum(sent.get(kind, {}).get("bytes", 0) for kind in ("all_reduce", "reduce_scatter", "reduce"))
     if reduced < expected.adapter_bytes:
@@ -104,27 +106,19 @@ def _step_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Itera
             yield f"a process holds {resident:,} bytes of optimizer state, {shard:,.0f} would be its part"
 
 
-def _pipeline_problems(layout: Mapping[str, Any]) -> Iterator[str]:
-    stage, sent = layout["stage"], layout["collectives_by_axis"]["pipeline"]
-    neighbours = (not stage["is_last"]) + stage["sends_gradient"], (not stage["is_first"]) + stage["receives_gradient"]
-    for kind, number in zip(("send", "receive"), neighbours, strict=True):
-        actual, wanted = sent.get(kind, {}).get("calls", 0), number * layout["micro_batches"]
-        if actual != wanted:
-            yield f"stage {stage['number']} should {kind} {wanted} messages in a step, and there are {actual}"
+def _message_problems(axis: str, least: ByKind, most: ByKind, sent: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Yield the differences between what was sent along an axis and what its layers need."""
+    none = Messages(0, 0)
+    for kind in sorted({*most, *sent}):
+        low, high = least.get(kind, none), most.get(kind, none)
+        calls, num_bytes = (sent.get(kind, {}).get(key, 0) for key in ("calls", "bytes"))
+        if not (low.calls <= calls <= high.calls and low.num_bytes <= num_bytes <= high.num_bytes):
+            yield (
+                f"along the axis `{axis}` layers need {_range(low.calls, high.calls)} messages of the kind {kind} in a"
+                f" step, {_range(low.num_bytes, high.num_bytes)} bytes, and {calls:,} of {num_bytes:,} bytes are sent"
+            )
 
 
-def _tensor_problems(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between what is sent along `tensor` and what the cut layers send in a step."""
-    if not expected.summed_layers:
-        return
-    sent = {kind: count["calls"] for kind, count in layout["collectives_by_axis"]["tensor"].items()}
-    # each output once in a forward, and once in a step the gradients of the factors that every rank has
-    least = {"all_reduce": expected.summed_layers + 1}
-    if layout["tensor_parts"]["tokens"] == IN_PARTS:  # and each block's input once
-        blocks = layout["tensor_parts"]["blocks"]
-        least = {"all_reduce": 1, "reduce_scatter": expected.summed_layers, "all_gather": blocks}
-    if sent.keys() != least.keys() or any(sent[kind] < number for kind, number in least.items()):
-        yield (
-            f"outputs of {expected.summed_layers} layers should be summed along the axis `tensor`, in at least {least},"
-            f" {sent} are sent"
-        )
+def _range(low: float, high: float) -> str:
+    low = max(0.0, low)
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

@@ -1,13 +1,25 @@
 """Messages and bytes that a process sends in a step along `pipeline`, `sequence` and `tensor`: layers wait for them.
 
-T: tokens of a process in a step. H: width of the hidden states. L: layers of a process. m: its micro-batches. n: ranks
-along the axis. Messages are those that the engine counts (`collectives_by_axis` in run.json), for a base all of whose
-layers are trained. Bytes are those that leave a process, in a ring of n.
+T: tokens of a process in a step. H: width of the hidden states. L: layers. n: ranks along the axis. Messages are those
+that a run counts (`collectives_by_axis` in run.json) and is checked by, for a base all of whose layers are trained.
+Bytes are those that leave a process, in a ring of n.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lorakit.base.cut_weights import CutDim
 from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.ops.head_exchange import kv_repeats
+from lorakit.parallel.messages import (
+    ByKind,
+    CutModel,
+    StepWork,
+    bytes_that_leave,
+    pipeline_messages,
+    sequence_messages,
+    tensor_messages,
+)
 from lorakit.planning.memory import Setting
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.planning.stages import PlannedStage
@@ -26,16 +38,50 @@ def axis_traffic(
     stage: PlannedStage, num_stages: int, setting: Setting, work: Workload, dtype: str, *, checkpointing: bool
 ) -> dict[str, AxisTraffic]:
     """Return the traffic of each axis with more than one rank. setting: of the processes with the same layers."""
-    axes = {
-        "pipeline": (num_stages, pipeline_traffic),
-        "sequence": (sharing_processes(setting.parallel, setting.num_processes), sequence_traffic),
-        "tensor": (setting.tensor, tensor_traffic),
-    }
-    tokens = work.tokens_per_step / setting.num_processes * MODEL_DTYPES[dtype].itemsize
-    forwards = 2 if checkpointing else 1  # a recomputed layer sends again
-    return {
-        axis: rule(stage, size, work.micro_batches, tokens, forwards) for axis, (size, rule) in axes.items() if size > 1
-    }
+    itemsize, sequence = MODEL_DTYPES[dtype].itemsize, sharing_processes(setting.parallel, setting.num_processes)
+    tokens = work.tokens_per_step / setting.num_processes
+    step = planned_step(stage, work.micro_batches, tokens, itemsize, recomputes=checkpointing)
+    sizes = {"pipeline": num_stages, "sequence": sequence, "tensor": setting.tensor}
+    return {axis: _traffic(by_kind, sizes[axis]) for axis, by_kind in axis_messages(stage, step, sizes).items()}
+
+
+def planned_step(
+    stage: PlannedStage, micro_batches: int, num_tokens: float, itemsize: int, *, recomputes: bool
+) -> StepWork:
+    """Return a step of so many tokens in a stage all of whose layers are trained. itemsize: of hidden states."""
+    return StepWork(
+        micro_batches=micro_batches,
+        num_tokens=num_tokens,
+        token_bytes=stage.shapes.hidden_size * itemsize,
+        num_layers=stage.shapes.num_layers,
+        num_trained=stage.shapes.num_layers,
+        recomputes=recomputes,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        sends_gradient=not stage.is_first,
+        receives_gradient=not stage.is_last,
+    )
+
+
+def axis_messages(stage: PlannedStage, step: StepWork, sizes: Mapping[str, int]) -> dict[str, ByKind]:
+    """Return what a process sends and receives along each axis with more than one rank. sizes: ranks along each."""
+    shapes, itemsize = stage.shapes, step.token_bytes // stage.shapes.hidden_size
+    messages = {}
+    if sizes["pipeline"] > 1:
+        messages["pipeline"] = pipeline_messages(step)
+    if sizes["sequence"] > 1:
+        attentions = [(attention_bytes(shapes, sizes["sequence"], itemsize), True)] * shapes.num_layers
+        messages["sequence"] = sequence_messages(
+            step.micro_batches, step.num_tokens, attentions, recomputes=step.recomputes
+        )
+    if sizes["tensor"] > 1:
+        messages["tensor"] = tensor_messages(step, cut_model(stage, itemsize))
+    return messages
+
+
+def _traffic(by_kind: ByKind, num_ranks: int) -> AxisTraffic:
+    calls = sum(messages.calls for kind, messages in by_kind.items() if kind != "receive")
+    return AxisTraffic(round(calls), bytes_that_leave(by_kind, num_ranks))
 
 
 def data_traffic(shapes: ModelShapes, setting: Setting, work: Workload) -> dict[str, AxisTraffic]:
@@ -47,47 +93,42 @@ def data_traffic(shapes: ModelShapes, setting: Setting, work: Workload) -> dict[
     return {"data": AxisTraffic(round(traffic.num_messages), traffic.base_bytes + traffic.adapter_bytes)}
 
 
-def pipeline_traffic(
-    stage: PlannedStage, num_ranks: int, micro_batches: int, token_bytes: float, forwards: int
-) -> AxisTraffic:
-    """Return T H to the next stage and T H to the one before. token_bytes: of T values, one for each token."""
-    borders = (not stage.is_last) + (not stage.is_first)
-    return AxisTraffic(borders * micro_batches, borders * token_bytes * stage.shapes.hidden_size)
+def attention_bytes(shapes: ModelShapes, num_ranks: int, itemsize: int) -> int:
+    """Return the bytes of a token in a layer's two messages: queries, keys and values there, outputs back.
 
-
-def sequence_traffic(
-    stage: PlannedStage, num_ranks: int, micro_batches: int, token_bytes: float, forwards: int
-) -> AxisTraffic:
-    """Return for each layer one message of queries, keys and values and one of outputs, and the same in backward.
-
-    Each is counted as wide as the queries, so fewer heads of keys and values send less.
+    Keys and values are repeated where there are fewer heads of them than ranks.
     """
-    shapes = stage.shapes
-    times = shapes.num_layers * (forwards + 1)
-    sent = 4 * shapes.attention_width * token_bytes * (num_ranks - 1) / num_ranks
-    return AxisTraffic(2 * times * micro_batches, times * sent)
+    repeats = kv_repeats(shapes.num_heads, shapes.num_kv_heads, num_ranks) or 1
+    return 2 * (shapes.num_heads + repeats * shapes.num_kv_heads) * shapes.head_size * itemsize
 
 
-def tensor_traffic(
-    stage: PlannedStage, num_ranks: int, micro_batches: int, token_bytes: float, forwards: int
-) -> AxisTraffic:
-    """Return for each block a gather of its input and a scatter of its output, and the same in backward.
-
-    Each sends (n-1)/n of T H. The first layer reads the embedding, which needs no gradient and is summed once, in full.
-    A recomputed layer gathers both inputs and scatters attention's output once more, after which nothing is saved, and
-    the first one's input then needs a gradient, which is gathered. The end of the stage gathers T H; the loss scatters
-    its gradient and sums two numbers per label, here messages without bytes. Once a step, uncut factors meet.
-    """
+def cut_model(stage: PlannedStage, itemsize: int) -> CutModel:
+    """Return what is cut of a transformer with two blocks in a layer, whose first layer reads the embedding itself."""
     shapes = stage.shapes
     vocabulary = {use for tensor in shapes.tensors if tensor.name in shapes.cut_dims for use in tensor.uses}
-    embedding, head = (EMBEDDING in vocabulary and stage.is_first), (HEAD in vocabulary and stage.is_last)
-    has_gradient = not stage.is_first or forwards > 1  # the input of the first layer
-    gathers = shapes.num_layers * (2 * forwards + 2) + has_gradient + 1
-    scatters = shapes.num_layers * (forwards + 3) - (not has_gradient) + head
-    sent = (gathers + scatters + 2 * embedding) * token_bytes * shapes.hidden_size
-    uncut = sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in shapes.cut_dims)
-    messages = (gathers + scatters + embedding + 2 * head) * micro_batches + 1
-    return AxisTraffic(messages, (num_ranks - 1) / num_ranks * (sent + 2 * uncut))
+    embedding = EMBEDDING in vocabulary and stage.is_first
+    return CutModel(
+        num_blocks=2 * shapes.num_layers,
+        num_summed=2 * shapes.num_layers,
+        in_parts=True,
+        embedding=embedding,
+        scatters_embedding=embedding,
+        head=HEAD in vocabulary and stage.is_last,
+        uncut_bytes=sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in shapes.cut_dims),
+        product_bytes=itemsize * _ranks_along(stage),
+    )
+
+
+def _ranks_along(stage: PlannedStage) -> int:
+    """Return the ranks r of the layers that are cut by outputs, without those that the first block has.
+
+    Gradients of their x A^T go along with those of x, which the first block has none of.
+    """
+    shapes = stage.shapes
+    factors = [tensor for tensor in shapes.adapter if tensor.name.endswith(".lora_A")]
+    cut = [one for one in factors if shapes.cut_dims.get(one.name.replace(".lora_A", ".lora_B")) == CutDim(0)]
+    first = cut[0].name.rpartition(".")[0].rpartition(".")[0] if cut and stage.is_first else None
+    return sum(one.shape[0] for one in cut if one.name.rpartition(".")[0].rpartition(".")[0] != first)
 
 
 def tokens_of_equal_traffic(shapes: ModelShapes, dtype: str, num_ranks: int) -> float:

@@ -81,8 +81,10 @@ class ModelShapes:
     head: str | None
     """Tensor names of input embedding and output head, equal if tied. None: the model has none."""
     hidden_size: int
-    attention_width: int
-    """Number of heads times head size, in one layer."""
+    num_heads: int
+    num_kv_heads: int
+    """Heads of queries, and of keys and values, in one layer."""
+    head_size: int
     num_layers: int
     stored_dtype: torch.dtype | None
     """dtype of most bytes in the weight files; None if neither files nor config give one."""
@@ -92,6 +94,11 @@ class ModelShapes:
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
     cut_dims: Mapping[str, CutDim] = field(default_factory=dict)
     """Tensor name -> the dimension of which a rank has a part, where ranks share each weight."""
+
+    @property
+    def attention_width(self) -> int:
+        """Number of heads times head size, in one layer."""
+        return self.num_heads * self.head_size
 
     @property
     def frozen(self) -> tuple[TensorShape, ...]:
@@ -128,7 +135,8 @@ class ModelShapes:
                 shape[dim] = cut.pieces * math.ceil(shape[dim] / cut.pieces / num_ranks)
             share = math.prod(shape) / max(1, tensor.numel)
             tensors.append(replace(tensor, shape=tuple(shape), num_values=round(tensor.num_values * share)))
-        return replace(self, tensors=tuple(tensors), attention_width=self.attention_width // num_ranks)
+        kv_heads = max(1, self.num_kv_heads // num_ranks)
+        return replace(self, tensors=tuple(tensors), num_heads=self.num_heads // num_ranks, num_kv_heads=kv_heads)
 
     def base_bytes_of_layers(self) -> list[int]:
         """Return the bytes of base tensors in each repeated layer."""
@@ -196,7 +204,6 @@ def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes
     groups, num_values, uses = _groups(model), _quantized_num_values(model), _uses(model)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     hidden_size, num_heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
-    head_dim = int(getattr(config, "head_dim", None) or hidden_size // num_heads)
     return ModelShapes(
         architecture=type(model).__name__,
         tensors=tuple(
@@ -215,7 +222,9 @@ def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes
         embedding=_weight_name(model, "get_input_embeddings", names),
         head=_weight_name(model, "get_output_embeddings", names),
         hidden_size=hidden_size,
-        attention_width=num_heads * head_dim,
+        num_heads=num_heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+        head_size=int(getattr(config, "head_dim", None) or hidden_size // num_heads),
         num_layers=int(config.num_hidden_layers),
         stored_dtype=stored_dtype,
         quantization=weights[0].scheme.name if weights else "",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lorakit.errors import RunError
+from lorakit.parallel.messages import Messages
 from lorakit.parallel.verify import ExpectedLayout, verify_step
 from tests.helpers.fork_server import start_python
 
@@ -71,11 +72,30 @@ def test_a_message_that_goes_along_no_axis_ends_the_run() -> None:
         "collectives_by_axis": {"tokens": sent}, "groups_of_no_axis": [],
     }  # fmt: skip
     expected = ExpectedLayout("ddp", 2, 2, 1000, 800, 1000)
-    verify_step(expected, layout)
+    verify_step(expected, {}, layout)
     with pytest.raises(RunError, match=r"among ranks \[\[0, 3\]\], which no axis"):
-        verify_step(expected, layout | {"groups_of_no_axis": [[0, 3]]})
+        verify_step(expected, {}, layout | {"groups_of_no_axis": [[0, 3]]})
     with pytest.raises(RunError, match="800 bytes should meet in a step, 0 bytes do"):
-        verify_step(expected, layout | {"collectives_by_axis": {"tokens": {}}})
-    shared = {"mesh": {"data": 1, "sequence": 2}, "collectives_by_axis": {"tokens": sent, "sequence": {}}}
-    with pytest.raises(RunError, match="the tokens of a row never meet"):
-        verify_step(expected, layout | shared)
+        verify_step(expected, {}, layout | {"collectives_by_axis": {"tokens": {}}})
+
+
+def test_messages_that_layers_do_not_need_or_that_are_missing_end_the_run() -> None:
+    """Along an axis, in number or in bytes, of a kind too many or too few."""
+    expected = ExpectedLayout("ddp", 2, 1, 1000, 800, 1000)
+    least = {"all_gather": Messages(3, 300), "all_reduce": Messages(1, 8)}
+    bounds = {"tensor": (least, least | {"all_reduce": Messages(2, 16)})}
+
+    def layout(**sent: tuple[int, int]) -> dict[str, Any]:
+        by_kind = {kind: {"calls": calls, "bytes": num_bytes} for kind, (calls, num_bytes) in sent.items()}
+        return {"engine": "DDP", "collectives_by_axis": {"tensor": by_kind}, "groups_of_no_axis": []}
+
+    for reduced in ((1, 8), (2, 16)):
+        verify_step(expected, bounds, layout(all_gather=(3, 300), all_reduce=reduced))
+    for sent, message in (
+        ({"all_gather": (3, 300)}, "along the axis `tensor` layers need 1 to 2 messages of the kind all_reduce in a step, 8 to 16"),
+        ({"all_gather": (2, 300), "all_reduce": (1, 8)}, "3 messages of the kind all_gather in a step, 300 bytes, and 2 of 300 bytes are sent"),
+        ({"all_gather": (3, 301), "all_reduce": (1, 8)}, "and 3 of 301 bytes are sent"),
+        ({"all_gather": (3, 300), "all_reduce": (1, 8), "send": (1, 8)}, "layers need 0 messages of the kind send"),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=message):
+            verify_step(expected, bounds, layout(**sent))

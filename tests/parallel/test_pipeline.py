@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.bases import make_base
+from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
 from tests.helpers.rows import write_uneven_rows
 from tests.parallel.test_backends import assert_same
@@ -35,12 +37,16 @@ Results = Callable[[str, int, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Results:
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     make_base(folder / "base", tokenizer, num_hidden_layers=3)
     make_base(folder / "tied", tokenizer, num_hidden_layers=3, tie_word_embeddings=True)
     write_uneven_rows(folder / "rows.jsonl", 20)
+    return folder
 
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
     @functools.cache
     def results(backend: str, processes: int, pipeline: int, sequence: int) -> dict[str, Any]:
         parallel = {"backend": backend, "pipeline": pipeline, "sequence": sequence}
@@ -61,3 +67,17 @@ def test_stages_take_the_steps_of_one_process(
         # AdamW's first steps follow the sign of a gradient, which rounding in 16 bits may turn
         half = {"adapter": 0.2, "losses": 1e-3} if case["name"] == "half" else {}
         assert_same(shared[case["name"]], alone[case["name"]], **half)
+
+
+@pytest.mark.xdist_group("pipeline")
+@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), SHARED)
+def test_each_border_is_crossed_as_planned(
+    results: Results, folder: Path, backend: str, processes: int, pipeline: int, sequence: int
+) -> None:
+    """Once for each micro-batch there and once back; a tied head or embedding sends nothing."""
+    for case in SHARED[backend, processes, pipeline, sequence]:
+        for rank in results(backend, processes, pipeline, sequence)[case["name"]]["ranks"]:
+            if case["name"] == "late":  # nothing is trained below
+                assert not rank["stage"]["sends_gradient"]
+            elif case["name"] not in ("quantized", "half"):
+                assert_planned(folder / case.get("base", "base"), case, rank)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from tests.helpers.bases import make_base
+from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
 from tests.helpers.rows import write_uneven_rows
 from tests.parallel.test_backends import assert_same
@@ -36,7 +38,7 @@ Results = Callable[[str, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Results:
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("sequence")
     make_base(folder / "base", tokenizer, num_hidden_layers=2)
     torch.manual_seed(0)
@@ -47,7 +49,11 @@ def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Results
     MistralForCausalLM(window).save_pretrained(folder / "window")
     tokenizer.save_pretrained(folder / "window")
     write_uneven_rows(folder / "rows.jsonl", 20)
+    return folder
 
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
     @functools.cache
     def results(backend: str, processes: int, sequence: int) -> dict[str, Any]:
         parallel = {"backend": backend, "sequence": sequence}
@@ -69,11 +75,16 @@ def test_ranks_that_share_lines_take_the_steps_of_one_process(
 
 
 @pytest.mark.xdist_group("sequence")
-def test_tokens_meet_in_attention_alone(results: Results) -> None:
+@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
+def test_tokens_meet_in_attention_alone_as_planned(
+    results: Results, folder: Path, backend: str, processes: int, sequence: int
+) -> None:
     """Two messages for each layer and direction, one of heads and one of outputs; nothing else goes along the axis."""
-    for rank in results("ddp", 4, 2)["one-row"]["ranks"]:
-        sent = rank["collectives_by_axis"]
-        assert rank["mesh"] == {"data": 2, "pipeline": 1, "sequence": 2, "tensor": 1}
-        assert sent["sequence"].keys() == {"all_to_all"}
-        assert sent["sequence"]["all_to_all"]["calls"] == 2 * 2 * 2 * 2  # micro-batches, layers, directions, messages
-        assert rank["groups_of_no_axis"] == []
+    for case in SHARED[backend, processes, sequence]:
+        for rank in results(backend, processes, sequence)[case["name"]]["ranks"]:
+            assert rank["mesh"] == {"data": processes // sequence, "pipeline": 1, "sequence": sequence, "tensor": 1}
+            assert rank["groups_of_no_axis"] == []
+            if "quantize" not in case:
+                assert_planned(folder / case.get("base", "base"), case, rank)
+    if (backend, processes) == ("ddp", 4) and sequence == 2:  # one-row: micro-batches, layers, directions, messages
+        assert rank["collectives_by_axis"]["sequence"]["all_to_all"]["calls"] == 2 * 2 * 2 * 2

@@ -1,0 +1,160 @@
+"""The least and the most that a rank sends along each axis in a step, read from its part of the model.
+
+They differ, because the first layer that is trained needs gradients in some of its parts alone, methods differ in what
+goes along with a gradient, and parts are padded to one size.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from lorakit.base.layers import layer_lists, repeated_layers
+from lorakit.lora import LoraLinear, adapter_tensors
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.messages import (
+    ByKind,
+    CutModel,
+    Messages,
+    StepWork,
+    pipeline_messages,
+    sequence_messages,
+    tensor_messages,
+)
+
+if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
+    from lorakit.parallel.tensor import TensorParts
+
+Bounds = tuple[ByKind, ByKind]
+"""the least and the most of each kind"""
+SMALL: Final = {kind: Messages(math.inf, 65536) for kind in ("all_gather", "all_reduce", "broadcast")}
+"""losses, norms and flags, which go along an axis that has all ranks"""
+
+
+def expected_messages(
+    loss_model: LossModel, parts: "TensorParts | None", mesh: Mesh, micro_batches: int, num_tokens: int
+) -> Mapping[str, Bounds]:
+    """Return axis -> what this rank sends in a step of so many micro-batches and tokens of its own."""
+    bounds: dict[str, Bounds] = {}
+    if mesh.pipeline.size > 1:
+        exact = pipeline_messages(_work(loss_model, micro_batches, num_tokens, 0))
+        bounds["pipeline"] = exact, {**SMALL, **exact}
+    if mesh.sequence.size > 1:
+        bounds["sequence"] = _sequence_bounds(loss_model, micro_batches, num_tokens)
+    if parts is not None:
+        bounds["tensor"] = _tensor_bounds(loss_model, parts, micro_batches, num_tokens)
+    return bounds
+
+
+def _work(loss_model: LossModel, micro_batches: int, num_tokens: int, num_trained: int) -> StepWork:
+    model, stage = loss_model.model, loss_model.stage
+    link = None if stage is None else stage.link
+    return StepWork(
+        micro_batches=micro_batches,
+        num_tokens=num_tokens,
+        token_bytes=_token_bytes(model),
+        num_layers=sum(1 for _ in repeated_layers(model)),
+        num_trained=num_trained,
+        recomputes=_recomputes(model),
+        is_first=link is None or link.is_first,
+        is_last=link is None or link.is_last,
+        sends_gradient=stage is not None and stage.sends_gradient,
+        receives_gradient=stage is not None and stage.receives_gradient,
+    )
+
+
+def _sequence_bounds(loss_model: LossModel, micro_batches: int, num_tokens: int) -> Bounds:
+    """Return what the attentions of the last forward send. Each layer has one at least."""
+    model, exchange = loss_model.model, loss_model.exchange
+    assert exchange is not None
+    fewest, _ = _trained_layers(loss_model)
+    num_layers = sum(1 for _ in repeated_layers(model))
+    attentions = sorted(exchange.attentions.values(), key=lambda one: not one[1])
+    recomputes, absent = _recomputes(model), [(0, False)] * (num_layers - len(attentions))
+    needed = [(size, has_gradient or index < fewest) for index, (size, has_gradient) in enumerate(attentions + absent)]
+    least = sequence_messages(micro_batches, num_tokens, needed, recomputes=False)
+    # of a line that does not divide, a rank receives more than it has: up to one token more
+    most = sequence_messages(micro_batches, num_tokens + micro_batches, attentions, recomputes=recomputes)
+    return least, most
+
+
+def _tensor_bounds(loss_model: LossModel, parts: "TensorParts", micro_batches: int, num_tokens: int) -> Bounds:
+    model, tokens, num_ranks = loss_model.model, parts.tokens, parts.tokens.group.size
+    fewest, most_layers = _trained_layers(loss_model)
+    uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
+    stage, in_parts = loss_model.stage, tokens.problem is None
+    has_embedding = stage is None or stage.link.is_first
+    is_last = stage is None or stage.link.is_last
+    head = loss_model.vocabulary is not None and is_last
+    cut = CutModel(
+        num_blocks=parts.num_blocks,
+        num_summed=parts.summed_layers,
+        in_parts=in_parts,
+        embedding=parts.cuts_embedding and has_embedding,
+        scatters_embedding=in_parts and tokens.scatters_embedding,
+        head=head and loss_model.chunked,
+        uncut_bytes=0.0,
+    )
+    work = _work(loss_model, micro_batches, num_tokens, fewest)
+    # a rank's part of a micro-batch is padded to the size of the largest
+    full = replace(work, num_tokens=num_tokens + num_ranks * micro_batches, num_trained=most_layers)
+    # of an adapter's A that gradients of x A^T go along for
+    along = sum(m.get_parameter("lora_A").shape[0] for m in model.modules() if _reads_block(m))
+    # with the gradients go a sum of squares and a checksum of chosen experts
+    least = dict(tensor_messages(work, cut))
+    most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0, product_bytes=4.0 * along)))
+    # an input of the first layer needs a gradient where a norm before it is trained
+    _add(most, "reduce_scatter" if in_parts else "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
+    times = micro_batches * (1 + work.recomputes)
+    for layer in model.modules():  # squares of a merged weight's columns
+        if isinstance(layer, LoraLinear) and layer.column_ranks is not None and hasattr(layer, "lora_magnitude_vector"):
+            _add(most, "all_reduce", times, 4 * times * layer.out_features)
+    if cut.head:  # labels of a chunk at a time, of some micro-batches none
+        _add(least, "all_reduce", -2 * micro_batches, 0)
+        _add(most, "all_reduce", 2 * num_tokens, 16 * num_tokens)
+    elif head:  # logits of the full vocabulary
+        count = loss_model.vocabulary.count if loss_model.vocabulary else 0
+        logits = full.num_tokens * (count + num_ranks) * 4
+        _add(most, "all_gather", micro_batches, logits)
+        _add(most, "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
+    return least, most
+
+
+def _add(by_kind: dict[str, Messages], kind: str, calls: float, num_bytes: float) -> None:
+    before = by_kind.get(kind, Messages(0, 0))
+    by_kind[kind] = Messages(before.calls + calls, before.num_bytes + num_bytes)
+
+
+def _trained_layers(loss_model: LossModel) -> tuple[int, int]:
+    """Return the least and the most layers of this rank that gradients go through, from end to end."""
+    model, stage = loss_model.model, loss_model.stage
+    layers = list(repeated_layers(model))
+    if stage is not None and stage.sends_gradient:
+        return len(layers), len(layers)
+    if len(list(layer_lists(model))) != 1:
+        return 0, len(layers)
+    first = [*map(_trains, layers), True].index(True)
+    above = max(0, len(layers) - first - 1)
+    # gradients of a recomputed layer go back to the embedding
+    return above, len(layers) if _recomputes(model) or _trains(model.get_input_embeddings()) else len(layers) - first  # type: ignore[operator]
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _recomputes(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _reads_block(module: nn.Module) -> bool:
+    return isinstance(module, LoraLinear) and module.block_input is not None
+
+
+def _token_bytes(model: nn.Module) -> int:
+    config: Any = model.config
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
+    return int(config.get_text_config().hidden_size) * dtype.itemsize
