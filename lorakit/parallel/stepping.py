@@ -141,6 +141,7 @@ class BaseEngine(ABC):
             loss_model.exchange = HeadExchange(sequence.device_group, sequence.rank, sequence.size)
         self._objective, self._settings = loss_model.objective, settings
         self._num_micro_batches = self._num_tokens = 0
+        self._counted_step: dict[str, int] = {}
         self._all_names = checkpoint_tensors(model).keys()
         if self.mesh.pipeline.size > 1:
             self._cut_layers(loss_model)
@@ -205,7 +206,8 @@ class BaseEngine(ABC):
                 raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         self._scale.record_good_step()
         if self._collectives.counts_are_new():
-            numbers = self._num_micro_batches, self._num_tokens
+            self._counted_step = {"micro_batches": self._num_micro_batches, "tokens": self._num_tokens}
+            numbers = self._counted_step.values()
             bounds = expected_messages(self._loss_model, self.parts, self.mesh, *numbers)
             self.check(lambda: verify_step(self._expected, bounds, self.layout()))
         return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
@@ -370,11 +372,11 @@ class BaseEngine(ABC):
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
             "micro_batches": self._num_micro_batches,
-            "tokens": self._num_tokens,
             **({"stage": stage.facts()} if (stage := self._loss_model.stage) else {}),
             **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
+            "counted_step": self._counted_step,
             "collectives_of_a_step": self._collectives.counts(),
             **self._collectives_by_axis(),
         }

@@ -24,19 +24,18 @@ def adapter_of(case: Case) -> AdapterSection:
 def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     """Assert that a rank's messages along each axis are the planned ones, in number and bytes; in float32."""
     sizes = rank["mesh"]
+    micro_batches, tokens = rank["counted_step"]["micro_batches"], rank["counted_step"]["tokens"]
     shapes = read_shapes(base, BaseSection(model="base"), adapter_of(case), torch.float32, sizes["tensor"])
-    stages = stages_of(shapes.part(sizes["tensor"]), sizes["pipeline"], rank["micro_batches"], 1.0)
+    stages = stages_of(shapes.part(sizes["tensor"]), sizes["pipeline"], micro_batches, 1.0)
     stage = stages[rank["stage"]["number"] if "stage" in rank else 0]
 
     def planned(num_tokens: int) -> Any:
-        step = planned_step(
-            stage, rank["micro_batches"], num_tokens, FLOAT, recomputes=case.get("checkpointing", False)
-        )
+        step = planned_step(stage, micro_batches, num_tokens, FLOAT, recomputes=case.get("checkpointing", False))
         return axis_messages(stage, step, sizes)
 
     # a micro-batch that does not divide is padded: by up to a token for each rank
-    padding = rank["micro_batches"] * sizes["sequence"] * sizes["tensor"]
-    least, most = planned(rank["tokens"]), planned(rank["tokens"] + padding)
+    padding = micro_batches * sizes["sequence"] * sizes["tensor"]
+    least, most = planned(tokens), planned(tokens + padding)
     assert set(least) == {axis for axis in ("pipeline", "sequence", "tensor") if sizes[axis] > 1}
     for axis, by_kind in least.items():
         counted = dict(rank["collectives_by_axis"][axis])
