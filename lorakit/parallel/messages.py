@@ -94,7 +94,7 @@ def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
     # of layers through which gradients go
     blocks = cut.num_blocks * work.num_trained / work.num_layers
     summed = cut.num_summed * work.num_trained / work.num_layers
-    again = work.recomputes * (summed - work.num_trained)
+    recomputed = work.recomputes * (summed - work.num_trained)
     # the embedding's output has a gradient where layers are recomputed, unless it is scattered
     enters = work.sends_gradient or (work.is_first and work.recomputes and not cut.scatters_embedding)
     inputs = blocks - (not enters and work.num_trained > 0)
@@ -102,11 +102,11 @@ def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
     sums = cut.embedding and not cut.scatters_embedding
     if cut.in_parts:
         gathers = cut.num_blocks + work.recomputes * blocks + summed + enters + 1
-        scatters = cut.num_summed + again + inputs + cut.head + cut.scatters_embedding
+        scatters = cut.num_summed + recomputed + inputs + cut.head + cut.scatters_embedding
         in_full, along = float(sums), work.num_tokens * cut.product_bytes
     else:
         gathers, scatters, along = 0.0, 0.0, 0.0
-        in_full = sums + cut.num_summed + again + inputs + cut.head
+        in_full = sums + cut.num_summed + recomputed + inputs + cut.head
     by_kind = {
         "all_gather": Messages(gathers * work.micro_batches, gathers * size),
         "reduce_scatter": Messages(scatters * work.micro_batches, scatters * size + along),

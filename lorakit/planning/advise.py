@@ -149,17 +149,21 @@ def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -
     others = [c for c in candidates if c.can_run and LAYOUTS[c.backend].splits_base and c is not best]
     if layout.single_process:
         return "one process is enough for the request, and sends nothing"
+    shared = sharing_weights(best.backend, estimator.recipe.parallel, best.num_processes)
+    shared *= num_stages(estimator.recipe.parallel, best.backend, best.num_processes // shared)
+    part = f"the full base of {base}" if shared == 1 else f"a process's part of the base of {base}"
+    if not layout.splits_base and shared == best.num_processes:
+        return f"{part} fits each process, and each has another part, so nothing of the base is gathered"
     if not layout.splits_base:
         gathers = ""
         if others:
             count = 2 * best.work.micro_batches
-            gathers = f"; {_listed(others)} would gather the base of {base} {count} times a step"
-        shared = sharing_weights(best.backend, estimator.recipe.parallel, best.num_processes)
-        shared *= num_stages(estimator.recipe.parallel, best.backend, best.num_processes // shared)
-        part = f"the full base of {base}" if shared == 1 else f"a process's part of the base of {base}"
-        return f"{part} fits each process, so a step sends only the adapter's {adapter}{gathers}"
+            whose = f"the base of {base}" if shared == 1 else "it"
+            gathers = f"; {_listed(others)} would gather {whose} {count} times a step"
+        sends = f"only the adapter's {adapter}" if shared == 1 else "what its axes need and the adapter's gradients"
+        return f"{part} fits each process, so a step sends {sends}{gathers}"
     unsharded = [candidate for candidate in candidates if not LAYOUTS[candidate.backend].splits_base]
-    why = f"a full base of {base} does not fit each process ({_listed(unsharded)})"
+    why = f"{part.replace('the full', 'a full')} does not fit each process ({_listed(unsharded)})"
     if others and layout.package is None and LAYOUTS[others[0].backend].package is not None:
         why += f"; it gathers layer by layer, in fewer messages than {_listed(others)}, and needs no other package"
     elif others:

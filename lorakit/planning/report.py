@@ -93,17 +93,19 @@ def _table(estimator: Estimator, advice: Advice) -> list[str]:
 def layouts_table(estimator: Estimator, advice: Advice) -> list[str]:
     """Return a table of the layouts with axes: of those with the same axes, the fastest that fits or the smallest.
 
-    Below it, why an axis is missing, and when `tensor` sends less than gathering the base.
+    Below it, why an axis is missing, and when `tensor` sends less than gathering the base. For a recipe that names its
+    axes, a row for each backend.
     """
+    own = [estimate.candidate for estimate in advice.backends if estimate.candidate.axes]
     by_axes: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in advice.layouts:
         by_axes.setdefault(tuple(candidate.axes), []).append(candidate)
-    if not by_axes:
-        return []
-    shown = [
+    shown = own or [
         fastest([one for one in same if one.can_run]) or min(same, key=lambda one: one.memory.peak)
         for same in by_axes.values()
     ]
+    if not shown:
+        return []
     size = _in_gigabytes if max(candidate.memory.peak for candidate in shown) >= 10 * GB else _in_megabytes
     rows = [
         [f"{size(GB)[1]} of a process", "base", "activ", "peak", "s/step", "idle", "", "sent in a step by a process"]
@@ -119,7 +121,7 @@ def layouts_table(estimator: Estimator, advice: Advice) -> list[str]:
     for name, *numbers, verdict, sent in rows:
         cells = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-2], strict=True)]
         lines.append("  ".join([f"{name:<{widths[0]}}", *cells, f"{verdict:<{widths[-2]}}", sent]).rstrip())
-    return [*lines, *_axis_notes(estimator, advice)]
+    return lines if own else [*lines, *_axis_notes(estimator, advice)]
 
 
 def _axis_notes(estimator: Estimator, advice: Advice) -> list[str]:

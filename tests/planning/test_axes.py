@@ -115,7 +115,15 @@ def test_layers_wait_for_the_messages_of_their_axis(roomy: Plan) -> None:
     assert sent["data"].num_messages == written(plan, "ddp").traffic["data"].num_messages
 
     sent = layout(plan, "ddp", tensor=2).traffic
-    assert sent["tensor"].num_messages == (steps / 2) * ((4 * 8 + 1) + (4 * 8 - 1 + 1) + 3) + 1
+    gathers, scatters = (
+        4 * 8 + 1,
+        1 + (4 * 8 - 1) + 1,
+    )  # of a step with nothing recomputed; two numbers of labels in full
+    assert sent["tensor"].num_messages == (steps / 2) * (gathers + scatters + 2) + 1
+    along = 8 * (5 * 8 - 3) * 2  # x A^T of q, k, v, gate and up, but of the first block
+    uncut = 4 * 8 * (8 * (5 * 768) + 8 * (2 * 768))  # A of those five, B of o and down: once in a step, twice in a ring
+    of_tokens = (tokens / 2) * ((gathers + scatters) * width * value + along)
+    assert sent["tensor"].num_bytes == 1 / 2 * (of_tokens + 2 * uncut)
     assert layout(plan, "ddp", tensor=2).step.waiting > written(plan, "ddp").step.waiting
 
 
@@ -160,7 +168,12 @@ def test_the_plan_shows_each_axis_and_when_tensor_sends_less(roomy: Plan, of_dee
     for axis in ("pipeline", "sequence", "tensor"):
         assert f"x 4, {axis}" in plan.text
     assert {tuple(facts["axes"]) for facts in plan.facts()["layouts"]} == {("pipeline",), ("sequence",), ("tensor",)}
-    assert make_plan(of_deep("parallel.tensor=2"), h200()).advice.layouts == ()  # the recipe names its axes
+    named = make_plan(of_deep("parallel.tensor=2"), h200())  # a recipe that names its axes
+    assert named.advice.layouts == ()
+    assert "ddp x 4, tensor 2" in named.text
+    assert f"tensor {layout(plan, 'ddp', tensor=2).traffic['tensor'].num_messages} x " in named.text
+    assert "a process's part of the base of 0.12 GB fits each process, so a step sends what its axes need" in named.text
+    assert "so nothing of the base is gathered" in make_plan(of_deep("parallel.tensor=4"), h200()).text
     assert make_plan(of_deep("parallel.processes=1"), machine_with_gpu("H200", 1, 1, None)).advice.layouts == ()
 
 
