@@ -156,9 +156,11 @@ def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dic
 
     handles = [model.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True) for name in names]
     handles += [module.register_forward_pre_hook(watcher(name)) for name, module in adapter_modules(model)]
-    yield calls, in_parts
-    for handle in handles:
-        handle.remove()
+    try:
+        yield calls, in_parts
+    finally:  # a base that does not run on parts may run with all tokens on every rank
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
