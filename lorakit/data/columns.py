@@ -47,7 +47,8 @@ def map_columns(row: Any, columns: Columns) -> Mapped:
         missing = [name for name in names if name not in present]
         if not missing:
             read |= dict.fromkeys(names)
-            result[key] = _fill(source, present) if "{" in source else present[source]
+            value = _fill(source, present) if "{" in source else present[source]
+            result[key] = _number(value) if key == "weight" else value
         elif key not in MAY_BE_ABSENT:
             listed = ", ".join(map(repr, list(present)[:20])) or "none"
             raise BadRow(f"data.columns.{key}: the row has no {missing[0]!r}; its columns: {listed}")
@@ -72,6 +73,14 @@ def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 def _fill(template: str, row: Mapping[str, Any]) -> str:
     return "".join(text + ("" if name is None else _text(name, row[name])) for text, name in _parts(template))
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text is, because every cell of a CSV file is text; another value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value  # refused with all other weights
 
 
 def _text(name: str, value: Any) -> str:

@@ -4,9 +4,10 @@ Invariant: the files of a name have a fixed order. A folder's files that hold no
 """
 
 import glob
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -61,6 +62,10 @@ def _find(name: str, split: str) -> list[RowSource]:
         return [_source(name)]
     if glob.has_magic(name):
         return _find_pattern(name)
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"data: {name}: a link to {path.readlink()}, which leads to no file")
+    if path.exists():
+        raise DataError(f"data: {name}: neither a file nor a folder; rows are read more than once, so store them first")
     missing = f"data: {name}: no such file or folder; looked for {path.absolute()}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and form_of(name) is None and not name.endswith(".txt"):
         if _is(path.parent, Path.is_dir):  # a mistyped path, for which the hub would be searched for half a minute
@@ -116,11 +121,18 @@ def _find_in_folder(folder: Path) -> list[RowSource]:
     return [RowSource(str(path), path) for path in files]
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of those in it, but none that is hidden, or begins with an underscore."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts):
-            yield path
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder and of those in it, but none that is hidden, or begins with an underscore."""
+    found = list[Path]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        above = {path.resolve() for path in (Path(place), *Path(place).parents)}  # a link to one of them is a circle
+        folders[:] = [name for name in folders if _is_shown(name) and Path(place, name).resolve() not in above]
+        found += [path for name in names if _is_shown(name) and (path := Path(place, name)).is_file()]
+    return sorted(found)
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith((".", "_"))
 
 
 def _rows(path: Path) -> bool:

@@ -10,7 +10,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
@@ -89,6 +89,11 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRo
 def _read_json(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
     """Yield the elements of an array, or the lines of a file that has a row on each."""
     head = file.peek(MAX_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
+    if head.split(b"\n", 1)[0].rstrip() == b"{":
+        raise DataError(
+            f"{path}: begins with an object over several lines; rows are the objects of an array, or one on each line."
+            " If they are the value of a key, such as 'data': jq -c '.data[]' FILE > NEW.jsonl"
+        )
     yield from (_read_array if head.startswith(b"[") else _read_lines)(path, file)
 
 
@@ -169,8 +174,7 @@ def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[in
         lines = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             columns = next(lines, [])
-            if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-                raise DataError(f"{path}: its first line names a column twice: {', '.join(map(repr, repeated))}")
+            _refuse_repeated(path, columns)
             line = lines.line_num + 1
             for cells in lines:
                 if len(cells) == len(columns):
@@ -182,12 +186,18 @@ def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[in
             raise DataError(f"{path}: cut or damaged at line {lines.line_num}: {problem}") from None
 
 
+def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
+    if repeated := sorted({name for name in columns if columns.count(name) > 1}):  # a row would have the last one's value
+        raise DataError(f"{path}: names a column twice: {', '.join(map(repr, repeated))}")
+
+
 def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterator[tuple[int, Any]]:
     import pyarrow
 
     number = 0
     try:
         for batch in batches(path):
+            _refuse_repeated(path, batch.schema.names)
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1

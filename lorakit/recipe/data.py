@@ -44,6 +44,11 @@ class SourceSection(Section):
     streaming: bool = False
     """Read a hub data set row by row, `limit` rows of it, and store nothing of it but their tokens."""
 
+    @field_validator("path")
+    @classmethod
+    def _some_files_are_named(cls, value: Any) -> Any:
+        return check_not_empty(value)
+
     @model_validator(mode="after")
     def _a_stream_has_an_end(self) -> "SourceSection":
         if self.streaming and self.limit is None:
@@ -84,7 +89,15 @@ def _branch_or_share(value: Any) -> str:
 
 _Text = Annotated[Name, Tag("text")]
 _Source = Annotated[SourceSection, Tag("SourceSection")]
-_List = Annotated[tuple[Annotated[_Text | _Source, Discriminator(_branch)], ...], Tag("list")]
+_Entry = Annotated[
+    _Text | _Source,
+    Discriminator(
+        _branch,
+        custom_error_type="list_in_list",
+        custom_error_message="a name, or a mapping with `path`, stands in a list; a list of names is `{path: [...]}`",
+    ),
+]
+_List = Annotated[tuple[_Entry, ...], Tag("list")]
 _Share = Annotated[float, Field(gt=0, lt=1), Tag("share")]
 
 
@@ -124,9 +137,7 @@ class DataSection(Section):
     @field_validator("train", "eval")
     @classmethod
     def _some_rows_are_named(cls, value: Any) -> Any:
-        if value == ():
-            raise ValueError("the list is empty: name at least one")
-        return value
+        return check_not_empty(value)
 
     @field_validator("columns")
     @classmethod
@@ -172,6 +183,17 @@ def _sources(value: Any) -> tuple[SourceSection, ...]:
     if not any(isinstance(entry, SourceSection) for entry in entries):
         return (SourceSection(path=value),)
     return tuple(entry if isinstance(entry, SourceSection) else SourceSection(path=entry) for entry in entries)
+
+
+def check_not_empty(value: Any) -> Any:
+    """Return the names of rows.
+
+    Raises:
+        ValueError: an empty list.
+    """
+    if value == ():
+        raise ValueError("the list is empty: name at least one")
+    return value
 
 
 def check_columns(columns: Mapping[Any, str]) -> Mapping[Any, str]:

@@ -31,6 +31,7 @@ def settings(columns: dict[str, str], **others: Any) -> RowSettings:
             {"prompt": "Question (1): 2+2?\nAnswer: ", "completion": "4."},
         ),
         ({"text": "{{{question}}} {answer}"}, {"text": "{2+2?} 4"}),
+        ({"text": "answer", "weight": "answer"}, {"text": "4", "weight": 4.0}),  # cells of CSV are text
         ({"instruction": "question", "input": "hint", "output": "answer"}, {"instruction": "2+2?", "output": "4"}),
     ],
 )

@@ -76,7 +76,8 @@ def test_an_array_is_read_element_by_element_wherever_a_block_ends(
         ("latin.json", b'[{"text": "\xe9"}]', "not UTF-8 after row 0: byte 0xe9"),
         ("wide.json", json.dumps(ROWS).encode("utf-16"), "UTF-16, not UTF-8"),
         ("latin.csv", b"text\n\xe9\n", "not UTF-8 after row 0: byte 0xe9"),
-        ("twice.csv", b"a,b,a\n1,2,3\n", "its first line names a column twice: 'a'"),
+        ("twice.csv", b"a,b,a\n1,2,3\n", "names a column twice: 'a'"),
+        ("pretty.json", json.dumps({"data": ROWS}, indent=1).encode(), "begins with an object over several lines"),
         ("quote.csv", b'a,b\n1,"2\n', "cut or damaged at line 2"),
         ("cut.csv.gz", gzip.compress(b"text\n" + b"a\n" * 100)[:-9], "cut or damaged after line"),
         ("cut.arrow", b"ARROW1\0\0nothing", "cut or damaged after row 0"),
@@ -89,6 +90,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, expe
         read(tmp_path / name)
     assert str(caught.value).startswith(str(tmp_path / name))
     assert expected in str(caught.value)
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet: names a column twice: 'text'"):
+        read(tmp_path / "twice.parquet")
 
 
 def test_a_line_of_a_table_with_other_cells_than_columns_is_a_bad_row_of_that_line(tmp_path: Path) -> None:
@@ -112,6 +120,21 @@ def test_a_folder_has_the_rows_of_all_its_folders_and_names_what_it_leaves_out(t
     ]
     left_out = [str(tmp_path / name) for name in ("README.md", "a/picture.png", "dataset_infos.json")]
     assert files_without_rows((str(tmp_path), str(tmp_path / "b.jsonl"))) == left_out
+
+
+def test_links_are_followed_once_and_one_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    for name in ("rows/1.jsonl", "other/2.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    (tmp_path / "rows/linked").symlink_to("../other")
+    (tmp_path / "other/back").symlink_to("../rows")  # a circle
+    (tmp_path / "gone.jsonl").symlink_to("nowhere.jsonl")
+
+    names = [source.name for source in find_sources(str(tmp_path / "rows"), "train")]
+    assert names == [str(tmp_path / name) for name in ("rows/1.jsonl", "rows/linked/2.jsonl")]
+    for name, problem in (("gone.jsonl", "a link to nowhere.jsonl, which leads to no file"), ("/dev/null", "neither")):
+        with pytest.raises(DataError, match=problem):
+            find_sources(str(tmp_path / name), "train")
 
 
 def test_a_folder_with_a_table_beside_other_rows_is_refused_because_they_may_be_the_same(tmp_path: Path) -> None:

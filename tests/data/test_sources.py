@@ -183,6 +183,8 @@ def test_weights_of_rows_beside_rows_without_stay_with_their_rows(
         ({"train": [{"path": "a", "weigth": 2}]}, "data.train.0.weigth: unknown key. Nearest: 'weight'"),
         ({"train": [{"path": "a"}, 3]}, "data.train.1: Input should be a valid string, got 3"),
         ({"train": []}, "data.train: the list is empty"),
+        ({"train": {"path": []}}, "data.train.path: the list is empty"),
+        ({"train": [["a.jsonl"]]}, "data.train.0: a name, or a mapping with `path`, stands in a list"),
         ({"train": "a", "eval": 1.5}, "data.eval: Input should be less than 1, got 1.5"),
     ],
 )
