@@ -187,7 +187,9 @@ def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[in
 
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
-    if repeated := sorted({name for name in columns if columns.count(name) > 1}):  # a row would have the last one's value
+    if repeated := sorted(
+        {name for name in columns if columns.count(name) > 1}
+    ):  # a row would have the last one's value
         raise DataError(f"{path}: names a column twice: {', '.join(map(repr, repeated))}")
 
 

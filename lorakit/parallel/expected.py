@@ -63,6 +63,7 @@ def _work(loss_model: LossModel, micro_batches: int, num_tokens: int, num_traine
         is_last=link is None or link.is_last,
         sends_gradient=stage is not None and stage.sends_gradient,
         receives_gradient=stage is not None and stage.receives_gradient,
+        trains_embedding=(link is None or link.is_first) and _trains_embedding(model),
     )
 
 
@@ -132,18 +133,23 @@ def _trained_layers(loss_model: LossModel) -> tuple[int, int]:
     """Return the least and the most layers of this rank that gradients go through, from end to end."""
     model, stage = loss_model.model, loss_model.stage
     layers = list(repeated_layers(model))
-    if stage is not None and stage.sends_gradient:
+    is_first = stage is None or stage.link.is_first
+    if (stage is not None and stage.sends_gradient) or (is_first and _trains_embedding(model)):
         return len(layers), len(layers)
     if len(list(layer_lists(model))) != 1:
         return 0, len(layers)
     first = [*map(_trains, layers), True].index(True)
     above = max(0, len(layers) - first - 1)
     # gradients of a recomputed layer go back to the embedding
-    return above, len(layers) if _recomputes(model) or _trains(model.get_input_embeddings()) else len(layers) - first  # type: ignore[operator]
+    return above, len(layers) if _recomputes(model) else len(layers) - first
 
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _trains_embedding(model: nn.Module) -> bool:
+    return _trains(model.get_input_embeddings())  # type: ignore[operator]
 
 
 def _recomputes(model: nn.Module) -> bool:

@@ -25,7 +25,8 @@ class StepWork:
 
     num_tokens: over its micro-batches. token_bytes: of a token's hidden state. num_layers: of this rank. num_trained:
     those of them that gradients go through. recomputes: True if layers are recomputed in backward. sends_gradient,
-    receives_gradient: to the stage before, from the stage after.
+    receives_gradient: to the stage before, from the stage after. trains_embedding: True if the embedding is trained,
+    and here.
     """
 
     micro_batches: int
@@ -38,6 +39,7 @@ class StepWork:
     is_last: bool = True
     sends_gradient: bool = False
     receives_gradient: bool = False
+    trains_embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
     blocks = cut.num_blocks * work.num_trained / work.num_layers
     summed = cut.num_summed * work.num_trained / work.num_layers
     recomputed = work.recomputes * (summed - work.num_trained)
-    # the embedding's output has a gradient where layers are recomputed, unless it is scattered
-    enters = work.sends_gradient or (work.is_first and work.recomputes and not cut.scatters_embedding)
+    # the embedding's output has a gradient where it is trained or layers are recomputed, unless it is scattered
+    has_gradient = work.trains_embedding or (work.is_first and work.recomputes)
+    enters = work.sends_gradient or (has_gradient and not cut.scatters_embedding)
     inputs = blocks - (not enters and work.num_trained > 0)
     size = work.num_tokens * work.token_bytes
     sums = cut.embedding and not cut.scatters_embedding

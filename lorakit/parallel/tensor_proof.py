@@ -149,7 +149,7 @@ def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dic
 
     def watcher(name: str) -> Any:
         def watch(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and tokens is not None and tokens.problem is None and args[0].shape[:-1].numel() < NUM_TOKENS:
+            if args and tokens is not None and tokens.problem is None and _num_tokens(args[0]) < NUM_TOKENS:
                 in_parts.add(name)
 
         return watch
@@ -161,6 +161,11 @@ def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dic
     finally:  # a base that does not run on parts may run with all tokens on every rank
         for handle in handles:
             handle.remove()
+
+
+def _num_tokens(x: Tensor) -> int:
+    """Return the tokens of a module's input: hidden states (..., width), or ids, which an embedding gets."""
+    return x.shape[:-1].numel() if x.is_floating_point() else x.numel()
 
 
 @contextmanager

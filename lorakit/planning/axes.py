@@ -60,6 +60,7 @@ def planned_step(
         is_last=stage.is_last,
         sends_gradient=not stage.is_first,
         receives_gradient=not stage.is_last,
+        trains_embedding=_trains_embedding(stage),
     )
 
 
@@ -122,13 +123,21 @@ def cut_model(stage: PlannedStage, itemsize: int) -> CutModel:
 def _ranks_along(stage: PlannedStage) -> int:
     """Return the ranks r of the layers that are cut by outputs, without those that the first block has.
 
-    Gradients of their x A^T go along with those of x, which the first block has none of.
+    Gradients of their x A^T go along with those of x, which the first block has none of if the embedding is frozen.
     """
     shapes = stage.shapes
     factors = [tensor for tensor in shapes.adapter if tensor.name.endswith(".lora_A")]
     cut = [one for one in factors if shapes.cut_dims.get(one.name.replace(".lora_A", ".lora_B")) == CutDim(0)]
-    first = cut[0].name.rpartition(".")[0].rpartition(".")[0] if cut and stage.is_first else None
+    first = (
+        cut[0].name.rpartition(".")[0].rpartition(".")[0]
+        if cut and stage.is_first and not _trains_embedding(stage)
+        else None
+    )
     return sum(one.shape[0] for one in cut if one.name.rpartition(".")[0].rpartition(".")[0] != first)
+
+
+def _trains_embedding(stage: PlannedStage) -> bool:
+    return stage.is_first and any(EMBEDDING in tensor.uses for tensor in stage.shapes.adapter)
 
 
 def tokens_of_equal_traffic(shapes: ModelShapes, dtype: str, num_ranks: int) -> float:

@@ -35,6 +35,12 @@ BIASED: Case = {"name": "biased", "steps": 2, "base": "gpt_neox", "objective": "
 # sgd, because biases of keys have no gradient but rounding, and AdamW and Lion make it large
 BIASES: Case = BIASED | {"name": "biases", "optimizer": "sgd", "adapter": {"bias": "all"}}
 HEAD: Case = {"name": "head", "steps": 2, "adapter": {"modules_to_save": ["lm_head"], "init": "pissa"}}
+EMBEDDED: Case = {
+    "name": "embedded",
+    "steps": 2,
+    "micro_batch_size": 3,
+    "adapter": {"targets": ["embed_tokens", "up_proj"]},
+}
 FULL: Case = {  # trained in full, a layer of either cut
     "name": "full", "steps": 2, "optimizer": "sgd", "max_grad_norm": 100.0,
     "adapter": {"targets": ["q_proj", "o_proj"], "modules_to_save": ["down_proj", "up_proj"]},
@@ -75,13 +81,13 @@ LATENT: Case = {
 # pairs of experts that are equally good but for rounding, of which one is chosen
 TIES: Case = EXPERTS | {"name": "ties", "steps": 1, "base": "ties", "evaluate": False}
 ALONE = [
-    PLAIN, CUT, NORMS, BIASED, BIASES, HEAD, FULL, GEMMA, LION, DORA, HALF, NF4, INT8, MIXED, FIRST,
+    PLAIN, CUT, NORMS, BIASED, BIASES, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, NF4, INT8, MIXED, FIRST,
     EXPERTS, SPARSE, SHARED, LATENT, FIRST_EXPERTS,
 ]  # fmt: skip
 DDP, FSDP2 = {"backend": "ddp", "tensor": 2}, {"backend": "fsdp2", "tensor": 2}
 PARTS: dict[int, list[Case]] = {
     2: [
-        *(case | {"parallel": DDP} for case in (PLAIN, BIASED, HEAD, FULL, GEMMA, LION, DORA, HALF, NF4)),
+        *(case | {"parallel": DDP} for case in (PLAIN, BIASED, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, NF4)),
         *(case | {"parallel": FSDP2} for case in (CUT, RESUMED, BIASES, INT8, MIXED)),
         *(case | {"parallel": DDP} for case in (EXPERTS, SHARED, TIES)),
         *(case | {"parallel": FSDP2} for case in (RESUMED_EXPERTS, LATENT)),
@@ -216,7 +222,7 @@ def test_an_adapter_sends_one_message_more_than_the_base_does(results: Results, 
 
 @pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in PARTS])
 def test_a_plan_counts_the_messages_of_a_step(results: Results, folder: Path, processes: int) -> None:
-    planned = [case for case in PARTS[processes] if case["name"] in ("plain", "cut", "staged", "experts")]
+    planned = [case for case in PARTS[processes] if case["name"] in ("plain", "cut", "staged", "experts", "embedded")]
     for case in planned:
         for rank in results(processes)[case["name"]]["ranks"]:
             assert_planned(folder / case.get("base", "base"), case, rank)
