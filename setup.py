@@ -14,9 +14,9 @@ class BuildWithRecipes(build_py):
         super().run()
         if not self.editable_mode:  # which runs from the checkout, where recipes/ is
             target = Path(self.build_lib) / "lorakit" / "assets" / "recipes"
-            target.mkdir(parents=True, exist_ok=True)
-            for recipe in sorted((Path(__file__).parent / "recipes").glob("*.yaml")):
-                shutil.copy(recipe, target)
+            shutil.copytree(
+                Path(__file__).parent / "recipes", target, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True
+            )
 
 
 setup(cmdclass={"build_py": BuildWithRecipes})

@@ -215,7 +215,7 @@ def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path
     assert {name.split("/")[0].removesuffix(f"-{lorakit.__version__}.dist-info") for name in names} == {"lorakit"}
     assets = {name.removeprefix("lorakit/assets/") for name in names if name.startswith("lorakit/assets/")}
     folder = PACKAGE / "assets"
-    recipes = {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml")}
     assert assets == recipes | {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert "lorakit/py.typed" in names
     sources = {str(path.relative_to(ROOT)) for path in FILES}

@@ -221,12 +221,13 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
     """
     given, folder = section.model_fields_set, section.start_from
     problems = []
-    for key in ("method", "rank", "alpha"):
+    for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
         value = getattr(section, key)
         trains_b_alone = key == "method" and METHODS[value].fixed == ("lora_A",)  # which patches do not record
         if key in given and value != fixed[key] and not (trains_b_alone and fixed[key] == "lora"):
             remedy = _remedy(key, section, fixed, base)
-            problems.append(f"adapter.{key}: {value}, and the patch {folder} has {fixed[key]}; {remedy}")
+            shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
+            problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")
     if "init" in given:
         problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
     if problems:

@@ -133,8 +133,8 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
     heads = size // head_dim if isinstance(head_dim, int) and size % head_dim == 0 else None
     if heads is not None and heads % num_ranks:
         raise RunError(
-            f"parallel.tensor: {num_ranks} processes cannot share the {heads} heads of {name}; choose a divisor of"
-            f" {heads}"
+            f"parallel.tensor: {num_ranks} processes cannot share the {heads} heads of {name};"
+            f" {f'choose a divisor of {heads}' if heads > 1 else 'leave it out'}"
         )
     if size < num_ranks:
         raise RunError(f"parallel.tensor: {num_ranks} processes cannot share the {size} {what} of {name}")

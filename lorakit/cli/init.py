@@ -62,6 +62,8 @@ def _written(options: argparse.Namespace) -> str:
     print_line(f"\n{text}")
     if rows.bad:
         print_line(f"note: {len(rows.bad)} of {rows.sampled} sampled rows cannot be used; the first: {rows.bad[0]}")
+    if rows.unread:
+        print_line(f"note: columns that are not read: {', '.join(rows.unread)}")
     if asks and _ask(f"write {options.out}?", "yes").lower() not in ("y", "yes"):
         raise LorakitError("nothing was written")
     return text
@@ -78,7 +80,7 @@ def _shipped(name: str) -> str:
     """Return the text of a recipe that comes with lorakit: a file of the wheel, or of the checkout."""
     package = Path(__file__).parent.parent
     folder = next(path for path in (package / "assets" / "recipes", package.parent / "recipes") if path.is_dir())
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
     if name not in names:
         raise LorakitError(
             f"--from: no shipped recipe {name!r}; there are {', '.join(names)}.{did_you_mean(name, names)}"

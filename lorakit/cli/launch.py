@@ -33,6 +33,9 @@ def _launch(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
+    if parallel.elastic is not None or parallel.backend == "auto":
+        key = "parallel.backend: auto is chosen" if parallel.elastic is None else "parallel.elastic: runs are started"
+        raise RecipeError(f"{key} by `lorakit train` on one machine, and not in a cluster's job; leave it out")
     if options.slurm:
         text = slurm_job(
             options.recipe,

@@ -4,6 +4,7 @@ Invariant: the files of a name have a fixed order. A folder's files that hold no
 """
 
 import glob
+import itertools
 import os
 import re
 from collections import Counter
@@ -18,14 +19,23 @@ from lorakit.errors import DataError, did_you_mean
 
 FACTS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """files that ``datasets`` and the hub put beside rows"""
+RUN_FILES: Final = ("run.json", "metrics.jsonl")
+"""files of a run's output folder, which may be inside of a folder of rows"""
 MIXED: Final = {".jsonl", ".parquet"}
 """forms that may be together in one folder"""
 
 
-def find_sources(names: str | tuple[str, ...], split: str, *, streaming: bool = False) -> list[RowSource]:
+def find_sources(
+    names: str | tuple[str, ...],
+    split: str,
+    *,
+    streaming: bool = False,
+    subset: str | None = None,
+    revision: str | None = None,
+) -> list[RowSource]:
     """Return the files that a recipe names, in a fixed order.
 
-    ``split``: of a hub data set. ``streaming``: read hub data sets without storing them.
+    ``split``, ``subset``, ``revision``: of a hub data set. ``streaming``: read hub data sets without storing them.
 
     Raises:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
@@ -33,7 +43,10 @@ def find_sources(names: str | tuple[str, ...], split: str, *, streaming: bool = 
     sources, problems = list[RowSource](), list[str]()
     for name in _all(names):
         try:
-            sources += [_stream(name, split)] if streaming else _find(name, split)
+            of_name = [_stream(name, split)] if streaming else _find(name, split)
+            if (subset or revision) and any(source.path for source in of_name):
+                raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
+            sources += [replace(source, subset=subset, revision=revision) for source in of_name]
         except DataError as problem:
             problems.append(str(problem))
     if problems:
@@ -46,8 +59,14 @@ def find_sources(names: str | tuple[str, ...], split: str, *, streaming: bool = 
 
 
 def files_without_rows(names: str | tuple[str, ...]) -> list[str]:
-    """Return the files in the folders among ``names`` that are left out, because they hold no rows."""
-    return [str(path) for name in _all(names) if Path(name).is_dir() for path in _files(Path(name)) if not _rows(path)]
+    """Return what is left out of the folders and patterns among ``names``: files without rows, and folders of runs."""
+    left_out: list[str] = []
+    for name in _all(names):
+        if Path(name).is_dir():
+            left_out += [str(path) for paths in _files(Path(name)) for path in paths if not _rows(path)]
+        elif glob.has_magic(name) and not Path(name).is_file():
+            left_out += sorted({str(run) for path in _matches(name) if (run := _run_around(path, name)) is not None})
+    return left_out
 
 
 def _all(names: str | tuple[str, ...]) -> Iterable[str]:
@@ -90,15 +109,34 @@ def _stream(name: str, split: str) -> RowSource:
 
 def _source(name: str) -> RowSource:
     if form_of(name) is None:
-        raise DataError(f"data: {name}: lorakit reads files ending in {READ_FORMS}; rename it, or convert it")
+        raise DataError(
+            f"data: {name}: lorakit reads files ending in {READ_FORMS}; convert it; a text is a row"
+            ' {"text": "..."}, or several (on_long_rows: split)'
+        )
     return RowSource(name, Path(name))
 
 
 def _find_pattern(pattern: str) -> list[RowSource]:
-    files = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+    files = [name for name in _matches(pattern) if _run_around(name, pattern) is None]
     if not files:
         raise DataError(f"data: {pattern}: no file matches; looked in {Path().absolute()}")
     return [_source(name) for name in files]
+
+
+def _matches(pattern: str) -> list[str]:
+    return sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+
+
+def _run_around(name: str, pattern: str) -> Path | None:
+    """Return the output folder of a run that a match is in, unless the pattern names that folder itself."""
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
+    start = Path(*fixed)
+    between = itertools.takewhile(lambda folder: folder != start, Path(name).parents)
+    return next(filter(_is_run, between), None)
+
+
+def _is_run(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in RUN_FILES)
 
 
 def _nearest_files(path: Path) -> str:
@@ -108,7 +146,7 @@ def _nearest_files(path: Path) -> str:
 
 
 def _find_in_folder(folder: Path) -> list[RowSource]:
-    files = [path for path in _files(folder) if _rows(path)]
+    files = [path for path in _files(folder)[0] if _rows(path)]
     if not files:
         raise DataError(f"data: {folder.absolute()} holds no file ending in {READ_FORMS}")
     forms = Counter(form_of(path.name) for path in files)
@@ -121,14 +159,19 @@ def _find_in_folder(folder: Path) -> list[RowSource]:
     return [RowSource(str(path), path) for path in files]
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder and of those in it, but none that is hidden, or begins with an underscore."""
-    found = list[Path]()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        above = {path.resolve() for path in (Path(place), *Path(place).parents)}  # a link to one of them is a circle
-        folders[:] = [name for name in folders if _is_shown(name) and Path(place, name).resolve() not in above]
-        found += [path for name in names if _is_shown(name) and (path := Path(place, name)).is_file()]
-    return sorted(found)
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files of a folder and of those in it, and the folders of runs in it, whose files are none of them.
+
+    Nothing that is hidden, or begins with an underscore, is among them.
+    """
+    files, runs = list[Path](), list[Path]()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        inside = [Path(parent, name) for name in folders if _is_shown(name)]
+        runs += filter(_is_run, inside)
+        above = {path.resolve() for path in (Path(parent), *Path(parent).parents)}  # a link to one of them is a circle
+        folders[:] = [path.name for path in inside if path not in runs and path.resolve() not in above]
+        files += [path for name in names if _is_shown(name) and (path := Path(parent, name)).is_file()]
+    return sorted(files), sorted(runs)
 
 
 def _is_shown(name: str) -> bool:

@@ -28,7 +28,8 @@ OpenProgress = Callable[[], AbstractContextManager[Progress]]
 class RowSet:
     """Rows that are tokenised with the same settings.
 
-    names: files, folders, patterns or hub ids. split, streaming: of a hub data set. name, passes: as of `Part`.
+    names: files, folders, patterns or hub ids. split, streaming, subset, revision: of a hub data set. name, passes: as
+    of `Part`.
     """
 
     names: str | tuple[str, ...]
@@ -37,10 +38,13 @@ class RowSet:
     name: str | None
     passes: float = 1.0
     streaming: bool = False
+    subset: str | None = None
+    revision: str | None = None
 
     def sources(self) -> list[RowSource]:
         """Return the files and hub data sets of the rows; raises as `find_sources`."""
-        return find_sources(self.names, self.split, streaming=self.streaming)
+        hub = {"subset": self.subset, "revision": self.revision}
+        return find_sources(self.names, self.split, streaming=self.streaming, **hub)
 
 
 def training_sets(data: "DataSection") -> list[RowSet]:
@@ -150,4 +154,5 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, *, share:
         share,
     )
     name = source.label if several else source.name
-    return RowSet(source.path, split, settings, name, source.weight, source.streaming)
+    hub = {"subset": source.subset, "revision": source.revision}
+    return RowSet(source.path, split, settings, name, source.weight, source.streaming, **hub)

@@ -183,7 +183,8 @@ def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[in
                     yield line, BadRow(f"has {len(cells)} cells; the first line names {len(columns)} columns")
                 line = lines.line_num + 1
         except csv.Error as problem:
-            raise DataError(f"{path}: cut or damaged at line {lines.line_num}: {problem}") from None
+            remedy = 'a cell that begins with a quote stands in quotes, and its own are written twice: """a"" b"'
+            raise DataError(f"{path}: cut or damaged at line {lines.line_num}: {problem}; {remedy}") from None
 
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:

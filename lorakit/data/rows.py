@@ -3,6 +3,7 @@
 Invariant: every row has a file and a line. A row that cannot be read is yielded as a BadRow, never skipped.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,17 +30,17 @@ class RowSource:
     split: str | None = None
     streaming: bool = False
     """read a hub data set from there row by row, and store none of it"""
+    subset: str | None = None
+    revision: str | None = None
+    """of a hub data set; None: the only one, the main branch"""
 
     def digest(self) -> str:
         """Return a digest of the content: the key of caches, and the test for changed data."""
         import xxhash
 
-        if self.streaming:
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_stream_version(self.name)}".encode())
         if self.path is None:
-            return xxhash.xxh3_128_hexdigest(
-                f"{self.name}/{self.split}/{dataset_fingerprint(_open_hub(self))}".encode()
-            )
+            version = _stream_version(self) if self.streaming else dataset_fingerprint(_open_hub(self))
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{version}".encode())
         # the same bytes mean other rows in another form
         state = xxhash.xxh3_128(f"{form_of(self.path.name)}{self.path.suffix}".encode())
         with open(self.path, "rb") as file:
@@ -74,7 +75,9 @@ def _open_hub(source: RowSource) -> Any:
     import datasets
 
     with _hub_errors(source.name, source.split):
-        return datasets.load_dataset(source.name, split=source.split, streaming=source.streaming)
+        return datasets.load_dataset(
+            source.name, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
+        )
 
 
 def _streamed(source: RowSource, rows: Any) -> Iterator[Any]:
@@ -108,19 +111,23 @@ def _row_error(name: str, number: int, problem: Exception) -> Exception:
 
 
 def _reason(problem: BaseException) -> str:
-    """Return the first line of an error."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:REASON_LETTERS]
+    """Return the first line of an error, and the second one where `datasets` lists the subsets there."""
+    lines = str(problem).strip().splitlines() or [type(problem).__name__]
+    if lines[0].startswith("Config name is missing"):
+        subsets = re.findall(r"'([^']+)'", lines[1]) if len(lines) > 1 else []
+        return f"it has several subsets, so name one (`subset` beside `path`): {', '.join(subsets)}"[:REASON_LETTERS]
+    return lines[0][:REASON_LETTERS]
 
 
-def _stream_version(name: str) -> str:
+def _stream_version(source: RowSource) -> str:
     """Return what changes when a data set that is streamed does: its commit on the hub, the times of a folder's files.
 
     The content itself is known only when all of it was read.
     """
     import datasets
 
-    with _hub_errors(name, None):
-        builder = datasets.load_dataset_builder(name)
+    with _hub_errors(source.name, None):
+        builder = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
     return f"{builder.hash} {builder.config_id}"
 
 

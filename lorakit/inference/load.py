@@ -85,7 +85,11 @@ def _one_device(device: str | torch.device | None, device_map: Any) -> str | tor
     """
     if device_map is None:
         return device
-    chosen = device_map.get("") if isinstance(device_map, Mapping) and len(device_map) == 1 else device_map
+    devices = list(dict.fromkeys(device_map.values())) if isinstance(device_map, Mapping) else [device_map]
+    chosen = devices[0] if len(devices) == 1 else None
+    if isinstance(chosen, int) and not isinstance(chosen, bool):  # a number means an accelerator
+        kind = device_type()
+        chosen = f"{'cuda' if kind == 'cpu' else kind}:{chosen}"
     if device is not None or not isinstance(chosen, str | torch.device) or chosen in SPREADING:
         raise LorakitError(
             f"device_map: {device_map!r}: lorakit loads a base on one device; say device='cuda:0' (None is the GPU if"
@@ -118,6 +122,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device(device_type())
     try:
         chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError("a device without memory")
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, TypeError) as problem:  # a torch without CUDA asserts
         raise LorakitError(f"device: {device!r} cannot be used here: {str(problem).splitlines()[0]}") from None

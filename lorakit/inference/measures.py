@@ -10,11 +10,12 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, SupportsFloat
 
 from lorakit.errors import DataError, LorakitError, RunError, did_you_mean
 
@@ -42,9 +43,16 @@ class Measure:
         return sum(map(self.of_row, predicted, expected)) / len(predicted)
 
 
+NUMBER: Final = re.compile(
+    r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,4}(?!\w))?",
+    re.ASCII,
+)
+
+
 def _last_number(text: str) -> Decimal | None:
-    """Return the last number of a text, read with or without commas between its thousands."""
-    numbers = re.findall(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text)
+    """Return the last number of a text, read with or without commas between its thousands, an exponent, or a 0 before
+    its point. The hyphen of 10-5 is no sign."""
+    numbers = re.findall(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -55,7 +63,7 @@ def _numeric(predicted: str, expected: str) -> float:
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # an answer may open brackets without end
         return None
     return value if isinstance(value, dict) else None
 
@@ -171,9 +179,13 @@ def _checked(name: str, function: RowMeasure, predicted: str, expected: str) -> 
         frame = traceback.extract_tb(problem.__traceback__)[-1]
         line = f"{Path(frame.filename).name}:{frame.lineno}"
         raise DataError(f"metric {name}: {line} raised {type(problem).__name__}: {problem} {where}") from problem
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"metric {name}: a number for each row, got {value!r} {where}")
-    return float(value)
+    number = math.nan
+    if isinstance(value, SupportsFloat):  # numbers of numpy and torch too
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"metric {name}: a number for each row, got {repr(value)[:60]} {where}")
+    return number
 
 
 def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:

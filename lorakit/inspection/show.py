@@ -7,13 +7,14 @@ from typing import Any
 
 from lorakit.base.find import find_base
 from lorakit.base.model_class import load_named_skeleton, skeleton_for
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.coverage import coverage_of
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
+from lorakit.patch.find import find_patch
 from lorakit.patch.fingerprint import compared_parts, full_digests
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
@@ -31,7 +32,7 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     Raises:
         LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
-    folder = Path(path)
+    folder = _patch_folder(path, or_base=base is None)
     known = False
     if (folder / CONFIG_FILE).is_file():
         patch = read_patch(folder)
@@ -51,6 +52,16 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
             more = f"; there are patches inside: {', '.join(inside[:5])}" if inside else ""
             raise LorakitError(f"{folder.absolute()}: neither a patch, nor a run, nor a model folder{more}")
         _show_base(path, say)
+
+
+def _patch_folder(name: str, *, or_base: bool) -> Path:
+    """Return the folder of a patch, of the hub too. or_base: of any other name the path, because it may be a base's."""
+    try:
+        return find_patch(name)
+    except PatchError:
+        if or_base:
+            return Path(name)
+        raise
 
 
 def _show_patch(patch: Patch, say: Say) -> None:

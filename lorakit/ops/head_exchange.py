@@ -40,6 +40,21 @@ def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
     return None
 
 
+def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """Return `kv_repeats`. name: of the module or model that has the heads.
+
+    Raises:
+        RunError: the heads do not divide over the ranks.
+    """
+    if repeats := kv_repeats(num_heads, num_kv_heads, num_ranks):
+        return repeats
+    remedy = f"choose a divisor of {num_heads}" if num_heads > 1 else "leave it out"
+    raise RunError(
+        f"parallel.sequence: {num_ranks} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
+        f" heads of keys and values; {remedy}"
+    )
+
+
 @final
 class HeadExchange:
     """The ranks that share the tokens of a line. group: for tensors where the model computes."""
@@ -91,12 +106,7 @@ class HeadExchange:
         name, num_heads, num_kv_heads = type(module).__name__, heads[0].shape[1], heads[1].shape[1]
         if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
             raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-        if repeats := kv_repeats(num_heads, num_kv_heads, self.size):
-            return repeats
-        raise RunError(
-            f"parallel.sequence: {self.size} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
-            f" heads of keys and values; choose a divisor of {num_heads}"
-        )
+        return checked_kv_repeats(name, num_heads, num_kv_heads, self.size)
 
 
 class _FewerGroups:

@@ -52,12 +52,18 @@ class RowLengths:
 
 def enable_packed_attention(model: nn.Module) -> bool:
     """Switch a model to packed attention. False if its attention does not go through transformers' interface."""
-    inner = attention_implementation(model)
-    if inner not in SUPPORTED or not can_set_attention(model):
+    if not can_pack_attention(model):
         return False
+    inner = (attention_implementation(model) or "").removeprefix(PREFIX)
     _register(inner)
     model.set_attn_implementation(PREFIX + inner)  # type: ignore[operator]
     return True
+
+
+def can_pack_attention(model: nn.Module) -> bool:
+    """True if a model's attention goes through transformers' interface, in a form that packed attention wraps."""
+    inner = (attention_implementation(model) or "").removeprefix(PREFIX)
+    return inner in SUPPORTED and can_set_attention(model)
 
 
 def disable_packed_attention(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.seeds import derived_seed, dropout_keys
-from lorakit.parallel.sums import ScoreSums, StepCounts, count_step
+from lorakit.parallel.sums import ScoreSums, StepCounts, count_step, terms_of
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
 
 if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
@@ -233,7 +233,7 @@ class BaseEngine(ABC):
                     with use_token_keys(keys), self.micro_batch(last):
                         forward = self._stage_steps.forward(part.to(self.device))
                         if forward.scores is not None:
-                            terms = self._objective.terms(forward.scores)
+                            terms = terms_of(self._objective, forward.scores, batch)
                             shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                             loss = reduce(torch.add, shares) * self._scale.value
                             sums.add(forward.scores, terms, batch)
@@ -294,7 +294,7 @@ class BaseEngine(ABC):
                     if batch.source is not None:  # on every stage, because reducing is collective
                         own.append(by_source.setdefault(batch.source, ScoreSums(self._objective)))
                     if forward.scores is not None:
-                        terms = self._objective.terms(forward.scores)
+                        terms = terms_of(self._objective, forward.scores, batch)
                         for one in own:
                             one.add(forward.scores, terms, batch)
                 sent.wait()

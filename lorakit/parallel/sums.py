@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakit.data.batch import Batch
+from lorakit.errors import RunError
 from lorakit.objectives.objective import Objective, Scores
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
@@ -32,6 +33,24 @@ def count_step(objective: Objective, micro_batches: Sequence[Batch], group: Grou
         *(sum(values) for values in zip(*counts, strict=True)),
     )
     return StepCounts(tuple(normalizers), int(num_tokens), int(num_label_tokens))
+
+
+def terms_of(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Tensor]:
+    """Return the terms of an objective, which may be the caller's own.
+
+    Raises:
+        RunError: they are not one scalar for each of its counts, or have no gradient.
+    """
+    terms, num_counts = objective.terms(scores), len(objective.counts(batch))
+    if not isinstance(terms, Sequence) or len(terms) != num_counts:
+        number = len(terms) if isinstance(terms, Sequence) else f"a {type(terms).__name__}"
+        raise RunError(f"objective: `terms` gives {number}, and `counts` {num_counts}; one term for each count")
+    if wrong := [term for term in terms if not isinstance(term, Tensor) or term.dim()]:
+        shown = f"shape {tuple(wrong[0].shape)}" if isinstance(wrong[0], Tensor) else repr(wrong[0])[:40]
+        raise RunError(f"objective: a term is a scalar tensor, such as scores.losses.sum(), got {shown}")
+    if scores.losses.requires_grad and not any(term.requires_grad for term in terms):
+        raise RunError("objective: no term has a gradient; compute them from scores.losses, without detach or item")
+    return terms
 
 
 @final

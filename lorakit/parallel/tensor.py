@@ -182,7 +182,7 @@ class TensorParts:
         if name in self.quantized:
             return
         self.quantized[name] = QuantizedCut(dim, self._group.part(full.shape[dim]), full)
-        part = part_of_quantized(full, dim, self.quantized[name].part)
+        part = part_of_quantized(name, full, dim, self.quantized[name].part)
         for key in full.scheme.shapes(*full.shape):
             del layer._parameters[key]
         for key, (shape, dtype) in part.scheme.shapes(*part.shape).items():
@@ -293,7 +293,7 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         weight, cut = quantized_weight(model.get_submodule(name)), CUT_DIMS.get(what, {}).get("weight")
         if weight is not None and cut is not None:
             for rank in range(num_ranks):
-                part_of_quantized(weight, cut.dim, token_range(weight.shape[cut.dim], num_ranks, rank))
+                part_of_quantized(name, weight, cut.dim, token_range(weight.shape[cut.dim], num_ranks, rank))
     for name, module in adapter_modules(model):
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
         if name not in plan and inside and mixture_of(name, plan) is None:

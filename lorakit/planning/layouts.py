@@ -9,11 +9,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from lorakit.base.layers import other_layer_kinds
 from lorakit.base.stages import check_stages_fit
 from lorakit.errors import RunError
-from lorakit.ops.head_exchange import HEAD_PARAMETERS
-from lorakit.ops.packed_attention import disable_packed_attention, enable_packed_attention
+from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.parallel.tensor import checked_plan
 from lorakit.planning.backends import LAYOUTS, accepts
 from lorakit.recipe import Recipe
@@ -85,20 +83,6 @@ def _refusal(check: Callable[[nn.Module, int], object], model: nn.Module, size: 
     return ""
 
 
-def _sequence_problem(model: nn.Module, size: int) -> str:
-    """Return why tokens of a line cannot be exchanged for heads; a run compares the outputs before its first step."""
-    name = type(model).__name__
-    if others := other_layer_kinds(model):
-        return f"{name} has layers of the kind {', '.join(others)}"
-    if any(hasattr(module, parameter) for module in model.modules() for parameter in HEAD_PARAMETERS):
-        return f"{name} has parameters of each head"
-    if not enable_packed_attention(model):
-        return f"{name} has an attention of its own"
-    disable_packed_attention(model)
-    heads = num_heads(model)
-    return f"{size} processes cannot share the {heads} heads of {name}" if heads % size else ""
-
-
 def num_heads(model: nn.Module) -> int:
     """Return the heads of a layer's attention."""
     config: Any = model.config
@@ -107,7 +91,7 @@ def num_heads(model: nn.Module) -> int:
 
 AXES: Final[Mapping[str, Callable[[nn.Module, int], str]]] = {
     "pipeline": partial(_refusal, check_stages_fit),
-    "sequence": _sequence_problem,
+    "sequence": partial(_refusal, check_sequence_fits),
     "tensor": partial(_refusal, checked_plan),
 }
 """axis -> why a base does not go with a size of it; empty if it does"""

@@ -13,8 +13,8 @@ from lorakit.errors import RunError
 from lorakit.quant.bnb import BLOCK, QuantizationInfo, QuantScheme, block_scales
 
 
-def part_of_quantized(weight: QuantizationInfo, dim: int, part: range) -> QuantizationInfo:
-    """Return the facts of a part: ``part`` of the rows (dim 0) or columns (dim 1) of a quantised weight.
+def part_of_quantized(name: str, weight: QuantizationInfo, dim: int, part: range) -> QuantizationInfo:
+    """Return the facts of a part: ``part`` of the rows (dim 0) or columns (dim 1) of a layer's quantised weight.
 
     Raises:
         RunError: the part has no full blocks.
@@ -24,9 +24,9 @@ def part_of_quantized(weight: QuantizationInfo, dim: int, part: range) -> Quanti
     starts_and_ends = (columns,) if dim == 0 else (columns, part.start, part.stop)
     if weight.scheme.name != "int8" and any(number % BLOCK for number in starts_and_ends):
         raise RunError(
-            f"parallel.tensor: {weight.scheme.name} has blocks of {BLOCK} values, and {part.start} to {part.stop} of"
-            f" {weight.shape[dim]} {('rows', 'columns')[dim]}, of {columns} values a row, are none; quantise to int8,"
-            " or leave tensor out (fsdp2 divides such a base too)"
+            f"parallel.tensor: {name}: {weight.scheme.name} has blocks of {BLOCK} values, and"
+            f" {part.start} to {part.stop} of {weight.shape[dim]} {('rows', 'columns')[dim]}, of {columns} values a"
+            " row, are none; quantise to int8, or leave tensor out (fsdp2 divides such a base too)"
         )
     return replace(weight, scheme=QuantScheme(weight.scheme.name), shape=shape)
 

@@ -30,6 +30,10 @@ WEIGHT_LIMIT: Final = 1000
 class SourceSection(Section):
     path: Name | tuple[Name, ...]
     """A file, folder, pattern or hub data set id, or a list of them."""
+    subset: Name | None = None
+    """Subset of a hub data set that has several, such as `main` of `openai/gsm8k`; also called its configuration."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub data set (default: its main branch)."""
     name: Name | None = None
     """Name of the rows where they are counted, and of their held-out loss (default: `path`)."""
     weight: float = Field(1.0, gt=0, le=WEIGHT_LIMIT)

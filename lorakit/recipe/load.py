@@ -4,6 +4,8 @@ Accepted is a safe subset of YAML: no aliases, no tags, no duplicate keys, at mo
 """
 
 import json
+import numbers
+import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,7 +59,7 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
     # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
     values |= {key: with_defaults(section) for key, section in values.items() if key == "train"}
     try:
-        text = json.dumps(values)
+        text = json.dumps(values, default=plain_value)
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
         raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
     try:
@@ -65,6 +67,19 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
         return Recipe.model_validate_json(text)
     except ValidationError as error:
         raise RecipeError("\n".join(explain(path, node, sources, error))) from None
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of a recipe that Python code made as JSON has it: a path, or a number of numpy.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    raise TypeError(f"got {str(value)[:60]!r}, a {type(value).__name__}")
 
 
 class _Loader(yaml.SafeLoader):

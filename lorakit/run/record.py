@@ -27,6 +27,8 @@ HARMLESS: Final = {  # keys that change the numbers of a run at most in their la
 HARMLESS_BELOW: Final = "parallel."
 LENGTH: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
+OWN_FOLDERS: Final = frozenset({"best", "last", "checkpoints"})
+"""folders of the output folder that a run writes and deletes"""
 SHOWN_CHANGES: Final = 10
 ROW_ORDER: Final = 2
 """version of the order of rows without packing; a run that changed it would repeat rows of an epoch, and miss others"""
@@ -114,8 +116,12 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     ``fresh``: the run in the folder is about to be discarded, so any record is accepted.
 
     Raises:
-        RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin.
+        RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin; or it is one
+            that another run deletes.
     """
+    for above in folder.absolute().parents:
+        if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in OWN_FOLDERS:
+            raise RunError(f"output: {folder} is in a folder that the run in {above} deletes; choose another output")
     path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "row_order": ROW_ORDER, "recipe": recipe})
     has_patch = (folder / CONFIG_FILE).exists()
     if not path.exists() and not has_patch:

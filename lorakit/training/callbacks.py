@@ -38,6 +38,9 @@ class RunStart:
     """steps that were trained before this start"""
     total_steps: int
 
+    def __repr__(self) -> str:
+        return f"RunStart({str(self.output)!r}, step {self.step} of {self.total_steps})"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -161,7 +164,8 @@ class Callbacks:
             except StopTraining as request:
                 answer = request
             except Exception as problem:  # raised once the state is saved
-                problem.add_note(f"raised by {where}, a callback of lorakit.train; the same call goes on with the run")
+                left = "the run has ended" if event == "on_end" else "the same call goes on with the run"
+                problem.add_note(f"raised by {where}, a callback of lorakit.train; {left}")
                 self.failure = problem
                 return
             if answer is StopTraining or isinstance(answer, StopTraining):

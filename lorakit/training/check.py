@@ -28,6 +28,7 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.parallel.optimizer import check_tensors
+from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.parallel.tensor import checked_plan
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
@@ -140,6 +141,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     num_targets = len(targets) + len(experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
+    check_sequence_fits(model, recipe.parallel.sequence)
     checked_plan(model, recipe.parallel.tensor)
     check_stages_fit(model, recipe.parallel.pipeline)
     check_known_tokens(spec, recipe.parallel.pipeline)

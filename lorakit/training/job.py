@@ -39,6 +39,7 @@ from lorakit.objectives.objective import OBJECTIVES
 from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
+from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.parallel.tensor import checked_plan
 from lorakit.patch import Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
@@ -254,6 +255,7 @@ def check_without_rows(recipe: Recipe, folder: Path) -> None:
     model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     find_extra_targets(model, spec, find_targets(model, spec))
+    check_sequence_fits(model, recipe.parallel.sequence)
     checked_plan(model, recipe.parallel.tensor)
     check_stages_fit(model, recipe.parallel.pipeline)
     check_known_tokens(spec, recipe.parallel.pipeline)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.base.layers import other_layer_kinds
 from lorakit.base.loading import LoadedBase
 from lorakit.base.positions import num_positions
 from lorakit.data import BatchSampler, TokenDataset, collate
@@ -23,6 +22,7 @@ from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, e
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.sequence import REMEDY, check_sequence_fits
 from lorakit.parallel.streaming import stream_layers
 
 MAX_PROBE_TOKENS: Final = 64  # per row
@@ -152,13 +152,9 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         RunError: it does not, or the model has layers whose tokens meet elsewhere than in causal attention.
     """
     model, sequence = loss_model.model, mesh.sequence
-    others = other_layer_kinds(model)
-    if others or not loss_model.packed_attention:
-        what = f"has layers of the kind {', '.join(others)}" if others else "has an attention of its own"
-        raise RunError(
-            f"parallel.sequence: {type(model).__name__} {what}, and tokens are exchanged in transformers' causal"
-            " attention alone, full or in a window; leave it out"
-        )
+    check_sequence_fits(model, sequence.size)
+    if not loss_model.packed_attention:
+        raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
     rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens
     lengths = [row["input_ids"].shape[1] for row in rows]
     own = token_range(sum(lengths), sequence.size, sequence.rank)

@@ -18,7 +18,7 @@ from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.data import find_sources
-from lorakit.data.columns import Columns, source_columns
+from lorakit.data.columns import Columns, all_columns
 from lorakit.data.encode import Encoder
 from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.json_row import BadRow, parse_raw
@@ -42,10 +42,10 @@ EVAL_SHARE: Final = 0.05
 ENOUGH_TO_HOLD_OUT: Final = 400
 """rows, so that about 20 are held out"""
 
-
 QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
 ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
-"""names of columns by which a prompt and its answer are found, where a file has one of each"""
+CONTEXTS: Final = ("context", "passage", "document")
+"""names of columns by which a prompt, what it is about, and its answer are found, where a file has one of each"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class BaseFacts:
 class RowFacts:
     """What a recipe's values follow from: of the rows.
 
-    lengths: tokens of each sampled row that can be used. num_eval: those of them that EVAL_SHARE holds out.
+    lengths: tokens of each sampled row that can be used. num_eval: those of them that EVAL_SHARE holds out. unread:
+    columns of the sampled rows that `columns` leaves out.
     """
 
     names: tuple[str, ...]
@@ -74,6 +75,7 @@ class RowFacts:
     num_eval: int
     bad: tuple[str, ...]
     columns: Columns = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def can_hold_out(self) -> bool:
@@ -105,15 +107,20 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     row = next((row for row in rows if isinstance(row, dict)), {})
     if not row or any(row.keys() >= set(form) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
         return ()
-    questions, answers = ([name for name in row if name.lower() in usual] for usual in (QUESTIONS, ANSWERS))
-    if len(questions) != 1 or len(answers) != 1:
+    questions, contexts, answers = (
+        [name for name in row if name.lower() in usual] for usual in (QUESTIONS, CONTEXTS, ANSWERS)
+    )
+    if len(questions) != 1 or len(contexts) > 1 or len(answers) != 1:
         raise DataError(
             f"data: {', '.join(names)}: its columns are {', '.join(map(repr, row))}; say which is the prompt and which"
             " the answer: --columns instruction=COLUMN output=COLUMN (or text=COLUMN alone)"
         )
     if tokenizer.chat_template:
-        return (("instruction", questions[0]), ("output", answers[0]))
-    return (("prompt", f"{{{questions[0]}}}\n"), ("completion", answers[0]))
+        inputs = [("input", name) for name in contexts]
+        systems = [("system", name) for name in row if name.lower() in ("system", "system_prompt")][:1]
+        return (("instruction", questions[0]), *inputs, *systems, ("output", answers[0]))
+    prompt = "".join(f"{{{name}}}\n" for name in (*questions, *contexts))
+    return (("prompt", prompt), ("completion", answers[0]))
 
 
 def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -> RowFacts:
@@ -128,7 +135,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
     encode = Encoder(tokenizer, "answer")
-    lengths, bad, forms, num_eval = list[int](), list[str](), Counter[str](), 0
+    lengths, bad, forms, num_eval, unread = list[int](), list[str](), Counter[str](), 0, dict[str, None]()
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
         raw_row = parse_raw(raw)
         row = row_of_columns(raw_row, columns)
@@ -137,6 +144,8 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
                 raise row
             lengths.append(len(encode(row).ids))
             forms[_form(row)] += 1
+            if columns and isinstance(raw_row, dict):
+                unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))
             num_eval += is_eval_row(content_of(raw_row, columns, ()), EVAL_SHARE)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
@@ -145,9 +154,8 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if not lengths:
         first = f"; the first: {bad[0]}" if bad else ""
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
-    return RowFacts(
-        names, count, len(lengths) + len(bad), ", ".join(forms), tuple(lengths), num_eval, tuple(bad), columns
-    )
+    form, sampled = ", ".join(forms), len(lengths) + len(bad)
+    return RowFacts(names, count, sampled, form, tuple(lengths), num_eval, tuple(bad), columns, tuple(unread))
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
@@ -193,7 +201,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         "  targets: all-linear    # every linear layer; fewer layers learn less than a lower rank does",
         "data:",
         f"  train: {_names(rows.names)}",
-        *_column_lines(rows.columns),
+        *_column_lines(rows),
         _eval_line(rows, eval_rows),
         f"  max_tokens: {max_tokens}    # {why_tokens}",
         *([f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them"]
@@ -212,12 +220,12 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
     ])  # fmt: skip
 
 
-def _column_lines(columns: Columns) -> list[str]:
-    if not columns:
+def _column_lines(rows: RowFacts) -> list[str]:
+    if not rows.columns:
         return []
-    pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in columns)
-    used = dict.fromkeys(name for _, source in columns for name in source_columns(source))
-    return [f"  columns: {{{pairs}}}    # only {' and '.join(used)} are read; `lorakit check` shows the first row"]
+    pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
+    unread = f"; not read: {', '.join(map(_scalar, rows.unread))}" if rows.unread else ""
+    return [f"  columns: {{{pairs}}}    # `lorakit check` shows the first row{unread}"]
 
 
 def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
@@ -278,7 +286,8 @@ def _bytes(number: int) -> str:
 
 
 def free_output(data: str) -> str:
-    """Return a folder of adapters/ that does not exist yet, named after a file of rows."""
-    stem = Path(data).name.split(".")[0] or "mine"
+    """Return a folder of adapters/ that does not exist yet, named after a file of rows, or the folder of a pattern."""
+    names = (re.split(r"[.*?\[]", part.strip("/"))[0] for part in reversed(Path(data).parts))
+    stem = next(filter(None, names), "mine")
     numbered = (f"adapters/{stem}{f'-{number}' if number > 1 else ''}" for number in range(1, 1000))
     return next(name for name in numbered if not Path(name).exists())

@@ -21,6 +21,7 @@ from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.launch.lighthouse import check_torchft
 from lorakit.recipe import Recipe, load_recipe
+from lorakit.recipe.load import plain_value
 from lorakit.training.hooks import NO_HOOKS, Hooks, check_hooks
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def train(
     hooks = check_hooks(callbacks, metrics, objective)
     if type(fresh) is not bool:
         raise RecipeError(f"fresh: True or False, got {fresh!r}")
-    texts = tuple(f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items())
+    texts = tuple(f"{key}={_as_json(value)}" for key, value in overrides.items())
     with _recipe_file(recipe) as path:
         loaded = load_recipe(path, texts)
         code = run_or_launch(loaded, path, texts, fresh=fresh, hooks=hooks)
@@ -76,20 +77,18 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any]) -> Iterator[str | Path]
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.json"
-        try:
-            path.write_text(json.dumps(recipe, indent=1, default=_as_text), encoding="utf-8")  # JSON is YAML
-        except (TypeError, ValueError) as problem:
-            raise RecipeError(f"recipe: only text, numbers, true/false, lists and mappings: {problem}") from None
+        path.write_text(_as_json(recipe), encoding="utf-8")  # JSON is YAML
         try:
             yield path
         except (RecipeError, RunError) as problem:  # lines of a temporary file help nobody
             raise type(problem)(re.sub(rf"{re.escape(str(path))}(:\d+)?", "recipe", str(problem))) from None
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"got {value!r}")
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, indent=1, default=plain_value)
+    except (TypeError, ValueError) as problem:
+        raise RecipeError(f"recipe: only text, numbers, true/false, lists and mappings: {problem}") from None
 
 
 def run_or_launch(

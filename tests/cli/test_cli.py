@@ -64,6 +64,37 @@ def test_check_reports_base_targets_and_data_at_once(run: Any, recipe: Any) -> N
     assert f"looked for {Path.cwd()}/absent.jsonl" in err
 
 
+@pytest.mark.parametrize(
+    ("axis", "problem"),
+    [
+        ("sequence", "parallel.sequence: 3 processes cannot share the 4 heads of LlamaForCausalLM"),
+        ("tensor", "parallel.tensor: 3 processes cannot share the 4 heads of model.layers.0.self_attn.q_proj"),
+        ("pipeline", "parallel.pipeline: 3 stages"),
+    ],
+)
+def test_check_refuses_an_axis_that_the_base_does_not_divide_by(run: Any, recipe: Any, axis: str, problem: str) -> None:
+    code, _, err = run("check", recipe(parallel={"backend": "ddp", "processes": 3, axis: 3}))
+
+    assert code == 2
+    assert problem in err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        ({"backend": "auto"}, "parallel.backend: auto is chosen by `lorakit train` on one machine"),
+        ({"backend": "ddp", "processes": 3, "elastic": {"min": 2}}, "parallel.elastic: runs are started by `lorakit"),
+    ],
+)
+def test_jobs_that_every_task_would_refuse_are_not_written(
+    run: Any, recipe: Any, parallel: dict[str, Any], problem: str
+) -> None:
+    for kind in (["--slurm"], ["--k8s", "--image", "i", "--claim", "c"]):
+        code, out, err = run("launch", recipe(parallel=parallel), *kind)
+        assert (code, out) == (2, "")
+        assert problem in err
+
+
 def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: Any, base: Path, tmp_path: Path) -> None:
     path, out = recipe(train={"steps": 3}), tmp_path / "out"
     code, said, _ = run("train", path, "train.seed=3")

@@ -10,6 +10,7 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.recipe import load_recipe
+from lorakit.training.new_recipe import free_output
 from tests.helpers.rows import chat, write_rows
 
 FORMS: dict[str, Any] = {
@@ -124,6 +125,7 @@ def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names
     init: Any, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("qa.csv").write_text("id,question,answer\n" + "".join(f"{i},say {i},so\n" for i in range(9)))
+    Path("dolly.csv").write_text("instruction,context,response,system\n" + "say,from here,so,be brief\n" * 9)
     Path("odd.csv").write_text("frage,antwort\nsay,so\n")
     Path("two.csv").write_text("question,query,answer\na,b,c\n")
     write_rows(tmp_path / "usual.jsonl", [{"prompt": "a", "completion": "b", "question": "c"}])
@@ -136,6 +138,15 @@ def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names
     assert load_recipe("r.yaml").data.columns == {"instruction": "question", "output": "answer"}
     assert main(["check", "r.yaml"]) == 0
     assert "say 0<|end|><|assistant|>[[so<|end|>]]" in capsys.readouterr().out
+    assert "; not read: id\n" in Path("r.yaml").read_text()
+    assert written("dolly.csv") == 0
+    columns = {"instruction": "instruction", "input": "context", "system": "system", "output": "response"}
+    assert load_recipe("r.yaml").data.columns == columns
+    capsys.readouterr()
+    assert main(["check", "r.yaml"]) == 0
+    first = capsys.readouterr().out
+    assert "be brief" in first
+    assert "say\nfrom here<|end|>" in first
     assert written("odd.csv", "--columns", "prompt=F: {frage}\n", "completion=antwort") == 0
     assert load_recipe("r.yaml").data.columns == {"prompt": "F: {frage}\n", "completion": "antwort"}
     for data, names in (("odd.csv", "'frage', 'antwort'"), ("two.csv", "'question', 'query', 'answer'")):
@@ -171,6 +182,8 @@ def test_a_shipped_recipe_is_copied_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert main(["init", "--from", "coming-from/trl", "--out", "t.yaml"]) == 0
+    assert load_recipe("t.yaml").train.log_to == ("tensorboard",)
     assert main(["init", "--from", "quickstart", "--out", "q.yaml"]) == 0
     assert load_recipe("q.yaml").base.model == "builtin:tiny"
     assert main(["init", "--from", "quikstart", "--out", "new.yaml"]) == 2
@@ -181,3 +194,18 @@ def test_an_empty_recipe_is_told_of_init(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "empty.yaml").write_text("")
     assert main(["check", str(tmp_path / "empty.yaml")]) == 2
     assert "`lorakit init` writes a recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "output"),
+    [
+        ("x/rows.jsonl.gz", "rows"),
+        ("sets/*.parquet", "sets"),
+        ("sets/**/[ab].csv", "sets"),
+        ("**/*.json", "mine"),
+        (".", "mine"),
+    ],
+)
+def test_a_run_is_named_after_its_rows(data: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert free_output(data) == f"adapters/{output}"

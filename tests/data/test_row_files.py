@@ -79,7 +79,7 @@ def test_an_array_is_read_element_by_element_wherever_a_block_ends(
         ("twice.csv", b"a,b,a\n1,2,3\n", "names a column twice: 'a'"),
         ("pretty.json", json.dumps({"data": ROWS}, indent=1).encode(), "begins with an object over several lines"),
         ("quote.csv", b'a,b\n1,"2\n', "cut or damaged at line 2"),
-        ("cut.csv.gz", gzip.compress(b"text\n" + b"a\n" * 100)[:-9], "cut or damaged after line"),
+        ("cut.csv.gz", gzip.compress(b"text\n" + b"a\n" * 100, mtime=0)[:-9], "cut or damaged after line"),
         ("cut.arrow", b"ARROW1\0\0nothing", "cut or damaged after row 0"),
         ("no.arrow", b"nothing", "cut or damaged after row 0"),
     ],
@@ -135,6 +135,19 @@ def test_links_are_followed_once_and_one_that_leads_nowhere_is_named(tmp_path: P
     for name, problem in (("gone.jsonl", "a link to nowhere.jsonl, which leads to no file"), ("/dev/null", "neither")):
         with pytest.raises(DataError, match=problem):
             find_sources(str(tmp_path / name), "train")
+
+
+def test_a_run_inside_of_a_folder_of_rows_is_left_out_and_named(tmp_path: Path) -> None:
+    for name in ("1.jsonl", "out/metrics.jsonl", "out/run.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+
+    for name in (str(tmp_path), f"{tmp_path}/**/*.jsonl"):
+        assert [source.name for source in find_sources(name, "train")] == [str(tmp_path / "1.jsonl")]
+        assert files_without_rows(name) == [str(tmp_path / "out")]
+    inside = f"{tmp_path}/out/*.jsonl"  # which names the folder itself
+    assert [source.name for source in find_sources(inside, "train")] == [str(tmp_path / "out/metrics.jsonl")]
+    assert files_without_rows(inside) == []
 
 
 def test_a_folder_with_a_table_beside_other_rows_is_refused_because_they_may_be_the_same(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lorakit.data import RowSettings, TokenDataset
 from lorakit.data.encode_chunks import CHUNK_ROWS, _read_chunks
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import eval_sets, load_rows, training_sets
+from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError, LorakitError, RunError, TemporaryFailure
 from lorakit.recipe import load_recipe
@@ -123,3 +124,22 @@ def test_a_run_on_a_stream_holds_rows_out_goes_on_and_notices_other_rows(
     (folder / "train-0.jsonl").write_text(lines)
     with pytest.raises(RunError, match="data"):
         train(path, "train.steps=6")
+
+
+def test_a_subset_is_read_by_its_name_and_the_names_are_listed_without_one(tmp_path: Path, stored: Path) -> None:
+    for name in ("main", "socratic"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        write_rows(tmp_path / "set" / name / "train.jsonl", [{"text": name}])
+    configs = [{"config_name": name, "data_files": f"{name}/*.jsonl"} for name in ("main", "socratic")]
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    sources = [
+        find_sources(str(tmp_path / "set"), "train", streaming=True, subset=subset)[0]
+        for subset in ("main", "socratic", None)
+    ]
+
+    assert [row for _, row in read_rows(sources[1])] == [{"text": "socratic"}]
+    assert sources[0].digest() != sources[1].digest()
+    with pytest.raises(DataError, match="several subsets, so name one .`subset` beside `path`.: main, socratic"):
+        list(read_rows(sources[2]))
+    with pytest.raises(DataError, match="`subset` and `revision` are for data sets of the hub"):
+        find_sources(str(tmp_path / "set" / "main" / "train.jsonl"), "train", subset="main")

@@ -343,10 +343,17 @@ def test_every_command_with_adapters_takes_a_repository(
     push_patch(patch, "org/mine", base="org/base")
     prompt = ["--prompt", "a", "--max-new-tokens", "2", "--dtype", "float32"]
     assert main(["generate", str(base), "--adapter", "a=org/mine", *prompt]) == 0
+    assert main(["show", "org/mine", "--for", str(base)]) == 0
+    assert "fits " in capsys.readouterr().out
     assert main(["merge", str(base), "org/mine:0.5", "--out", str(tmp_path / "merged")]) == 0
     other = make_patch(base, tmp_path / "other", seed=1)
     assert main(["merge", "--as-patch", "org/mine@main", str(other), "--out", str(tmp_path / "sum")]) == 0
-    for command in (["generate", *prompt], ["serve"], ["export", "--vllm"]):
+    for command in (
+        ["generate", *prompt, str(base), "--adapter", "a=org/absent"],
+        ["serve", str(base), "--adapter", "a=org/absent"],
+        ["export", "--vllm", str(base), "--adapter", "a=org/absent"],
+        ["show", "org/absent", "--for", str(base)],
+    ):
         capsys.readouterr()
-        assert main([*command, str(base), "--adapter", "a=org/absent"]) == 2
+        assert main(command) == 2
         assert "and on the hub org/absent: " in capsys.readouterr().err

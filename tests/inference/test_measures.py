@@ -1,10 +1,12 @@
 """Measures of answers."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from lorakit.cli import generate
 from lorakit.errors import DataError, LorakitError, RunError
@@ -23,11 +25,19 @@ from lorakit.recipe.evaluation import MeasureName
         ("numeric", "first 7, then -3", "#### -3", 1.0),
         ("numeric", "none", "3", 0.0),
         ("numeric", "12,34", "1234", 0.0),
+        ("numeric", "2e5", "1e5", 0.0),
+        ("numeric", "about 3.0e-7", "3e-7", 1.0),
+        ("numeric", "5", ".5", 0.0),
+        ("numeric", "0.5", ".50", 1.0),
+        ("numeric", "10-5", "-5", 0.0),
+        ("numeric", "\N{MINUS SIGN}5", "-5", 1.0),
+        ("numeric", "1e" + "9" * 30, "9", 0.0),
         ("json_fields", '{"b": 2, "a": 1}', '{"a": 1, "b": 2}', 1.0),
         ("json_fields", '{"a": 1, "c": 2}', '{"a": 1, "b": 2}', 1 / 3),
         ("json_fields", '{"a": true}', '{"a": 1}', 0.0),
         ("json_fields", "{not json", '{"a": 1}', 0.0),
         ("json_fields", "[1]", '{"a": 1}', 0.0),
+        ("json_fields", "[" * 100_000, '{"a": 1}', 0.0),
         ("rouge_1", "the cat sat", "the cat sat down", 6 / 7),
         ("rouge_2", "the cat sat", "the cat sat down", 0.8),
         ("rouge_l", "sat the cat", "the cat sat down", 4 / 7),
@@ -95,11 +105,12 @@ def test_a_metric_that_cannot_be_loaded_is_one_line(tmp_path: Path, item: str, s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan")], ids=repr)
+@pytest.mark.parametrize("value", [None, "1", float("nan"), 10**400, torch.ones(2)], ids=type)
 def test_a_metric_that_returns_no_number_is_an_error(value: Any) -> None:
     measure = chosen_measures([], {"mine": lambda predicted, expected: value})["mine"]
     with pytest.raises(
-        DataError, match=f"metric mine: a number for each row, got {value!r} for the answer 'a' where 'b'"
+        DataError,
+        match=rf"metric mine: a number for each row, got {re.escape(repr(value)[:60])} for the answer 'a' where 'b'",
     ):
         measure(["a"], ["b"])
 

@@ -21,7 +21,7 @@ def test_a_part_is_that_part_of_the_full_weight_to_the_bit(scheme: QuantScheme, 
     tensors = quantize(torch.randn(SHAPE), scheme)
     full, info = dequantize(tensors, scheme, SHAPE, dtype), QuantizationInfo(scheme, SHAPE, dtype)
     for dim, part in ((0, range(7)), (0, range(7, 192)), (1, range(64)), (1, range(128, 256))):
-        one, cut = part_of_quantized(info, dim, part), cut_quantized(tensors, info, dim, part)
+        one, cut = part_of_quantized("q_proj", info, dim, part), cut_quantized(tensors, info, dim, part)
         expected = full.narrow(dim, part.start, len(part))
         assert torch.equal(dequantize(cut, one.scheme, one.shape, dtype), expected)
         assert {key: (tuple(t.shape), t.dtype) for key, t in cut.items()} == one.scheme.shapes(*one.shape)
@@ -30,5 +30,5 @@ def test_a_part_is_that_part_of_the_full_weight_to_the_bit(scheme: QuantScheme, 
 @pytest.mark.parametrize(("shape", "dim", "part"), [((8, 128), 1, range(32)), ((8, 96), 0, range(4))])
 def test_parts_without_full_blocks_are_refused(shape: tuple[int, int], dim: int, part: range) -> None:
     with pytest.raises(RunError, match="nf4 has blocks of 64 values"):
-        part_of_quantized(QuantizationInfo(QuantScheme("nf4"), shape, torch.float32), dim, part)
-    part_of_quantized(QuantizationInfo(QuantScheme("int8"), shape, torch.float32), dim, part)
+        part_of_quantized("q_proj", QuantizationInfo(QuantScheme("nf4"), shape, torch.float32), dim, part)
+    part_of_quantized("q_proj", QuantizationInfo(QuantScheme("int8"), shape, torch.float32), dim, part)

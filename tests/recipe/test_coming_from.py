@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lorakit.cli import main
+from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.recipe.schema import Recipe
 from tests.helpers.rows import write_uneven_rows
@@ -17,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes" / "coming-from").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_translated_recipe_is_on_the_page_and_passes_check(
+def test_a_translated_recipe_is_on_the_page_passes_check_and_trains(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, recipe = path.read_text().split("\n", 1)
@@ -31,6 +32,16 @@ def test_a_translated_recipe_is_on_the_page_and_passes_check(
     here = ["base.model=builtin:tiny", "data.max_tokens=128", "train.log_to=[]"]
     assert main(["check", str(path), *here]) == 0, capsys.readouterr().err
     assert "nothing is wrong with this recipe" in capsys.readouterr().out
+    short = [
+        "train.epochs=null",
+        "train.steps=2",
+        "train.warmup_steps=0",
+        "train.warmup_ratio=null",
+        "train.batch_size=2",
+    ]
+    alone = ["train.micro_batch_size=2", "parallel.backend=single", "parallel.processes=1", "output=out"]
+    assert main(["train", str(path), *here, *short, *alone]) == 0, capsys.readouterr().err
+    assert read_patch("out").metadata["step"] == 2
 
 
 def keys(value: Any, prefix: str = "") -> set[str]:

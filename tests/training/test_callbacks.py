@@ -1,10 +1,12 @@
 """Callbacks of `lorakit.train`, and what it returns."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -217,6 +219,29 @@ def test_an_objective_of_ones_own_is_minimised_recorded_and_needed_to_go_on(
     assert read_patch(own).metadata["own_objective"] is True
     with pytest.raises(RunError, match="began with objective=... of lorakit.train, and goes on with the recipe's"):
         lorakit.train(content | {"train": content["train"] | {"steps": 4}})
+
+
+@pytest.mark.parametrize(
+    ("terms", "problem"),
+    [
+        (lambda scores: (scores.losses.sum(), scores.hits.sum()), "`terms` gives 2, and `counts` 1"),
+        (lambda scores: scores.losses.sum(), "`terms` gives a Tensor, and `counts` 1"),
+        (lambda scores: (scores.losses,), "a term is a scalar tensor, such as scores.losses.sum(), got shape"),
+        (lambda scores: (scores.losses.sum().item(),), "a term is a scalar tensor, such as scores.losses.sum(), got "),
+        (lambda scores: (scores.losses.detach().sum(),), "no term has a gradient"),
+    ],
+)
+def test_an_objective_whose_terms_cannot_be_minimised_is_refused(recipe: Recipe, terms: Any, problem: str) -> None:
+    with pytest.raises(RunError, match=re.escape(f"objective: {problem}")):
+        lorakit.train(write(recipe), objective=lorakit.Objective(SFT.counts, terms, {}))
+
+
+def test_a_dict_may_hold_paths_and_numbers_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
+    content = write(recipe) | {"output": tmp_path / "own"}
+    content["train"] |= {"steps": np.int64(2), "learning_rate": np.float32(0.5)}
+    assert (lorakit.train(content) / RECORD).exists()
+    with pytest.raises(RecipeError, match=r"lists and mappings: got '\{1\}', a set"):
+        lorakit.train(content | {"train": {"steps": {1}}})
 
 
 def test_a_dict_with_a_mistake_names_the_key(recipe: Recipe, tmp_path: Path) -> None:

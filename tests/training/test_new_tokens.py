@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.base.load import load_base, load_tokenizer
 from lorakit.cli import main
-from lorakit.errors import LorakitError, MergeError, PatchError, TargetError, TemporaryFailure
+from lorakit.errors import LorakitError, MergeError, PatchError, RecipeError, TargetError, TemporaryFailure
 from lorakit.lora import adapter_tensors
 from lorakit.patch import read_patch
 from lorakit.patch.prompting import PromptForm
@@ -80,6 +80,15 @@ def test_a_task_that_needs_new_tokens_is_learnt_and_only_their_rows_are_saved(tr
     assert set(patch.token_rows) == {"model.embed_tokens", *heads}
     assert all(rows.tensor.shape == (3, 32) for rows in patch.token_rows.values())
     assert patch.full_shapes == {}
+
+
+def test_a_run_that_starts_from_rows_of_other_tokens_is_refused(trained: Trained, tmp_path: Path) -> None:
+    content = json.loads(trained.recipe.read_text()) | {"output": str(tmp_path / "out")}
+    for tokens in (TOKENS[::-1], [*TOKENS[:-1], "<|new|>"], TOKENS[:-1]):
+        with pytest.raises(
+            RecipeError, match=r"adapter\.new_tokens: \[.*leave the key out, and it is taken from the patch"
+        ):
+            lorakit.train(content | {"adapter": {"start_from": str(trained.patch), "new_tokens": tokens}})
 
 
 def test_a_merged_model_has_the_rows_and_the_tokens_and_the_bases_own_rows(trained: Trained) -> None:

@@ -294,6 +294,14 @@ def test_check_and_train_refuse_an_output_that_does_not_fit_or_cannot_be_written
     assert f"{tmp_path / 'file'} is a file or write-protected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("inside", ["best", "last", "checkpoints/mine"])
+def test_an_output_that_another_run_deletes_is_refused(recipe: Recipe, tmp_path: Path, inside: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    with pytest.raises(RunError, match=r"is in a folder that the run in .*other deletes; choose another output"):
+        train(recipe(output=str(tmp_path / "other" / inside)))
+
+
 def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_not_its_own(
     recipe: Recipe, tmp_path: Path
 ) -> None:
