@@ -186,7 +186,7 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     layers = [layers] if isinstance(layers, int) else layers
     biased = {name for name in patch.full_shapes if name.endswith(".bias")}
     return {
-        "method": config.method, "rank": config.rank, "alpha": float(config.alpha),
+        "method": _method(patch), "rank": config.rank, "alpha": float(config.alpha),
         "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
         "target_parameters": config.target_parameters,
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
@@ -195,6 +195,19 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
         "tied_head": "both" if raw.get("ensure_weight_tying") else "untie",
     }  # fmt: skip
+
+
+def _method(patch: Patch) -> str:
+    """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
+    recorded = patch.metadata.get("adapter")
+    name = recorded.get("method") if isinstance(recorded, dict) else None
+    if isinstance(name, str) and name in METHODS and _stored_method(name) == patch.config.method:
+        return name
+    return patch.config.method
+
+
+def _stored_method(name: str) -> str:
+    return "lora" if METHODS[name].fixed == ("lora_A",) else name
 
 
 def _known_tokens(patch: Patch) -> tuple[int, ...]:
@@ -223,8 +236,9 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
     problems = []
     for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
         value = getattr(section, key)
-        trains_b_alone = key == "method" and METHODS[value].fixed == ("lora_A",)  # which patches do not record
-        if key in given and value != fixed[key] and not (trains_b_alone and fixed[key] == "lora"):
+        # the same tensors may be trained by another method
+        is_same = _stored_method(value) == _stored_method(fixed[key]) if key == "method" else value == fixed[key]
+        if key in given and not is_same:
             remedy = _remedy(key, section, fixed, base)
             shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
             problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")

@@ -7,7 +7,7 @@ epoch. Where that is no full pass, the next epoch goes on with it, so that all r
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, final
@@ -15,7 +15,9 @@ from typing import Final, final
 import numpy as np
 
 from lorakit.data.row_counts import RowCounts
+from lorakit.data.selected_rows import SelectedRows
 from lorakit.data.token_table import TokenTable
+from lorakit.errors import DataError
 
 DIGESTS_AT_A_TIME: Final = 1 << 20
 """so that memory does not grow with the rows"""
@@ -25,7 +27,7 @@ DIGESTS_AT_A_TIME: Final = 1 << 20
 class Part:
     """The rows of one source. ``name``: labels its held-out loss; None for the only source of a recipe."""
 
-    table: TokenTable
+    table: TokenTable | SelectedRows
     name: str | None = None
     passes: float = 1.0
     """passes over its rows in an epoch"""
@@ -55,6 +57,25 @@ def count_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> int:
         for start in range(0, len(part.table), DIGESTS_AT_A_TIME)
     ]
     return int(np.isin(wanted, np.concatenate(shared)).sum())
+
+
+def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDataset":
+    """Return the training rows that are no held-out rows, compared as in `count_shared`.
+
+    Raises:
+        DataError: of a source every row is a held-out row too.
+    """
+    wanted = np.concatenate([part.table.digests for part in eval_rows.parts])
+    parts = []
+    for part in rows.parts:
+        others = np.flatnonzero(~np.isin(part.table.digests, wanted))
+        if not len(others):
+            name = part.name or ", ".join(part.table.sources)
+            raise DataError(f"data.on_shared_rows: drop: every row of {name} is a held-out row too; name other rows")
+        assert isinstance(part.table, TokenTable)
+        table = part.table if len(others) == len(part.table) else SelectedRows(part.table, others)
+        parts.append(replace(part, table=table))
+    return TokenDataset(parts)
 
 
 @final

@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import signal
 import warnings
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -54,12 +55,20 @@ class RowSettings:
     eval_side: bool = False
     """take the rows that are held out, instead of the others"""
 
+    def joins(self, row: Encoded) -> bool:
+        """True if a row is joined with the texts beside it."""
+        return self.on_long_rows == "fill" and row.is_text and row.weight != 0
+
     def takes(self, row: Any) -> bool:
         """True if a file's row is on this side of the split; a BadRow is on the side of training."""
         if not self.eval_share:
             return True
         content = content_of(row, self.columns, self.ignore_keys)
         return is_eval_row(content, self.eval_share) == self.eval_side
+
+
+LocatedText = tuple[Encoded, int, int]
+"""(text, index of its source, line)"""
 
 
 class ChunkEncoder:
@@ -70,7 +79,7 @@ class ChunkEncoder:
         self._settings, self._sources = settings, sources
 
     def __call__(self, chunk: list[RawRow]) -> bytes:
-        record = TokenRecord(RowCounts())
+        record, texts = TokenRecord(RowCounts()), list[LocatedText]()
         for source, line, raw in chunk:
             counts = RowCounts()
             try:
@@ -79,8 +88,16 @@ class ChunkEncoder:
                 counts.bad = 1
                 record.bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
             else:
+                if encoded is not None and self._settings.joins(encoded):
+                    counts.unread, counts.joined = dict.fromkeys(sorted(encoded.unread), 1), 1
+                    texts.append((encoded, source, line))
+                    encoded = None
                 for fitted in fit(encoded, self._settings, counts) if encoded is not None else ():
                     record.append(fitted, source, line)
+            record.counts.add(counts)
+        for row, source, line in join_texts(texts, self._settings.max_tokens):
+            counts = RowCounts()
+            record.append(_counted(row, counts), source, line)
             record.counts.add(counts)
         return record.to_bytes()
 
@@ -135,6 +152,23 @@ def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:
         ids, label_mask = row.ids[start : start + limit], row.label_mask[start : start + limit]
         if any(label_mask[1:]):
             yield replace(row, ids=ids, label_mask=label_mask)
+
+
+def join_texts(texts: Sequence[LocatedText], limit: int) -> Iterator[LocatedText]:
+    """Yield the texts joined end to end, in rows of ``limit`` tokens. The last row of each weight may be shorter.
+
+    Each text ends with its end token, and its tokens are predicted from the text before it too. The location of a row
+    is that of the text in which it begins. Rows overlap by a token, as in `split_text`.
+    """
+    for weight, group in itertools.groupby(texts, key=lambda text: text[0].weight):
+        same = list(group)
+        starts = [0, *itertools.accumulate(len(text.ids) for text, _, _ in same)]
+        ids = list(itertools.chain.from_iterable(text.ids for text, _, _ in same))
+        label_mask = list(itertools.chain.from_iterable(text.label_mask for text, _, _ in same))
+        joined = replace(same[0][0], ids=ids, label_mask=label_mask, unread=frozenset(), weight=weight)
+        for number, part in enumerate(split_text(joined, limit)):
+            _, source, line = same[bisect_right(starts, number * (limit - 1)) - 1]
+            yield part, source, line
 
 
 def _counted(row: Encoded, counts: RowCounts) -> Encoded:

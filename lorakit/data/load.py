@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lorakit.data.cache_entries import trim_cache
 from lorakit.data.columns import Columns, map_columns
-from lorakit.data.dataset import Part, TokenDataset
+from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
 from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.find_rows import files_without_rows, find_sources
 from lorakit.data.json_row import BadRow
@@ -90,6 +90,24 @@ def load_rows(
         raise DataError("\n".join(problems))
     trim_cache(data.cache_gb * 1e9)
     return TokenDataset(parts)
+
+
+def apart(data: "DataSection", rows: TokenDataset, eval_rows: TokenDataset | None) -> TokenDataset:
+    """Return the training rows as `data.on_shared_rows` wants them, given the held-out rows.
+
+    Raises:
+        DataError: held-out rows are among them, and they are to stop the run; or no others are left.
+    """
+    if eval_rows is None or data.on_shared_rows == "count":
+        return rows
+    if data.on_shared_rows == "drop":
+        return without_shared(rows, eval_rows)
+    if number := count_shared(rows, eval_rows):
+        raise DataError(
+            f"data.on_shared_rows: {number:,} of {len(eval_rows):,} held-out rows are training rows too (the same"
+            " tokens); `drop` leaves them out of training"
+        )
+    return rows
 
 
 def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:

@@ -36,6 +36,10 @@ class RowCounts:
     """rows of weight 0, which are left out"""
     split: int = 0
     """texts longer than ``max_tokens`` that became several rows"""
+    joined: int = 0
+    """texts that were joined end to end"""
+    shared: int = 0
+    """training rows that are left out, because they are held-out rows too"""
     eval_rows: int = 0
     """rows that are held out of the training rows"""
     mapped: dict[str, int] = field(default_factory=dict)

@@ -159,8 +159,8 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
             f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}\n"
             "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
         )
-    if counts.long > counts.split and settings.on_long_rows in ("stop", "split"):
-        which = " that are no text alone" if settings.on_long_rows == "split" else ""
+    if counts.long > counts.split and settings.on_long_rows in ("stop", "split", "fill"):
+        which = "" if settings.on_long_rows == "stop" else " that are no text alone"
         other = "" if which else ", drop, or for text split"
         raise DataError(
             f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_long} rows{which} are longer than"

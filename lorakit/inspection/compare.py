@@ -185,6 +185,7 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         for name, run in zip(names, runs, strict=True)
         if len(run.lengths) > 1
     ]
+    notes += [f"{name}: {run.damage}" for name, run in zip(names, runs, strict=True) if run.damage]
     train_rows, eval_rows = (
         {json.dumps(flatten(dict(run.section("data"))).get(f"{part}.digest")) for run in runs}
         for part in ("train", "eval")

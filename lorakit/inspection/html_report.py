@@ -76,7 +76,8 @@ def report_page(run: RunFacts) -> str:
 
 def _state(run: RunFacts) -> str:
     early = run.record.get("stopped_early")
-    return f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
+    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
+    return f"{state}; {run.damage}" if run.damage else state
 
 
 def _tiles(run: RunFacts) -> str:

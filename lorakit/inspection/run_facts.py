@@ -49,6 +49,13 @@ class RunFacts:
         return max((line["step"] for line in self.lines), default=0)
 
     @property
+    def damage(self) -> str:
+        """Say that the metrics of a finished run lack steps, because they were cut or damaged later; else empty."""
+        steps = self.record.get("steps")
+        lacking = steps - len({line["step"] for line in self.lines if "loss" in line}) if isinstance(steps, int) else 0
+        return f"{METRICS} lacks {lacking} of {steps} steps" if self.is_finished and lacking > 0 else ""
+
+    @property
     def total_steps(self) -> int | None:
         total = self.record.get("total_steps")
         return total if isinstance(total, int) else None

@@ -150,7 +150,11 @@ def _unmatched(
     return [
         f"{key}: {pattern if isinstance(pattern, str) else pattern[0]!r} matches none of the"
         f" {len(candidates)} linear layers of this base."
-        + did_you_mean(pattern if isinstance(pattern, str) else pattern[0], names)
+        + (
+            f" A text is a regular expression of full names; write [{pattern}]."
+            if pattern in names
+            else did_you_mean(pattern if isinstance(pattern, str) else pattern[0], names)
+        )
         + f" Their names end in: {', '.join(list(dict.fromkeys(name.rpartition('.')[2] for name in candidates))[:12])}."
         for pattern in each
         if not any(matches(pattern, name) for name in modules)

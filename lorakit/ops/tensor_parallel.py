@@ -62,11 +62,11 @@ class WeightGroup:
         if len(rows) < counts[0]:  # a message has one size for all ranks
             sent = rows.new_zeros(counts[0], *rows.shape[1:])
             sent[: len(rows)] = rows
-        received = rows.new_empty(self.size, *sent.shape)
-        dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=self.group)
+        received = rows.new_empty(self.size * counts[0], *sent.shape[1:])
+        dist.all_gather_into_tensor(received, sent, group=self.group)
         if counts[0] == counts[-1]:
-            return received.flatten(0, 1)
-        return torch.cat([part[:size] for part, size in zip(received, counts, strict=True)])
+            return received
+        return torch.cat([part[:size] for part, size in zip(received.split(counts[0]), counts, strict=True)])
 
     def scattered(self, rows: Tensor) -> Tensor:
         """Return this rank's part of the rows of the sum of the ranks' tensors."""

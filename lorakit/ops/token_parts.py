@@ -53,7 +53,8 @@ class TokenCut:
     def gather(self, own: Tensor) -> Tensor:
         """Undo `take`."""
         rows = self.group.gathered(own[0], self.lines * self.tokens)
-        return rows.view(self.lines, self.tokens, -1)
+        # in place, because FSDP2 warns of a layer whose output is a view
+        return rows.resize_(self.lines, self.tokens, rows.shape[1])
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' (lines, tokens, width)."""

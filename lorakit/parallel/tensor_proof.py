@@ -148,14 +148,16 @@ def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dic
         return record
 
     def watcher(name: str) -> Any:
-        def watch(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and tokens is not None and tokens.problem is None and _num_tokens(args[0]) < NUM_TOKENS:
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if x is not None and tokens is not None and tokens.problem is None and _num_tokens(x) < NUM_TOKENS:
                 in_parts.add(name)
 
         return watch
 
     handles = [model.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True) for name in names]
-    handles += [module.register_forward_pre_hook(watcher(name)) for name, module in adapter_modules(model)]
+    modules = adapter_modules(model)
+    handles += [module.register_forward_pre_hook(watcher(name), with_kwargs=True) for name, module in modules]
     try:
         yield calls, in_parts
     finally:  # a base that does not run on parts may run with all tokens on every rank

@@ -207,7 +207,9 @@ def _check_prompting(patch: Patch, identity: Path | BaseIdentity, *, allow: bool
     if allow or not isinstance(identity, BaseIdentity):
         return
     if changed := changed_prompting(patch, identity):
-        option = ", or say --allow-template-change (in Python allow_template_change=True)" if names_options else ""
+        option = " (data.chat_template: its file)" if "chat template" in changed else ""
+        if names_options:
+            option = ", or say --allow-template-change (in Python allow_template_change=True)"
         here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
         raise PatchError(
             f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt"

@@ -120,11 +120,15 @@ class DataSection(Section):
     brings it with it to `generate`, `serve` and `merge`."""
     max_tokens: int = Field(512, ge=2)
     """Longest row in tokens."""
-    on_long_rows: Literal["stop", "truncate", "drop", "split"] = "stop"
+    on_long_rows: Literal["stop", "truncate", "drop", "split", "fill"] = "stop"
     """For rows longer than `max_tokens`: stop with an error, or truncate or drop them, counted and reported. `split`
-    makes several rows of a long `text`, and stops at other long rows."""
+    makes several rows of a long `text`, and stops at other long rows. `fill` joins all rows of `text` end to end, short
+    ones too, and cuts rows of `max_tokens`, in which a text is predicted from the text before it too."""
     on_bad_rows: Literal["stop", "skip"] = "stop"
     """For rows that cannot be read: stop with an error, or skip them. Skipped rows are counted and reported."""
+    on_shared_rows: Literal["count", "drop", "stop"] = "count"
+    """For training rows with the tokens of a held-out row: count them and say so, leave them out of training, or stop
+    with an error."""
     loss_on: Literal["answer", "all"] = "answer"
     """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
     ignore_keys: tuple[Name, ...] = ()

@@ -19,7 +19,7 @@ class EvaluationSection(Section):
     max_new_tokens: Count = 128
     """Longest answer in tokens. Rows whose expected answer is longer are left out, and counted."""
     num_rows: Count | None = 200
-    """Rows of `data.eval` to answer, the first ones; null is all."""
+    """Held-out rows to answer, the first ones, of several sources equally many; null is all."""
     best: Literal["loss"] | MeasureName = "loss"
     """What makes a step the best one, for `train.select` and `train.early_stopping_evals`: the held-out loss, or one of
     `measures`, as of the evaluations that generate."""

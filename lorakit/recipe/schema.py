@@ -351,6 +351,8 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
     if ratio is not None:
         requested = round(ratio * total_steps)
     if requested is not None and requested >= total_steps:
+        if ratio is not None:
+            raise RunError(f"train.warmup_ratio: {ratio:g} of {total_steps} steps is all of them; lower it")
         raise RunError(f"train.{endless_warmup(requested, total_steps)}")
     return min(10, total_steps // 10) if requested is None else requested
 

@@ -6,7 +6,7 @@ tensor is written, and each module is in the mode in which it was. The base is i
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from torch import nn
 
 from lorakit.base.load import generation_settings, load_recipe_tokenizer
-from lorakit.data.load import eval_sets, rows_of_sets
+from lorakit.data.load import LocatedRow, RowSet, eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import DataError
@@ -29,6 +29,7 @@ from lorakit.lora.routing import Route
 from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
 from lorakit.run.record import SAMPLES
+from lorakit.training.callbacks import own_modes
 from lorakit.training.hooks import Hooks
 
 CHUNK_ROWS: Final = 64
@@ -64,8 +65,20 @@ class TrainedModel:
 class Answers:
     """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures."""
 
-    def __init__(self, recipe: Recipe, model: TrainedModel, rows: EvalRows, measures: Mapping[str, Measure]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: TrainedModel,
+        rows: EvalRows,
+        measures: Mapping[str, Measure],
+        source_of: Mapping[str, str],
+    ) -> None:
+        """source_of: file:line of a row -> name of its source, where the sources have names."""
         self._recipe, self._model, self.rows, self._measures = recipe, model, rows, measures
+        self.rows_by_source: dict[str, list[int]] = {}
+        for index, row in enumerate(rows.rows):
+            if (source := source_of.get(row.location)) is not None:
+                self.rows_by_source.setdefault(source, []).append(index)
         self._slots: SlotModel | None = None
         self._has_slots = False
 
@@ -90,11 +103,17 @@ class Answers:
         parts = copies.all_gather(answers)
         predicted = [parts[index % copies.size][index // copies.size] for index in range(len(rows))]
         expected = [row.expected for row in rows]
-        measures = group.run_on_rank_0(
-            lambda: {name: measure(predicted, expected) for name, measure in self._measures.items()}
-        )
+        measures = group.run_on_rank_0(lambda: self._measured(predicted, expected))
         group.run_on_rank_0(lambda: self._write_samples(step, predicted))
         return measures
+
+    def _measured(self, predicted: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+        """Return measure -> value of all answers, and ``measure/source`` -> value of a source's own."""
+        values = {name: measure(predicted, expected) for name, measure in self._measures.items()}
+        for source, rows in self.rows_by_source.items():
+            own = [predicted[row] for row in rows], [expected[row] for row in rows]
+            values |= {f"{name}/{source}": measure(*own) for name, measure in self._measures.items()}
+        return values
 
     def _write_samples(self, step: int, predicted: Sequence[str]) -> None:
         """Write the answers to the first rows, which are the same rows in every evaluation."""
@@ -152,18 +171,30 @@ def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -
         return None
     measures = chosen_measures(recipe.evaluation.measures, hooks.metrics)
     trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder))
-    return Answers(recipe, trained, rows_to_answer(recipe, trained, measures), measures)
+    rows, source_of = rows_to_answer(recipe, trained, measures)
+    return Answers(recipe, trained, rows, measures, source_of)
 
 
-def rows_to_answer(recipe: Recipe, model: TrainedModel, measures: Mapping[str, Measure]) -> EvalRows:
-    """Return the held-out rows that can be answered, and the reasons of the others.
+def rows_to_answer(
+    recipe: Recipe, model: TrainedModel, measures: Mapping[str, Measure]
+) -> tuple[EvalRows, dict[str, str]]:
+    """Return the held-out rows that can be answered, and file:line of a row -> name of its source, if it has one.
+
+    Sources take turns, so that `evaluation.num_rows` are some of each.
 
     Raises:
         DataError: none can.
     """
-    settings = recipe.evaluation
+    settings, source_of = recipe.evaluation, dict[str, str]()
+
+    def rows_of(one: RowSet) -> Iterator[LocatedRow]:
+        for location, row in rows_of_sets([one]):
+            if one.name is not None:
+                source_of[location] = one.name
+            yield location, row
+
     rows = read_eval_rows(
-        model.prompts, itertools.islice(rows_of_sets(eval_sets(recipe.data)), settings.num_rows),
+        model.prompts, itertools.islice(in_turn(map(rows_of, eval_sets(recipe.data))), settings.num_rows),
         max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,
     )  # fmt: skip
     if not rows.rows:
@@ -171,16 +202,23 @@ def rows_to_answer(recipe: Recipe, model: TrainedModel, measures: Mapping[str, M
             f"train.eval_generate: none of the {len(rows.problems)} held-out rows can be answered"
             f" (evaluation.max_new_tokens: {settings.max_new_tokens}):\n{listed(rows.problems)}"
         )
-    return rows
+    return rows, source_of
+
+
+def in_turn(iterators: Iterable[Iterator[LocatedRow]]) -> Iterator[LocatedRow]:
+    """Yield the first of each, then the second of each, until all have ended."""
+    left = list(iterators)
+    while left:
+        for iterator in tuple(left):
+            try:
+                yield next(iterator)
+            except StopIteration:
+                left.remove(iterator)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch a model to evaluation in the block, and each of its modules back to its own mode after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with own_modes(model):
+        model.eval()
         yield
-    finally:
-        for module in training:
-            module.training = True

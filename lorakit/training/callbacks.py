@@ -4,7 +4,8 @@ Invariant: a run never calls less than it was given. A method with the name of n
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
@@ -135,6 +136,17 @@ def check_parameters(function: Any, number: int, name: str) -> None:
         raise LorakitError(f"{name}{parameters} is called with {values}: {problem}") from None
 
 
+@contextmanager
+def own_modes(model: "nn.Module | None") -> Iterator[None]:
+    """Return each module of a model to its own mode after the block, training or evaluation."""
+    modes = [] if model is None else [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 @final
 class Callbacks:
     """The callbacks of one run, in this process; processes above rank 0 have none.
@@ -146,6 +158,7 @@ class Callbacks:
         self._callbacks = callbacks
         self.stopped: str | None = None
         self.failure: Exception | None = None
+        self._model: nn.Module | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -153,8 +166,18 @@ class Callbacks:
         return self.stopped is not None or self.failure is not None
 
     def call(self, event: str, value: Any) -> None:
-        """Call a method of every callback that has it. After an error no method is called any more."""
-        for callback in self._callbacks if self.failure is None else ():
+        """Call a method of every callback that has it. After an error no method is called any more.
+
+        A callback may switch the model to evaluation, to generate. Each module is in its own mode again after it.
+        """
+        if isinstance(value, RunStart):
+            self._model = value.model
+        if self.failure is None and any(hasattr(callback, event) for callback in self._callbacks):
+            with own_modes(self._model):
+                self._call(event, value)
+
+    def _call(self, event: str, value: Any) -> None:
+        for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is None:
                 continue

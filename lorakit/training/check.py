@@ -18,7 +18,7 @@ from lorakit.base.skeleton import quantize_skeleton
 from lorakit.base.stages import check_known_tokens, check_stages_fit
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
-from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
+from lorakit.data.load import apart, eval_sets, files_left_out, load_rows, training_sets
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.inference.measures import MEASURES, check_measures
 from lorakit.launch.lighthouse import check_torchft
@@ -32,6 +32,7 @@ from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.parallel.tensor import checked_plan
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
+from lorakit.recipe.data import DataSection
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import open_record, recorded_run
@@ -125,7 +126,7 @@ def _check_base_and_rows(recipe: Recipe, folder: Path, say: Callable[[str], None
 def _check_answers(recipe: Recipe, model: nn.Module, tokenizer: Any, say: Callable[[str], None]) -> None:
     """Print how many held-out rows the run answers, when, and how they are measured."""
     names = recipe.evaluation.measures
-    rows = rows_to_answer(recipe, TrainedModel(model, tokenizer), {name: MEASURES[name] for name in names})
+    rows, _ = rows_to_answer(recipe, TrainedModel(model, tokenizer), {name: MEASURES[name] for name in names})
     say(f"\nanswers    {answers_line(recipe, rows, list(names))}")
 
 
@@ -183,11 +184,8 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
             say(f"{'':<8} {source}")
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
-    if (note := same_rows_note(*datasets)) is not None:
-        say(f"note     {note}")
-    if files := files_left_out(data):
-        more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
-        say(f"note     left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}")
+    datasets[0] = apart(data, datasets[0], datasets[1] if data.has_eval else None)
+    _say_notes(data, datasets, say)
     if not data.has_eval:
         say("eval     none (data.eval): no held-out loss will be measured")
     first = datasets[0]
@@ -198,6 +196,17 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
         say(f"note       {note}")
     say(f"\nfirst row ({first.location(0)}), label tokens between [[ and ]]:\n{mark_labels(first, 0, tokenizer)}")
     return datasets
+
+
+def _say_notes(data: DataSection, datasets: list[TokenDataset], say: Callable[[str], None]) -> None:
+    """Print which rows are on both sides, and which files are left out."""
+    if shared := datasets[0].counts.shared:
+        say(f"note     {shared:,} training rows are left out, because they are held-out rows too")
+    if (note := same_rows_note(*datasets)) is not None:
+        say(f"note     {note}")
+    if files := files_left_out(data):
+        more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
+        say(f"note     left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}")
 
 
 def _source_lines(rows: TokenDataset) -> list[str]:
@@ -224,6 +233,8 @@ def _say_counts(name: str, rows: TokenDataset, say: Callable[[str], None]) -> No
         say(f"{'':<8} {key}: not read, in {number:,} row{'s' if number > 1 else ''}")
     if c.split:
         say(f"{'':<8} split: {c.split:,} text{'s' if c.split > 1 else ''} longer than max_tokens, into several rows")
+    if c.joined:
+        say(f"{'':<8} fill: {c.joined:,} text{'s' if c.joined > 1 else ''} joined end to end")
     if c.zero_weight:
         say(f"{'':<8} weight 0: {c.zero_weight:,} row{'s' if c.zero_weight > 1 else ''} left out")
     if (weights := rows.weights) is not None:

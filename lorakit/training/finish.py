@@ -53,9 +53,15 @@ def other_steps(recipe: Recipe, progress: Progress) -> dict[str, int]:
 
 
 def stops_early(recipe: Recipe, progress: Progress) -> bool:
-    """True if the held-out loss has not improved in the last `early_stopping_evals` evaluations."""
+    """True if `evaluation.best` has not improved in the last `early_stopping_evals` evaluations."""
     patience = recipe.train.early_stopping_evals
     return patience is not None and progress.evals_without_gain >= patience
+
+
+def deciding_measure(recipe: Recipe) -> str:
+    """Return what makes a step the best one, in words."""
+    best = recipe.evaluation.best
+    return "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
 
 
 def early_stop(job: Job, progress: Progress) -> str | None:
@@ -65,8 +71,8 @@ def early_stop(job: Job, progress: Progress) -> str | None:
     count = progress.evals_without_gain
     evaluations = "evaluation" if count == 1 else f"{count} evaluations"
     return (
-        f"after step {progress.step} of {job.total_steps}: the held-out loss was no better in the last {evaluations}"
-        " (train.early_stopping_evals)"
+        f"after step {progress.step} of {job.total_steps}: {deciding_measure(job.recipe)} was no better in the last"
+        f" {evaluations} (train.early_stopping_evals)"
     )
 
 

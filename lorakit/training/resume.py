@@ -2,7 +2,7 @@
 
 from lorakit.errors import RunError
 from lorakit.run.record import RunRecord
-from lorakit.training.finish import adapter_is_gone, saved_adapter, stops_early
+from lorakit.training.finish import adapter_is_gone, deciding_measure, saved_adapter, stops_early
 from lorakit.training.job import Job
 from lorakit.training.progress import Progress
 from lorakit.training.updates import rate_of
@@ -49,9 +49,9 @@ def go_on(job: Job, record: RunRecord, progress: Progress) -> str | None:
         return None
     if stops_early(recipe, progress):
         raise RunError(
-            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: the held-out loss was no better in the"
-            f" last {progress.evals_without_gain} evaluations up to step {progress.step}, so no step of the {total}"
-            " would be trained; raise it, or set it to null"
+            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {deciding_measure(recipe)} was no better"
+            f" in the last {progress.evals_without_gain} evaluations up to step {progress.step}, so no step of the"
+            f" {total} would be trained; raise it, or set it to null"
         )
     last, following = rate_of(recipe, before)(max(0, progress.step - 1)), rate_of(recipe, total)(progress.step)
     step = progress.step

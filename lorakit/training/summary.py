@@ -123,10 +123,11 @@ def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str
             rows.append((f"best step ({progress.best_step})", progress.best_eval_loss, progress.best_measures))
         for source, loss in progress.last_eval_losses.items():
             rows += [
-                (f"{source}, {first}", progress.first_eval_losses[source], {}),
-                (f"{source}, last step", loss, {}),
+                (f"{source}, {first}", progress.first_eval_losses[source], _of_source(progress.first_measures, source)),
+                (f"{source}, last step", loss, _of_source(progress.last_measures, source)),
             ]
-        width, names = max(20, *(len(name) for name, _, _ in rows)), list(progress.last_measures)
+        width = max(20, *(len(name) for name, _, _ in rows))
+        names = [name for name in progress.last_measures if "/" not in name]
         lines += [
             "", f"{'held out':<{width}} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names),
         ]  # fmt: skip
@@ -150,6 +151,12 @@ def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str
         f"try it     lorakit generate {base.model}{tokenizer} --adapter a={job.output} --prompt '...'",
     ]
     return "\n".join(lines)
+
+
+def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:
+    """Return the measures of one source, which are named ``measure/source``."""
+    ending = f"/{source}"
+    return {name.removesuffix(ending): value for name, value in measures.items() if name.endswith(ending)}
 
 
 def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
@@ -192,6 +199,8 @@ def _rows(job: Job) -> str:
         ("dropped as too long", counts.dropped_long),
         ("bad, skipped", counts.bad),
         ("texts split", counts.split),
+        ("texts joined", counts.joined),
+        ("left out because held out too", counts.shared),
     ]
     text += "".join(f"; {number:,} {what}" for what, number in unused if number)
     return text + _by_source(job.batches.rows)

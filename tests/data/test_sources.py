@@ -1,6 +1,8 @@
 """Rows are split, limited and mixed by functions of their content, the seed and the epoch alone."""
 
+import itertools
 import json
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from lorakit.data import BatchSampler, TokenDataset, tokenize_rows
 from lorakit.data.dataset import count_shared
 from lorakit.data.encode_chunks import RowSettings
-from lorakit.data.load import eval_sets, files_left_out, load_rows, training_sets
+from lorakit.data.load import apart, eval_sets, files_left_out, load_rows, training_sets
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from tests.helpers.rows import chat, write_rows, write_uneven_rows
@@ -204,6 +206,71 @@ def test_files_that_a_folder_has_beside_rows_are_listed(tmp_path: Path, recipe: 
 
 
 # --- texts that are too long -----------------------------------------------------------------------------------------
+
+
+def test_texts_fill_rows_end_to_end_and_each_token_but_the_first_is_predicted_once(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    texts = [{"text": f"say {i} " * (1 + i % 5)} for i in range(300)]  # more than a chunk
+    others = [{"prompt": "a ", "completion": "b"}, {"text": "left out", "weight": 0}]
+    rows = write_rows(tmp_path / "rows.jsonl", [*texts[:200], *others, *texts[200:]])
+
+    filled = tokenize_rows(str(rows), "train", tokenizer, RowSettings(16, "fill", "stop", "answer"))
+    assert filled.counts.joined == 300
+    assert filled.counts.zero_weight == 1
+    assert np.count_nonzero(filled.lengths != 16) <= 3  # the ends of two chunks, and the prompt
+    joined = [row for row in range(len(filled)) if filled.label_mask(row)[1:].all()]
+    assert len(joined) == len(filled) - 1
+    ids = [[*tokenizer(one["text"])["input_ids"], tokenizer.eos_token_id] for one in texts]
+    first, second = (list(itertools.chain.from_iterable(part)) for part in (ids[:254], ids[254:]))  # 254 of 256 lines
+    predicted = np.concatenate([filled.ids(row)[1:] for row in joined])
+    assert predicted.tolist() == [*first[1:], *second[1:]]
+    starts = [0, *itertools.accumulate(map(len, ids))]
+    for row in (0, 7, 20):  # each begins 15 tokens after the one before
+        assert filled.location(joined[row]) == f"{rows}:{bisect_right(starts, 15 * row)}"
+
+
+def test_a_long_row_that_is_no_text_stops_filling(tmp_path: Path, tokenizer: Any) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a b"}, {"prompt": "a ", "completion": "b " * 40}])
+    with pytest.raises(DataError, match="1 of 2 rows that are no text alone are longer than data.max_tokens 16"):
+        tokenize_rows(str(rows), "train", tokenizer, RowSettings(16, "fill", "stop", "answer"))
+
+
+# --- rows on both sides ----------------------------------------------------------------------------------------------
+
+
+def test_training_rows_that_are_held_out_too_are_left_out_or_stop_the_run(
+    tmp_path: Path, recipe: WriteRecipe, tokenizer: Any
+) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [chat(f"say {i}", "so") | {"weight": 1 + i % 2} for i in range(20)])
+    two = write_rows(tmp_path / "two.jsonl", [chat(f"tell {i}", "no") for i in range(5)])
+    held = write_rows(tmp_path / "held.jsonl", [chat(f"say {i}", "so") for i in range(3, 10)])
+
+    def sides(choice: str, eval_rows: Path = held) -> tuple[TokenDataset, TokenDataset | None]:
+        sources = [{"path": str(one), "weight": 2}, str(two)]
+        data = load_recipe(recipe(data={"train": sources, "eval": str(eval_rows), "on_shared_rows": choice})).data
+        rows, eval_set = load_rows(data, training_sets(data), tokenizer), load_rows(data, eval_sets(data), tokenizer)
+        return apart(data, rows, eval_set), eval_set
+
+    every, eval_set = sides("count")
+    others, _ = sides("drop")
+    assert (len(every), len(others), others.counts.shared) == (25, 18, 7)
+    assert set(texts(others, tokenizer)) == set(texts(every, tokenizer)) - set(texts(eval_set, tokenizer))
+    assert others.counts.tokens == sum(others.lengths)
+    labels = sum(int(others.label_mask(row)[1:].sum()) for row in range(len(others)))
+    assert others.counts.label_tokens == labels
+    assert others.rows_per_epoch == 2 * 13 + 5
+    assert others.location(3).endswith("one.jsonl:11")
+    assert others.weights is not None
+    assert others.weights.tolist() == [1, 2, 1, *([1, 2] * 5), *([1] * 5)]
+    assert others.digest != every.digest
+    with pytest.raises(DataError, match="7 of 7 held-out rows are training rows too"):
+        sides("stop")
+    with pytest.raises(DataError, match=r"every row of .*two\.jsonl is a held-out row too"):
+        sides("drop", two)
+
+
+# --- texts in parts --------------------------------------------------------------------------------------------------
 
 
 def test_a_long_text_becomes_rows_that_predict_each_of_its_tokens_once(tmp_path: Path, tokenizer: Any) -> None:

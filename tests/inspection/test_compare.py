@@ -9,6 +9,7 @@ import pytest
 from lorakit.cli import main
 from lorakit.errors import LorakitError
 from lorakit.inspection.compare import compare_runs
+from lorakit.inspection.html_report import write_report
 from lorakit.inspection.run_facts import duration
 from lorakit.run.lock import is_locked, locked
 from tests.helpers.runs import change_metrics, copy_run, interrupted_copy
@@ -33,6 +34,17 @@ def said() -> Said:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_that_lack_steps_of_a_finished_run_are_named(finished_run: Path, tmp_path: Path, said: Said) -> None:
+    cut = copy_run(finished_run, tmp_path / "cut")
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] < 3]
+    (cut / "metrics.jsonl").write_text("".join(kept) + '{"step": 3, "lo')
+
+    notes = compare_runs([finished_run, cut], said)["notes"]
+    assert "cut: metrics.jsonl lacks 4 of 6 steps" in notes
+    assert "finished, step 2 of 6; metrics.jsonl lacks 4 of 6 steps" in write_report(cut).read_text()
 
 
 def test_the_figures_of_a_run_are_those_of_its_metrics_and_record(

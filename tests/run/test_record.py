@@ -14,7 +14,7 @@ REFUSED = {
     "adapter.method", "adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.targets", "adapter.target_parameters",
     "adapter.exclude", "adapter.layers", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.init",
     "adapter.start_from", "adapter.bias", "adapter.modules_to_save", "adapter.trainable_tokens", "adapter.new_tokens", "adapter.tied_head",
-    "data.train", "data.eval", "data.max_tokens", "data.on_long_rows", "data.on_bad_rows", "data.loss_on",
+    "data.train", "data.eval", "data.max_tokens", "data.on_long_rows", "data.on_bad_rows", "data.on_shared_rows", "data.loss_on",
     "data.ignore_keys", "data.columns", "data.chat_template", "data.packing", "data.hub_split", "data.hub_eval_split",
     "train.batch_size", "train.learning_rate", "train.schedule", "train.min_learning_rate", "train.schedule_power",
     "train.schedule_cycles", "train.decay_ratio", "train.warmup_steps", "train.warmup_ratio", "train.optimizer",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from lorakit.cli import main
 from lorakit.errors import LorakitError, RecipeError
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.measures import load_metrics
-from lorakit.inference.score import score
+from lorakit.inference.score import EvalRows, score
 from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
@@ -128,9 +129,28 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
 
 def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:
     write(recipe, train={"eval_every_steps": 5, "eval_generate": 3})
-    answers = Answers(load_recipe(tmp_path / "recipe.yaml"), Any, Any, {})  # type: ignore[arg-type]
+    answers = Answers(load_recipe(tmp_path / "recipe.yaml"), Any, EvalRows([], {}, []), {}, {})  # type: ignore[arg-type]
     assert [step for step in range(0, 38, 5) if answers.are_due(step, 38)] == [0, 15, 30]
     assert answers.are_due(38, 38)
+
+
+def test_sources_take_turns_and_have_measures_of_their_own(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = []
+    for name, number in (("a", 3), ("b", 30)):
+        path = write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {i}", "so") for i in range(number)])
+        sources.append({"path": str(path), "name": name})
+    metrics = {"is_b": lambda predicted, expected: 0.0, "length": lambda predicted, expected: len(expected)}
+
+    run = lorakit.train(write(recipe, data={"eval": sources}, evaluation={"num_rows": 8}), metrics=metrics)
+
+    line = read_metrics(run / "metrics.jsonl")[-1]
+    assert (line["eval_length"], line["eval_length/a"], line["eval_length/b"]) == (2.0, 2.0, 2.0)
+    samples = json.loads((run / "samples.json").read_text())["rows"]
+    assert [row["prompt"][0]["content"] for row in samples] == ["a 0", "b 0", "a 1", "b 1", "a 2", "b 2", "b 3", "b 4"]
+    table = capsys.readouterr().out.rpartition("held out ")[2]
+    assert re.search(r"^a, last step +\S+ +\S+ +0\.0% +0 +2$", table, re.MULTILINE), table
 
 
 def test_a_signal_while_rows_are_answered_loses_nothing(

@@ -236,6 +236,20 @@ def test_an_objective_whose_terms_cannot_be_minimised_is_refused(recipe: Recipe,
         lorakit.train(write(recipe), objective=lorakit.Objective(SFT.counts, terms, {}))
 
 
+def test_a_callback_may_switch_the_model_to_evaluation(recipe: Recipe, tmp_path: Path) -> None:
+    class Evaluates:
+        def on_start(self, run: Any) -> None:
+            self.model = run.model
+            self.model.eval()
+
+        def on_step(self, step: Any) -> None:
+            self.model.eval()
+
+    content = write(recipe, adapter={"dropout": 0.5})
+    usual = lorakit.train(content | {"output": str(tmp_path / "usual")})
+    assert lorakit.train(content, callbacks=[Evaluates()]).losses == usual.losses
+
+
 def test_a_dict_may_hold_paths_and_numbers_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
     content = write(recipe) | {"output": tmp_path / "own"}
     content["train"] |= {"steps": np.int64(2), "learning_rate": np.float32(0.5)}

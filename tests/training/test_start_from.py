@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lorakit.cli import main
 from lorakit.errors import LorakitError, PatchError, RecipeError, TemporaryFailure
+from lorakit.files.safetensors import open_tensors
 from lorakit.merging.merge import merge
 from lorakit.patch import read_patch
 from lorakit.run.metrics import read_metrics
@@ -264,3 +266,20 @@ def test_check_and_plan_read_the_settings_of_the_start(
     assert "adapter.start_from: " in capsys.readouterr().err
     assert main(["plan", path]) == 0
     assert "adapter     256 parameters" in capsys.readouterr().out
+
+
+def test_a_run_that_starts_from_one_that_trained_b_alone_trains_b_alone(recipe: Recipe, tmp_path: Path) -> None:
+    train(recipe(adapter={"method": "lora_fa"}, train={"steps": 3}, output=str(tmp_path / "first")))
+
+    def factors(folder: Path) -> dict[str, Any]:
+        opened = open_tensors(folder / "adapter_model.safetensors")
+        return {name: opened.read(name) for name in opened.entries if "lora_A" in name}
+
+    for method, same in (({}, True), ({"method": "lora"}, False)):
+        out = tmp_path / f"next-{same}"
+        path = start(recipe, tmp_path / "first", train={"steps": 3}, adapter=method, output=str(out))
+        _, said = train(path)
+        before, after = factors(tmp_path / "first"), factors(out)
+        assert all(torch.equal(after[name], before[name]) == same for name in before)
+        assert before
+        assert ("with its method" in said) == same
