@@ -24,6 +24,7 @@ from lorakit.base.load import load_tokenizer
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
@@ -160,12 +161,18 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     batches = sampler(engine, rows, case)
     loss_model = engine._loss_model  # type: ignore[attr-defined]
     if engine.mesh.pipeline.size > 1:
-        check_stages(loss_model, batches, engine.device, engine.mesh, partial(load, engine, base, case))
+        if case.get("broken"):
+            loss_model.model.model.norm.register_forward_hook(add_mean)  # on the last stage alone
+        try:
+            check_stages(loss_model, batches, engine.device, engine.mesh, partial(load, engine, base, case))
+        except RunError as problem:
+            return {"refused": str(problem)}
         verify_chunked_loss(loss_model, batches, engine.device, engine.group)
     if engine.mesh.sequence.size > 1 or (engine.mesh.pipeline.size > 1 and case.get("packing", True)):
         enable_packing(loss_model, batches, engine.device)
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
+    untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])
@@ -181,6 +188,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
         "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
+        "untrained": untrained,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine._scale.value,  # type: ignore[attr-defined]

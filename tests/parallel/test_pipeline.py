@@ -22,9 +22,10 @@ TIED: Case = {"name": "tied", "steps": 2, "micro_batch_size": 3, "base": "tied"}
 LATE: Case = {"name": "late", "steps": 2, "micro_batch_size": 2, "adapter": {"layers": [2]}}
 QUANTIZED: Case = {"name": "quantized", "steps": 2, "micro_batch_size": 2, "quantize": "nf4"}
 HALF: Case = {"name": "half", "steps": 2, "micro_batch_size": 2, "dtype": "float16", "loss_scale": 2.0**40}
+BROKEN: Case = {"name": "broken", "broken": True}
 ALONE = [PLAIN, CUT, PADDED, TIED, LATE, QUANTIZED, HALF]
 SHARED: dict[tuple[str, int, int, int], list[Case]] = {
-    ("ddp", 2, 2, 1): ALONE,
+    ("ddp", 2, 2, 1): [*ALONE, BROKEN],
     ("fsdp2", 2, 2, 1): [PLAIN, CUT, TIED, LATE, QUANTIZED],
     ("ddp", 4, 2, 1): [PADDED, LATE],
     ("fsdp2", 4, 2, 1): [CUT, TIED],
@@ -64,6 +65,9 @@ def test_stages_take_the_steps_of_one_process(
     alone, shared = results("single", 1, 1, 1), results(backend, processes, pipeline, sequence)
 
     for case in SHARED[backend, processes, pipeline, sequence]:
+        if case["name"] == "broken":
+            assert "parallel.pipeline: the stages of LlamaForCausalLM give other outputs" in shared["broken"]["refused"]
+            continue
         # AdamW's first steps follow the sign of a gradient, which rounding in 16 bits may turn
         half = {"adapter": 0.2, "losses": 1e-3} if case["name"] == "half" else {}
         assert_same(shared[case["name"]], alone[case["name"]], **half)
@@ -76,6 +80,8 @@ def test_each_border_is_crossed_as_planned(
 ) -> None:
     """Once for each micro-batch there and once back; a tied head or embedding sends nothing."""
     for case in SHARED[backend, processes, pipeline, sequence]:
+        if case["name"] == "broken":
+            continue
         for rank in results(backend, processes, pipeline, sequence)[case["name"]]["ranks"]:
             if case["name"] == "late":  # nothing is trained below
                 assert not rank["stage"]["sends_gradient"]

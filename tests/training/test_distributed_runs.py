@@ -98,10 +98,20 @@ def long_recipe(recipe: Recipe) -> Path:
     return recipe(**sections)
 
 
-@pytest.mark.parametrize("backend", ["zero3", pytest.param("fsdp2", marks=pytest.mark.attack)])
-def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        parallel("zero3", 2),
+        parallel("ddp", 4, pipeline=2, tensor=2),
+        pytest.param(parallel("fsdp2", 2), marks=pytest.mark.attack),
+        pytest.param(parallel("ddp", 2, sequence=2), marks=pytest.mark.attack),
+        pytest.param(parallel("fsdp2", 4, tensor=2), marks=pytest.mark.attack),
+    ],
+    ids=" ".join,
+)
+def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     full = tmp_path / "full"
-    short = ("train.steps=20", *parallel(backend, 2))
+    short = ("train.steps=14", *layout)
     train(long_recipe, *short, f"output={full}")
     out = tmp_path / "out"
 
@@ -121,13 +131,13 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
     train(long_recipe, f"output={full}")
 
     for layout, at in (
-        (("single", 1, 1, 1), 5), (("zero2", 2, 1, 1), 12), (("fsdp2", 4, 2, 1), 18), (("ddp", 4, 2, 2), 24),
-        (("zero3", 2, 1, 1), 30), (("fsdp2", 2, 1, 2), 35),
+        (("single", 1, 1, 1, 1), 5), (("zero2", 2, 1, 1, 1), 12), (("fsdp2", 4, 2, 1, 1), 18), (("ddp", 4, 2, 2, 1), 24),
+        (("zero3", 2, 1, 1, 1), 30), (("fsdp2", 4, 1, 2, 2), 35),
     ):  # fmt: skip
-        backend, processes, sequence, pipeline = layout
+        backend, processes, sequence, pipeline, tensor = layout
         code, output = interrupted(
             long_recipe,
-            *parallel(backend, processes, sequence=sequence, pipeline=pipeline),
+            *parallel(backend, processes, sequence=sequence, pipeline=pipeline, tensor=tensor),
             at=at,
             action=lambda process: process.send_signal(signal.SIGTERM),
         )
