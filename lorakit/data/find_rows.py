@@ -117,9 +117,13 @@ def _source(name: str) -> RowSource:
 
 
 def _find_pattern(pattern: str) -> list[RowSource]:
-    files = [name for name in _matches(pattern) if _run_around(name, pattern) is None]
+    matches = _matches(pattern)
+    files = [name for name in matches if _run_around(name, pattern) is None]
     if not files:
-        raise DataError(f"data: {pattern}: no file matches; looked in {Path().absolute()}")
+        runs = (
+            f"; {len(matches)} in output folders of runs are left out: name them without a pattern" if matches else ""
+        )
+        raise DataError(f"data: {pattern}: no file matches; looked in {Path().absolute()}{runs}")
     return [_source(name) for name in files]
 
 

@@ -188,9 +188,8 @@ def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[in
 
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
-    if repeated := sorted(
-        {name for name in columns if columns.count(name) > 1}
-    ):  # a row would have the last one's value
+    """Raise DataError if a column is named twice, because a row would have the value of the last one alone."""
+    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
         raise DataError(f"{path}: names a column twice: {', '.join(map(repr, repeated))}")
 
 
