@@ -54,7 +54,8 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
     lines = read_metrics(metrics)
     steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5))
+    figure.subplots_adjust(left=0.13, right=0.98, bottom=0.12, top=0.92)  # a computed layout draws everything twice
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if steps:

@@ -44,7 +44,7 @@ from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
-STEPS = 6
+STEPS = 4
 """Of a case that names no other number."""
 OBJECTIVES = {
     **objective.OBJECTIVES,

@@ -34,6 +34,7 @@ SHARED: dict[tuple[str, int, int, int], list[Case]] = {
     ("fsdp2", 8, 2, 2): [CUT],
 }
 """(backend, processes, stages, processes that share a line) -> cases"""
+LAYOUTS = [pytest.param(*layout, marks=pytest.mark.attack) if layout[1] == 8 else layout for layout in SHARED]
 Results = Callable[[str, int, int, int], dict[str, Any]]
 
 
@@ -58,7 +59,7 @@ def results(folder: Path) -> Results:
 
 
 @pytest.mark.xdist_group("pipeline")
-@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), SHARED)
+@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), LAYOUTS)
 def test_stages_take_the_steps_of_one_process(
     results: Results, backend: str, processes: int, pipeline: int, sequence: int
 ) -> None:
@@ -74,7 +75,7 @@ def test_stages_take_the_steps_of_one_process(
 
 
 @pytest.mark.xdist_group("pipeline")
-@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), SHARED)
+@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), LAYOUTS)
 def test_each_border_is_crossed_as_planned(
     results: Results, folder: Path, backend: str, processes: int, pipeline: int, sequence: int
 ) -> None:

@@ -102,7 +102,8 @@ def long_recipe(recipe: Recipe) -> Path:
     "layout",
     [
         parallel("zero3", 2),
-        parallel("ddp", 4, pipeline=2, tensor=2),
+        parallel("ddp", 2, tensor=2),
+        pytest.param(parallel("ddp", 4, pipeline=2, tensor=2), marks=pytest.mark.attack),
         pytest.param(parallel("fsdp2", 2), marks=pytest.mark.attack),
         pytest.param(parallel("ddp", 2, sequence=2), marks=pytest.mark.attack),
         pytest.param(parallel("fsdp2", 4, tensor=2), marks=pytest.mark.attack),
@@ -231,7 +232,7 @@ def assert_finished(output: str, out: Path, backend: str) -> None:
     assert len(run["ranks"]) == 1
 
 
-@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("backend", [pytest.param("zero1", marks=pytest.mark.attack), "zero2", "zero3", "fsdp2"])
 def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
     recipe, *overrides = few_steps_of(backend, tmp_path / "out")
 
@@ -261,7 +262,7 @@ def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) ->
     ("layout", "share"),
     [
         (parallel("zero3", 2, prefetch_mb=1), 1.0),
-        (parallel("fsdp2", 2), 1.0),
+        pytest.param(parallel("fsdp2", 2), 1.0, marks=pytest.mark.attack),
         (parallel("ddp", 4, tensor=2, pipeline=2), 0.5),  # two that may take as much would not have the base
     ],
     ids=["zero3", "fsdp2", "ddp, four parts"],
