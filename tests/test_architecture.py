@@ -220,3 +220,10 @@ def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path
     assert "lorakit/py.typed" in names
     sources = {str(path.relative_to(ROOT)) for path in FILES}
     assert {name for name in names if name.endswith(".py")} == sources
+
+
+@pytest.mark.xdist_group("architecture")
+def test_tests_of_one_group_run_in_one_worker(request: pytest.FixtureRequest) -> None:
+    """pytest 9.2 with pytest-xdist 3.8 does not, and each worker computes all that they share once more."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@architecture")
