@@ -128,7 +128,8 @@ class _Crew:
                 if (why := self._replace()) is not None:
                     before = len(workers.ended)
                     workers.stop(delays.save_seconds, signals.is_repeated)
-                    saved = [worker for worker in workers.ended[before:] if worker.message]
+                    said = {"", *(worker.message for worker in self._lost)}
+                    saved = [worker for worker in workers.ended[before:] if worker.message not in said]
                     messages = [why, *([failure_message(saved[0], saved)] if saved else [])]
                     return exit_code(self._lost[-1]), "\n".join(messages)
         if any(worker.code == 0 for worker in workers.ended):

@@ -9,7 +9,9 @@ import torch
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.find import find_base
+from lorakit.base.load import load_skeleton
 from lorakit.base.start_patch import with_start
+from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator
 from lorakit.planning.machine import Machine, detect_machine
@@ -61,7 +63,8 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     """Plan a recipe for ``machine``, or for this machine. No weight is read.
 
     Raises:
-        LorakitError: the base is missing, its memory cannot be computed, or the adapter does not fit it.
+        LorakitError: the base is missing, its memory cannot be computed, the adapter does not fit it, or processes
+            cannot share it along an axis that the recipe names.
     """
     recipe = with_start(recipe)
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
@@ -72,6 +75,7 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
 
 def _make_estimator(recipe: Recipe, machine: Machine) -> Estimator:
     folder = find_base(recipe.base.model, recipe.base.revision)
+    check_sequence_fits(load_skeleton(folder), recipe.parallel.sequence)  # shapes say it of the other axes
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
     return Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
 

@@ -99,6 +99,26 @@ def test_an_error_that_all_workers_end_with_is_said_once_and_no_worker_is_replac
     assert not (tmp_path / "up3").exists()
 
 
+def test_an_error_that_ends_others_later_is_said_once(tmp_path: Path) -> None:
+    ended = launch(
+        tmp_path,
+        """
+def refuse(*_):
+    send_failure_message("lorakit train: no such row"); os._exit(2)
+signal.signal(signal.SIGTERM, refuse)
+(folder / f"up{number + 10}").touch()
+if number:
+    time.sleep(50)
+wait_for(10)
+refuse()
+""",
+        fewest=3, max_replaced=0,
+    )  # fmt: skip
+
+    assert ended.code == 2
+    assert ended.printed.count("no such row") == 1, ended.printed
+
+
 def test_a_worker_that_comes_too_late_ends_with_the_run(tmp_path: Path) -> None:
     ended = launch(
         tmp_path,

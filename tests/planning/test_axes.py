@@ -237,6 +237,12 @@ def test_a_run_that_goes_on_has_the_axes_it_began_with(of_deep: Callable[..., Re
     assert choice.why == "fsdp2, tensor: 2, as this run was begun"
 
 
+@pytest.mark.parametrize("axis", ["sequence", "tensor"])
+def test_an_axis_that_the_heads_do_not_divide_by_is_refused(of_deep: Callable[..., Recipe], axis: str) -> None:
+    with pytest.raises(RunError, match=f"parallel.{axis}: 3 processes cannot share the 8 heads"):
+        make_plan(of_deep("parallel.processes=3", f"parallel.{axis}=3"))
+
+
 # --- beside reality -------------------------------------------------------------------------------------------------
 
 
