@@ -1,5 +1,5 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
-# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 18 minutes.
+# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 14 minutes.
 # `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
 # `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
@@ -46,8 +46,7 @@ quickstart: install
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
 test: .venv/installed-test lint
-	$(PYTEST) -m "not spread"
-	$(PYTEST) -m "spread and not attack"
+	$(PYTEST) -m "not attack"
 
 attack: .venv/installed-test
 	$(BIN)/python -m pytest --timeout 900 -m attack

@@ -30,7 +30,8 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True)
 class RunStart:
-    """The run that begins or goes on. `model`: the base with its adapter, to read; changing it changes the run."""
+    """The run that begins or goes on. `model`: the base with its adapter, to read and to generate with; changing
+    it changes the run, but each module is in its own mode again after a callback."""
 
     output: Path
     recipe: "Recipe"
