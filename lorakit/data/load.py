@@ -92,7 +92,7 @@ def load_rows(
     return TokenDataset(parts)
 
 
-def apart(data: "DataSection", rows: TokenDataset, eval_rows: TokenDataset | None) -> TokenDataset:
+def resolve_shared_rows(data: "DataSection", rows: TokenDataset, eval_rows: TokenDataset | None) -> TokenDataset:
     """Return the training rows as `data.on_shared_rows` wants them, given the held-out rows.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lorakit.base.load import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import apart, eval_sets, load_rows, training_sets
+from lorakit.data.load import eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.activations import MicroBatch
 from lorakit.recipe import ParallelSection, Recipe
@@ -71,7 +71,7 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
         evaluation = load_rows(data, sets[1], tokenizer) if sets[1] else None
     except (DataError, BaseModelError) as problem:
         return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
-    return KnownRows(apart(data, training, evaluation), evaluation)
+    return KnownRows(resolve_shared_rows(data, training, evaluation), evaluation)
 
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:

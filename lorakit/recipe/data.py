@@ -153,7 +153,7 @@ class DataSection(Section):
         return dict(check_columns(columns))
 
     @model_validator(mode="after")
-    def _names_are_unique(self) -> "DataSection":
+    def _rows_are_told_apart(self) -> "DataSection":
         shares = [source for source in self.train_sources() if self.share_of(source)]
         for sources in (self.train_sources(), (*self.eval_sources(), *shares)):
             counts = Counter(source.label for source in sources)
@@ -161,6 +161,11 @@ class DataSection(Section):
                 raise ValueError(f"two sources have the name {repeated[0]!r}: give each its own `name`")
         if isinstance(self.eval, float) and not shares:
             raise ValueError(f"eval: {self.eval:g}: every source of `train` has `eval: 0`, so no row would be held out")
+        if self.on_long_rows == "fill" and self.on_shared_rows != "count":
+            raise ValueError(
+                f"on_shared_rows: {self.on_shared_rows} compares rows, and `on_long_rows: fill` joins texts into other"
+                " rows; hold out a share instead (eval: 0.05), which has all copies of a text on one side"
+            )
         for source in self.eval_sources():
             if source.weight != 1 or source.eval is not None:
                 raise ValueError(f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`")

@@ -18,7 +18,7 @@ from lorakit.base.skeleton import quantize_skeleton
 from lorakit.base.stages import check_known_tokens, check_stages_fit
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
-from lorakit.data.load import apart, eval_sets, files_left_out, load_rows, training_sets
+from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.inference.measures import MEASURES, check_measures
 from lorakit.launch.lighthouse import check_torchft
@@ -184,7 +184,7 @@ def _check_rows(recipe: Recipe, tokenizer: Any, say: Callable[[str], None]) -> l
             say(f"{'':<8} {source}")
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
-    datasets[0] = apart(data, datasets[0], datasets[1] if data.has_eval else None)
+    datasets[0] = resolve_shared_rows(data, datasets[0], datasets[1] if data.has_eval else None)
     _say_notes(data, datasets, say)
     if not data.has_eval:
         say("eval     none (data.eval): no held-out loss will be measured")

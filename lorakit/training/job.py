@@ -26,7 +26,7 @@ from lorakit.base.stages import check_known_tokens, check_stages_fit, structure_
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
-from lorakit.data.load import apart, check_sources, eval_sets, load_rows, training_sets
+from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import BaseModelError, TargetError
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
@@ -228,7 +228,7 @@ def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
     data = recipe.data
     rows = load_rows(data, training_sets(data), tokenizer, row_progress)
     eval_rows = load_rows(data, eval_sets(data), tokenizer, row_progress) if data.has_eval else None
-    return folder, apart(data, rows, eval_rows), eval_rows
+    return folder, resolve_shared_rows(data, rows, eval_rows), eval_rows
 
 
 def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None = None) -> str | None:

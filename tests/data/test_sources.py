@@ -13,7 +13,7 @@ import pytest
 from lorakit.data import BatchSampler, TokenDataset, tokenize_rows
 from lorakit.data.dataset import count_shared
 from lorakit.data.encode_chunks import RowSettings
-from lorakit.data.load import apart, eval_sets, files_left_out, load_rows, training_sets
+from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from tests.helpers.rows import chat, write_rows, write_uneven_rows
@@ -187,6 +187,10 @@ def test_weights_of_rows_beside_rows_without_stay_with_their_rows(
         ({"train": []}, "data.train: the list is empty"),
         ({"train": {"path": []}}, "data.train.path: the list is empty"),
         ({"train": [["a.jsonl"]]}, "data.train.0: a name, or a mapping with `path`, stands in a list"),
+        (
+            {"train": "a", "on_long_rows": "fill", "on_shared_rows": "drop"},
+            "on_shared_rows: drop compares rows, and `on_long_rows: fill` joins",
+        ),
         ({"train": "a", "eval": 1.5}, "data.eval: Input should be less than 1, got 1.5"),
     ],
 )
@@ -250,7 +254,7 @@ def test_training_rows_that_are_held_out_too_are_left_out_or_stop_the_run(
         sources = [{"path": str(one), "weight": 2}, str(two)]
         data = load_recipe(recipe(data={"train": sources, "eval": str(eval_rows), "on_shared_rows": choice})).data
         rows, eval_set = load_rows(data, training_sets(data), tokenizer), load_rows(data, eval_sets(data), tokenizer)
-        return apart(data, rows, eval_set), eval_set
+        return resolve_shared_rows(data, rows, eval_set), eval_set
 
     every, eval_set = sides("count")
     others, _ = sides("drop")
