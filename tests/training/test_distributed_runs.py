@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+import lorakit
 from lorakit.base.load import load_skeleton
 from lorakit.files.safetensors import open_tensors
 from lorakit.patch import read_patch
@@ -110,7 +114,9 @@ def long_recipe(recipe: Recipe) -> Path:
     ],
     ids=" ".join,
 )
-def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
+def test_a_killed_run_goes_on_bit_identical(
+    long_recipe: Path, base: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
     full = tmp_path / "full"
     short = ("train.steps=14", *layout)
     train(long_recipe, *short, f"output={full}")
@@ -125,6 +131,10 @@ def test_a_killed_run_goes_on_bit_identical(long_recipe: Path, tmp_path: Path, l
     assert "resuming   after step" in output
     assert (out / "adapter_model.safetensors").read_bytes() == (full / "adapter_model.safetensors").read_bytes()
     assert losses(out) == losses(full)
+    ids = torch.arange(5, 25)[None]
+    of_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), out)
+    ours = lorakit.load(base, {"a": out}, dtype="float32")
+    torch.testing.assert_close(ours(ids, adapters="a").logits, of_peft(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe: Path, tmp_path: Path) -> None:
@@ -270,9 +280,9 @@ def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) ->
 def test_no_process_ever_has_the_full_base(
     layout: tuple[str, ...], share: float, recipe: Recipe, tmp_path: Path, tokenizer: Any
 ) -> None:
-    """Loading, training, saving: ten layers more take each process a share of their bytes."""
+    """Loading, training, saving: eighteen layers more take each process a share of their bytes."""
     peaks, bases = [], []
-    for layers in (2, 12):
+    for layers in (2, 20):
         sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": layers, "num_attention_heads": 8,
                  "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
         folder, out = make_base(tmp_path / f"base{layers}", tokenizer, **sizes), tmp_path / f"out{layers}"
