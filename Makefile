@@ -46,7 +46,8 @@ quickstart: install
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
 test: .venv/installed-test lint
-	$(PYTEST) -m "not attack"
+	$(PYTEST) -m "not spread"
+	$(PYTEST) -m "spread and not attack"
 
 attack: .venv/installed-test
 	$(BIN)/python -m pytest --timeout 900 -m attack

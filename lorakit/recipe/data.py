@@ -153,7 +153,7 @@ class DataSection(Section):
         return dict(check_columns(columns))
 
     @model_validator(mode="after")
-    def _rows_are_told_apart(self) -> "DataSection":
+    def _sources_fit_together(self) -> "DataSection":
         shares = [source for source in self.train_sources() if self.share_of(source)]
         for sources in (self.train_sources(), (*self.eval_sources(), *shares)):
             counts = Counter(source.label for source in sources)
