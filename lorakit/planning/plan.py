@@ -75,7 +75,8 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
 
 def _make_estimator(recipe: Recipe, machine: Machine) -> Estimator:
     folder = find_base(recipe.base.model, recipe.base.revision)
-    check_sequence_fits(load_skeleton(folder), recipe.parallel.sequence)  # shapes say it of the other axes
+    if recipe.parallel.sequence > 1:  # the shapes are refused where the other axes do not fit
+        check_sequence_fits(load_skeleton(folder), recipe.parallel.sequence)
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
     return Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
 
