@@ -37,9 +37,9 @@ LAYOUTS = {
 def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> None:
     """One of the processes: two steps; the first process prints what it holds and sends."""
     with prepared(Path(base), backend=backend, processes=int(processes), tensor=int(tensor)) as ready:
-        parts = ready.loss_model.token_parts
-        if parts is not None and tokens == "all":
-            parts.problem = "all tokens, to measure"
+        axis = ready.engine.axes.by_name.get("tensor")
+        if axis is not None and tokens == "all":
+            axis.shards.region.disabled_because = "all tokens, to measure"
         for step in range(2):
             with saved_for_backward() as saved:
                 ready.engine.step(step, [packed(random_rows(SHAPES[SHAPE]["vocab_size"], [64, 64], step))])

@@ -130,8 +130,10 @@ def tree() -> str:
     lines: list[str] = []
     for room in [room for row in reversed(levels(imported_rooms())) for room in row]:
         lines.append(f"{room}/".ljust(28) + _purpose(PACKAGE / room / "__init__.py"))
-        paths = sorted(path for path in (PACKAGE / room).glob("*.py") if not path.name.startswith("__"))
-        lines += [f"  {path.name}".ljust(28) + _purpose(path) for path in paths]
+        folder = PACKAGE / room
+        paths = (path for path in folder.rglob("*.py") if not path.name.startswith("__"))
+        ordered = sorted(paths, key=lambda path: (len(path.parts), path))  # packages in a room last
+        lines += [f"  {path.relative_to(folder)}".ljust(28) + _purpose(path) for path in ordered]
     lines += [name.ljust(28) + _purpose(PACKAGE / name) for name in ("errors.py", "version.py")]
     return "\n".join(lines) + "\n"
 

@@ -149,6 +149,16 @@ def test_a_backends_name_appears_only_where_backends_are_known() -> None:
         assert not words & {"single", "ddp", "zero1", "zero2", "zero3", "fsdp2"}, path
 
 
+AXES = re.compile(r"parallel\.(sequence|pipeline|tensor)|token_?parts|tensor_?parallel|ulysses|head_?exchange|vocabulary_?(part|shard)|stage_?link|column_ranks", re.I)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ops", "lora", "quant", "objectives", "base", "data"])
+def test_the_rooms_below_parallel_know_no_axis(name: str) -> None:
+    known = {"quant/parts.py"}  # parts of quantised weights, whose errors name the recipe's key
+    found = {str(path.relative_to(PACKAGE)) for path in (PACKAGE / name).rglob("*.py") if AXES.search(path.read_text())}
+    assert found <= known
+
+
 def test_files_and_functions_stay_small_and_say_what_they_are() -> None:
     for path in FILES:
         text = path.read_text()

@@ -13,7 +13,7 @@ SLIDING: Final = "sliding_attention"
 
 
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of every list of layers, without those that another stage of a pipeline has."""
+    """Yield the layers of every list of layers, without those whose tensors another process has."""
     for layers in layer_lists(model):
         yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
 
@@ -33,7 +33,7 @@ def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
     yield from repeated_layers(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     # a tied embedding is in no group, because the output head reads it when the embedding's shards are freed already
-    weight = getattr(embedding, "weight", None)  # None: another stage of a pipeline has the embedding
+    weight = getattr(embedding, "weight", None)  # None: another process has the embedding
     uses = sum(
         parameter is weight
         for module in model.modules()

@@ -7,20 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.lora.layer_inputs import LayerInputs
+from lorakit.lora.layer_call import LayerCall
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
-from lorakit.ops.dropout import dropout_mask
-from lorakit.ops.tensor_parallel import WeightGroup
-from lorakit.ops.token_parts import BlockInput
+from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
 
 
-@final
 class LoraLinear(AdapterModule):
     """y = x W^T + b + s (dropout(x) A^T) B^T, or the formula of another method. W is the base's own parameter.
 
-    `name`: the layer's name in the model, of which its dropout mask is a function.
+    `name`: the layer's name in the model; its dropout mask depends on the name.
     """
 
     bias: nn.Parameter | None
@@ -40,13 +37,13 @@ class LoraLinear(AdapterModule):
         super().__init__(base)
         # from the layer's attributes: the shapes of sharded and quantised weights are not (out, in)
         self.out_features, self.in_features = kind.sizes(base)
-        self.kind, self.method, self.rank, self.alpha = kind, method, rank, alpha
+        self.kind = kind
+        self.method = method
+        self.rank = rank
+        self.alpha = alpha
         self.scale = METHODS[method].scale(alpha, rank)
-        self.dropout, self.name = dropout, name
-        self.first_column = 0  # of x in the layer's full input, where ranks have parts of it
-        self.block_input: BlockInput | None = None  # of which x is, where ranks share the block
-        self.column_ranks: WeightGroup | None = None  # that have the other columns of W and A
-        self.has_bias = True  # False where another rank adds it to the sum
+        self.dropout = dropout
+        self.name = name
         bias = base._parameters.get("bias")
         self.bias_dtype = None if bias is None else bias.dtype
         for name in kind.copied_attributes:
@@ -61,22 +58,24 @@ class LoraLinear(AdapterModule):
         return {name: self.get_parameter(name) for name in self._tensor_names}
 
     def forward(self, x: Tensor) -> Tensor:
-        method, inputs, tensors = METHODS[self.method], self.inputs(x), self.tensors()
-        y = method.fused(inputs, tensors, self.scale) if method.fused is not None else None
-        return method.apply(inputs, tensors, self.scale) if y is None else y
+        method = METHODS[self.method]
+        call = self.inputs(x)
+        tensors = self.tensors()
+        y = method.fused(call, tensors, self.scale) if method.fused is not None else None
+        return method.apply(call, tensors, self.scale) if y is None else y
 
-    def inputs(self, x: Tensor) -> LayerInputs:
-        """Return what the method reads in a forward pass on x."""
+    def inputs(self, x: Tensor) -> LayerCall:
+        """Return this call of the layer, as the method reads it."""
         has_dropout = self.dropout > 0 and self.training and x.is_floating_point()  # an embedding's x is token ids
-        mask = dropout_mask(x, self.dropout, self.name, self.first_column) if has_dropout else None
-        left = None if self.block_input is None else self.block_input.left_by(x, self.get_parameter("lora_A"))
-        return LayerInputs(self, self.kind, x, self._bias(), mask, left, self.column_ranks)
+        return LayerCall(self, self.kind, x, self.cast_bias(), self.mask_of(x) if has_dropout else None)
 
-    def _bias(self) -> Tensor | None:
-        """Return the bias in the base's dtype, which a trainable bias, a float32 master, has not."""
+    def mask_of(self, x: Tensor) -> DropoutMask | DrawnMask:
+        """Return the dropout mask of x."""
+        return dropout_mask(x, self.dropout, self.name)
+
+    def cast_bias(self) -> Tensor | None:
+        """Return the bias in the base's dtype; a trainable bias is a float32 master."""
         bias = self._parameters.get("bias")
-        if bias is not None and not self.has_bias:
-            return bias.to(self.bias_dtype) * 0  # and not None, so that its gradient is 0 and not missing
         return bias if bias is None or self.bias_dtype is None else bias.to(self.bias_dtype)
 
     def extra_repr(self) -> str:
@@ -96,8 +95,11 @@ class TiedLoraHead(AdapterModule):
 
     def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float, name: str) -> None:
         super().__init__(head)
-        self.out_features, self.in_features = embedding.in_features, embedding.out_features
-        self.scale, self.dropout, self.name = embedding.scale, dropout, name
+        self.out_features = embedding.in_features
+        self.in_features = embedding.out_features
+        self.scale = embedding.scale
+        self.dropout = dropout
+        self.name = name
         self.register_parameter("lora_A", embedding.get_parameter("lora_A"))
         self.register_parameter("lora_B", embedding.get_parameter("lora_B"))
 

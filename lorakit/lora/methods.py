@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorakit.lora.layer_inputs import LayerInputs
+from lorakit.lora.layer_call import LayerCall
 from lorakit.ops.dropout import DrawnMask
 from lorakit.ops.lora_linear import can_fuse, lora_linear
 
@@ -39,9 +39,9 @@ class Method:
 
     scale: Callable[[float, int], float]
     """(alpha, r) -> s"""
-    apply: Callable[[LayerInputs, Tensors, float], Tensor]
+    apply: Callable[[LayerCall, Tensors, float], Tensor]
     """(inputs, tensors, s) -> the adapted y"""
-    fused: Callable[[LayerInputs, Tensors, float], Tensor | None] | None
+    fused: Callable[[LayerCall, Tensors, float], Tensor | None] | None
     """the same, saving less for backward; returns None where only `apply` can; None: the method has no such form"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
     """(W or full rows of W, float64; tensors; s) -> the same rows of the merged W; may overwrite W"""
@@ -55,7 +55,7 @@ class Method:
     """True if the change of W does not depend on W"""
 
 
-def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
+def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     """Return y + s (x' A^T) B^T in y's dtype; minus s (x A0^T) B0^T for an adapter that started at A0 and B0.
 
     A0 and B0 are a start at a part of W (`lora.init`). Both terms are computed alike, so they cancel to the bit until A
@@ -70,20 +70,20 @@ def apply_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
     return torch.add(y, delta, alpha=s)
 
 
-def fused_low_rank(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None:
+def fused_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_low_rank` by `ops.lora_linear`, or None where that cannot compute it."""
     if "lora_A0" in tensors or not has_fused_product(inputs):
         return None
     return fused_product(inputs, tensors, s, None)
 
 
-def has_fused_product(inputs: LayerInputs) -> bool:
+def has_fused_product(inputs: LayerCall) -> bool:
     """True if `ops.lora_linear` computes this layer's product as plain torch would."""
     weight = inputs.layer._parameters.get("weight")
     return weight is not None and can_fuse(inputs.x, weight)
 
 
-def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor | None) -> Tensor:
+def fused_product(inputs: LayerCall, tensors: Tensors, s: float, gain: Tensor | None) -> Tensor:
     """Return x W^T + b + s (x' A^T) B^T, times a gain if there is one."""
     assert not isinstance(inputs.mask, DrawnMask)  # torch.compile's, under which nothing is fused
     return lora_linear(
@@ -96,7 +96,6 @@ def fused_product(inputs: LayerInputs, tensors: Tensors, s: float, gain: Tensor 
         transposed=inputs.kind.transposed,
         mask=inputs.mask,
         gain=gain,
-        left=inputs.left,
     )
 
 
@@ -117,47 +116,35 @@ def row_norms(W: Tensor) -> dict[str, Tensor]:
     return {MAGNITUDE: norm, "weight_norm": norm.clone()}
 
 
-def apply_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor:
+def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     """Return b + (m / |V|) x V^T with V = W + s B A, where m is the trainable magnitude of each row.
 
     |V| has no gradient, as in section 4.3 of the source. Dropout acts on the change of y alone, as in PEFT.
     Source: Liu et al. 2024 (arXiv 2402.09353), equation 5.
     """
     y, dropped = inputs.y(), inputs.dropped()
-    gain = dora_gain(tensors, inputs.weight_times, s, inputs.over_columns)
+    gain = dora_gain(tensors, inputs.change_of_squared_norms, s)
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
     return y + (gain - 1).to(y.dtype) * inputs.product(dropped, y) + (gain * s).to(y.dtype) * delta
 
 
-def fused_dora(inputs: LayerInputs, tensors: Tensors, s: float) -> Tensor | None:
+def fused_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_dora` by `ops.lora_linear` for a layer without bias and dropout, else None.
 
     With a bias, an untrained adapter would not keep y's bits. With dropout there are two products with W.
     """
     if inputs.bias is not None or inputs.mask is not None or not has_fused_product(inputs):
         return None
-    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.weight_times, s, inputs.over_columns))
+    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.change_of_squared_norms, s))
 
 
-def dora_gain(
-    tensors: Tensors,
-    weight_times: Callable[[Tensor], Tensor],
-    s: float,
-    over_columns: Callable[[Tensor], Tensor] = lambda partial: partial,
-) -> Tensor:
-    """Return m / |V|, (out,) float32, without forming V. `weight_times`: A -> W A^T.
-
-    |V|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), row by row. The last two terms are sums over the columns of W
-    and A, of which `over_columns` adds those of other ranks.
-    """
+def dora_gain(tensors: Tensors, change: Callable[[Tensor, Tensor, float], Tensor], s: float) -> Tensor:
+    """Return m / |V|, (out,) float32, without forming V. `change`: (A, B, s) -> |V|^2 - |W|^2 of each row."""
     with torch.no_grad():
         A, B = tensors["lora_A"].float(), tensors["lora_B"].float()
-        inner = (weight_times(A).float() * B).sum(1)
-        squares = ((B @ (A @ A.T)) * B).sum(1)
         # clamped, because rounding may leave a sum below zero where V is close to zero
-        change = over_columns(2 * s * inner + s * s * squares)
-        norm = (tensors["weight_norm"].square() + change).clamp(min=0).sqrt()
+        norm = (tensors["weight_norm"].square() + change(A, B, s)).clamp(min=0).sqrt()
     return row_gain(tensors[MAGNITUDE], norm)
 
 

@@ -6,6 +6,7 @@ that gradient, row by row, times the function's own.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -16,11 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
-from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.packed_attention import RowLengths
-from lorakit.ops.stage import Stage
-from lorakit.ops.tensor_parallel import VocabularyPart
-from lorakit.ops.token_parts import TokenParts
 from lorakit.ops.varlen import KernelProbe, VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -42,20 +39,14 @@ class LogitTransform:
     cap: float | None = None
 
 
-@final
 class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the loss of each label token out, and if it was a hit.
 
-    `chunked`: compute logits for a chunk of label positions at a time, never tokens x vocabulary.
+    `objective`: what the engine minimises over these losses.
+    `head`: computes the losses from hidden states, chunk by chunk; None if the model's own head must be called.
+    `chunked`: True to use `head`, so that no tensor of tokens x vocabulary is formed.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
-    `stage`: the layers that are here, where other processes have the others; None if all are.
-    `exchange`: the ranks that share the tokens of a line; None if there are none, or only full lines come.
-    `vocabulary`: the tokens whose rows of the head are here; None: all of them.
-    `token_parts`: the tokens that are here between the blocks; None: all of them.
-    `objective`: what the engine minimises over these losses. `device_type`: the device whose chunks to compute, where
-    that is not the one of the tensors (a plan's are on meta). `label_smoothing`: share of each label that is spread
-    over all tokens of the vocabulary, in training mode alone.
     """
 
     def __init__(
@@ -66,64 +57,33 @@ class LossModel(nn.Module):
         device_type: str | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.model, self.objective, self.label_smoothing = model, objective, label_smoothing
-        self._device_type, self.packed_attention = device_type, False
-        self.vocabulary: VocabularyPart | None = None
-        self.token_parts: TokenParts | None = None
-        self.find_head()
-        self.kernel: VarlenKernel | KernelProbe | None = None
-        self.exchange: HeadExchange | None = None
-        self.stage: Stage | None = None
-        self.kernel_problem: str | None = None
+        """Find the model's head.
 
-    def find_head(self) -> None:
-        """Read the model's head, and once more after its tensors were replaced."""
-        self.head = loss_head(self.model, self._device_type, self.vocabulary)
+        device_type: the device whose chunks to compute, where that is not the one of the tensors (a plan's are on
+        meta). label_smoothing: share of each label that is spread over all tokens of the vocabulary, in training mode.
+        """
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.label_smoothing = label_smoothing
+        self.head = loss_head(model, device_type)
         self.chunked = self.head is not None
+        self.packed_attention = False
+        self.kernel: VarlenKernel | KernelProbe | None = None
+        self.kernel_problem: str | None = None
 
     def forward(
         self,
         labels: Tensor | None = None,
         row_lengths: RowLengths | None = None,
         label_positions: Tensor | None = None,
-        own_stage: bool = False,
-        hidden: Tensor | None = None,
         **inputs: Tensor,
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
 
-        A hit is 1 where the label has the largest logit, else 0, without gradient. Where other processes have a part of
-        the model, all compute in turn, without gradient, and all return the last one's result.
-
-        own_stage: compute the part of the model that is here alone, for hidden (lines, tokens, width) of the stage
-        before; a stage that is not the last returns hidden states too.
+        A hit is 1 where the label has the largest logit, else 0, without gradient.
         """
-        model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
-        if self.packed_attention and row_lengths is not None:
-            row_lengths.kernel, row_lengths.exchange = self.kernel, self.exchange if row_lengths.is_part else None
-            model_inputs["row_lengths"] = row_lengths
-        if self.stage is None or own_stage:
-            return self._outputs(model_inputs, labels, label_positions, hidden)
-        link = self.stage.link
-        with torch.no_grad():
-            if not link.is_first:
-                hidden = link.receive_hidden(inputs["input_ids"].shape)
-            result = self._outputs(model_inputs, labels, label_positions, hidden)
-            if not link.is_last:
-                link.send_hidden(result).wait()
-                result = None
-            tensors = link.from_last([result] if isinstance(result, Tensor) else result)
-            return tensors[0] if labels is None else tuple(tensors)
-
-    def _outputs(
-        self, model_inputs: dict[str, Any], labels: Tensor | None, label_positions: Tensor | None, hidden: Tensor | None
-    ) -> Any:
-        if self.stage is not None:
-            model_inputs = self.stage.inputs(model_inputs, hidden)
-            if not self.stage.link.is_last:
-                self.model.base_model(**model_inputs)  # type: ignore[operator]
-                return self.stage.output()
+        model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
             logits: Tensor = self.model(**model_inputs).logits
             return logits
@@ -131,20 +91,22 @@ class LossModel(nn.Module):
         if self.chunked:
             assert self.head is not None
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            if self.token_parts is not None:
-                hidden = self.token_parts.gathered(hidden, summed=self.vocabulary is not None)
-            return self.head(hidden, labels, label_positions, smoothing, self._sums_hidden_gradient())
+            return self.head(hidden, labels, label_positions, smoothing)
         logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
 
-    def _sums_hidden_gradient(self) -> bool:
-        """True if the loss sums the ranks' gradients of hidden states; tokens in parts are summed when they part."""
-        return self.token_parts is None or self.token_parts.problem is not None
+    def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
+        """Return the arguments of the model's forward, with the row lengths where its attention reads them."""
+        model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
+        if self.packed_attention and row_lengths is not None:
+            row_lengths.kernel = self.kernel
+            model_inputs["row_lengths"] = row_lengths
+        return model_inputs
 
 
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
-    """Return what a `LossModel` says of a micro-batch. `model`: the engine's wrapper of it, or itself."""
+    """Return the scores of a micro-batch. `model`: a `LossModel`, or the engine's wrapper of one."""
     losses, hits = model(**loss_inputs(batch))
     return Scores(losses, hits, batch.label_weights)
 
@@ -152,14 +114,16 @@ def token_scores(model: nn.Module, batch: Batch) -> Scores:
 def loss_inputs(batch: Batch) -> dict[str, Any]:
     """Return the arguments of a `LossModel` for a micro-batch."""
     inputs: dict[str, Any] = {
-        "input_ids": batch.input_ids, "labels": batch.labels, "label_positions": batch.label_positions,
-    }  # fmt: skip
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "label_positions": batch.label_positions,
+    }
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         inputs["position_ids"] = batch.position_ids
     if batch.row_lengths:
-        inputs["row_lengths"] = RowLengths(batch.row_lengths, is_part=batch.start is not None)
+        inputs["row_lengths"] = RowLengths(batch.row_lengths)
     return inputs
 
 
@@ -169,12 +133,12 @@ def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) ->
     `positions`: flat indices of the label tokens, from the host. With None they are computed on the device, and Python
     waits for it, because the size of the result depends on them.
     """
-    values, labels = values.flatten(0, -2), labels.flatten()
+    values = values.flatten(0, -2)
+    labels = labels.flatten()
     selected = labels != IGNORE_INDEX if positions is None else positions
     return values[selected], labels[selected]
 
 
-@final
 class LossHead(nn.Module):
     """A frozen output head and the loss in one module.
 
@@ -184,49 +148,42 @@ class LossHead(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        transform: LogitTransform,
-        device_type: str | None = None,
-        vocabulary: VocabularyPart | None = None,
-    ) -> None:
+    def __init__(self, head: nn.Linear, transform: LogitTransform, device_type: str | None = None) -> None:
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
-        self.transform, self.device_type, self.vocabulary = transform, device_type, vocabulary
+        self.transform = transform
+        self.device_type = device_type
 
     def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        positions: Tensor | None = None,
-        smoothing: float = 0.0,
-        sums_gradient: bool = True,
+        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...).
 
-        smoothing: share of each label that is spread over all tokens of the vocabulary. sums_gradient: sum the gradient
-        of `hidden` over the ranks that have parts of the vocabulary; otherwise it is this rank's part of the sum.
+        smoothing: share of each label that is spread over all tokens of the vocabulary.
         """
         hidden, labels = select_labelled(hidden, labels, positions)
+        return self.losses(hidden, labels, smoothing, HeadVocabulary(self.get_parameter("weight").shape[0]))
+
+    def losses(
+        self, hidden: Tensor, labels: Tensor, smoothing: float, vocabulary: "HeadVocabulary"
+    ) -> tuple[Tensor, Tensor]:
+        """Return (losses, hits), each (labels,), for the hidden states (labels, width) of label tokens."""
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary, sums_gradient)
+        settings = (self.transform, chunk_bytes, smoothing, vocabulary)
         losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
 
-def loss_head(
-    model: nn.Module, device_type: str | None = None, vocabulary: VocabularyPart | None = None
-) -> LossHead | None:
+def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
     """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     backbone = getattr(model, "base_model", model)
     if not is_plain or backbone is model or any(p.requires_grad for p in head.parameters()):
         return None
-    return LossHead(head, logit_transform(model), device_type, vocabulary)
+    return LossHead(head, logit_transform(model), device_type)
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:
@@ -238,6 +195,32 @@ def logit_transform(model: nn.Module) -> LogitTransform:
     values = {name: getattr(config, name, None) for name in (*FACTOR_KEYS, *DIVISOR_KEYS, CAP_KEY)}
     factors = [values[name] or 1.0 for name in FACTOR_KEYS] + [1.0 / (values[name] or 1.0) for name in DIVISOR_KEYS]
     return LogitTransform(math.prod(factors), values[CAP_KEY])
+
+
+class HeadVocabulary:
+    """The tokens whose logits a head computes: all ``size`` of them.
+
+    A head with the rows of some tokens alone has a subclass, whose methods combine its logits with those of the others.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def max_rows(self) -> int:
+        """Return the number of logits of a label by which chunks are sized."""
+        return self.size
+
+    def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's row of each label (labels, 1), and 1.0 where the head has that row, else 0.0."""
+        return labels, torch.ones_like(labels, dtype=torch.float32)
+
+    def maximum(self, largest: Tensor) -> Tensor:
+        """Return the largest logit of each label, given that of the head's rows; may overwrite it."""
+        return largest
+
+    def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the sums over all tokens, given those over the head's rows, each (labels, 1)."""
+        return partial
 
 
 @final
@@ -258,39 +241,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         chunk_bytes: int,
         smoothing: float,
-        vocabulary: VocabularyPart | None,
-        sums_gradient: bool,
+        vocabulary: HeadVocabulary,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        losses, hits = (torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(2))
+        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        hits = torch.empty_like(losses)
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
-        num_tokens = weight.shape[0] if vocabulary is None else vocabulary.count
-        size = chunk_bytes // (4 * (weight.shape[0] if vocabulary is None else vocabulary.max_rows))
+        size = chunk_bytes // (4 * vocabulary.max_rows())
         size = max(1, size - size % CHUNK_MULTIPLE or size)
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
-            targets, is_here = _own_targets(labels[chunk, None], weight.shape[0], vocabulary)
+            rows, is_here = vocabulary.rows_of(labels[chunk, None])
             z, slope = _transformed(F.linear(hidden[chunk], weight, bias).float(), transform)
+            target_logits = z.gather(1, rows) * is_here
+            mean = z.sum(1, keepdim=True).div_(vocabulary.size) if smoothing else None
             # in place from here, because torch.logsumexp would allocate a second chunk
-            largest, target_logits = z.amax(1, keepdim=True), z.gather(1, targets)
-            mean = z.sum(1, keepdim=True).div_(num_tokens) if smoothing else None
-            if vocabulary is not None:
-                vocabulary.group.maximum(largest)
+            largest = vocabulary.maximum(z.amax(1, keepdim=True))
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
-            if vocabulary is not None:
-                own = [total, target_logits * is_here, *([] if mean is None else [mean])]
-                total, target_logits, *means = vocabulary.group.sum(torch.cat(own, 1)).split(1, dim=1)
-                mean = means[0] if means else None
+            partial = [total, target_logits, *([] if mean is None else [mean])]
+            total, target_logits, *means = vocabulary.sums(partial)
             hits[chunk] = (target_logits == largest)[:, 0]
-            if mean is not None:
+            if smoothing:
                 # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
-                target_logits = torch.lerp(target_logits, mean, smoothing)
+                target_logits = torch.lerp(target_logits, means[0], smoothing)
             losses[chunk] = (total.log() + largest - target_logits)[:, 0]
             if gradient is not None:
                 # d loss / d logits = softmax - one-hot, or the smoothed label
-                z.div_(total).scatter_add_(1, targets, is_here * (smoothing - 1.0))
+                z.div_(total).scatter_add_(1, rows, is_here * (smoothing - 1.0))
                 if smoothing:
-                    z.sub_(smoothing / num_tokens)
+                    z.sub_(smoothing / vocabulary.size)
                 if slope is not None:
                     z.mul_(slope)
                 if transform.scale * gradient_scale != 1.0:
@@ -298,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
             del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
-        ctx.gradient_scale, ctx.vocabulary = gradient_scale, vocabulary if sums_gradient else None
+        ctx.gradient_scale = gradient_scale
         ctx.mark_non_differentiable(hits)
         return losses, hits
 
@@ -308,18 +287,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
         dhidden = (gradient.float() * factors).to(gradient.dtype)
-        if ctx.vocabulary is not None:
-            dhidden = ctx.vocabulary.group.sum(dhidden)
-        return dhidden, *[None] * 8
-
-
-def _own_targets(labels: Tensor, num_rows: int, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Return the labels as rows of the head that are here, and 1.0 for each that is, else 0.0; both (labels, 1)."""
-    if vocabulary is None:
-        return labels, torch.ones_like(labels, dtype=torch.float32)
-    rows = labels - vocabulary.start
-    is_here = (rows >= 0) & (rows < num_rows)
-    return rows.masked_fill(~is_here, 0), is_here.float()
+        return dhidden, *[None] * 7
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

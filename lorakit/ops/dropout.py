@@ -67,7 +67,9 @@ class TokenKeys:
     """
 
     def __init__(self, seeds: Tensor, positions: Tensor, lengths: Tensor) -> None:
-        self._seeds, self._positions, self.lengths = seeds, positions, lengths
+        self._seeds = seeds
+        self._positions = positions
+        self.lengths = lengths
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -101,11 +103,11 @@ def current_keys(num_tokens: int) -> TokenKeys | None:
 
 def hashes(keys: TokenKeys, stream: str, num_columns: int, device: torch.device) -> Tensor:
     """Return a random int32 for each token and column, (tokens, columns), of a stream by this name."""
-    return _hashed(keys.on(device), _column_keys(stream, 0, num_columns, device))
+    return _hashed(keys.on(device), column_keys(stream, range(num_columns), device))
 
 
-def dropout_mask(x: Tensor, p: float, layer: str, first_column: int = 0) -> DropoutMask | DrawnMask:
-    """Return the mask of a layer for its input x (..., columns). first_column: of x in the layer's full input.
+def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
+    """Return the mask of a layer for its input x (..., columns).
 
     Where x is not the tokens of an engine's micro-batch, as outside of any, each token's key is drawn from torch's
     global generator.
@@ -117,7 +119,7 @@ def dropout_mask(x: Tensor, p: float, layer: str, first_column: int = 0) -> Drop
         keys = token_keys.on(x.device)
     else:
         keys = torch.randint(-(2**31), 2**31, (num_tokens,), dtype=torch.int32).to(x.device)
-    return DropoutMask(keys, _column_keys(layer, first_column, x.shape[-1], x.device), p)
+    return DropoutMask(keys, column_keys(layer, range(x.shape[-1]), x.device), p)
 
 
 def _hashed(token_keys: Tensor, column_keys: Tensor) -> Tensor:
@@ -127,14 +129,16 @@ def _hashed(token_keys: Tensor, column_keys: Tensor) -> Tensor:
     return mixed.bitwise_xor_(mixed >> 15).mul_(0x735A2D97)
 
 
-def _column_keys(layer: str, first: int, count: int, device: torch.device) -> Tensor:
+def column_keys(layer: str, columns: range, device: torch.device) -> Tensor:
+    """Return the keys (columns,) of some columns of a layer's input."""
     # a plan on meta counts every tensor that is made, so it must not get an earlier plan's
-    return (_cached_keys.__wrapped__ if device.type == "meta" else _cached_keys)(layer, first, count, device)
+    return (_cached_keys.__wrapped__ if device.type == "meta" else _cached_keys)(layer, columns, device)
 
 
 @lru_cache(4096)  # a model's layers
-def _cached_keys(layer: str, first: int, count: int, device: torch.device) -> Tensor:
-    return _mixed(torch.arange(first, first + count, device=device) * GOLDEN + zlib.crc32(layer.encode()))
+def _cached_keys(layer: str, columns: range, device: torch.device) -> Tensor:
+    numbers = torch.arange(columns.start, columns.stop, device=device)
+    return _mixed(numbers * GOLDEN + zlib.crc32(layer.encode()))
 
 
 def _mixed(values: Tensor) -> Tensor:

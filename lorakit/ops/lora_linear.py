@@ -5,10 +5,10 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 
 - forward computes the small product first and adds the large one onto it, so y is written once;
 - backward computes dY B once and uses it for dA and dx;
-- of x, nothing is saved where `ops.recompute` can recompute it; otherwise x itself, without a copy in another dtype;
+- of x, nothing is saved where A is frozen or `ops.recompute` needs no saved x for its gradient; otherwise x itself,
+  without a copy in another dtype;
 - dropout saves the keys of its mask, one number for each token and column, instead of the mask;
-- of W, only the function that returns it is saved;
-- of an x that was gathered from ranks nothing is saved: dY B is left for the gather's backward, which computes dA.
+- of W, only the function that returns it is saved.
 
 With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
 """
@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakit.ops.dropout import DropoutMask
-from lorakit.ops.recompute import RecomputedInput, recomputable
-from lorakit.ops.token_parts import LeftProducts
+from lorakit.ops.recompute import GradientOfA, gradient_of_A, gradient_without_x
 
 GetWeight = Callable[[], Tensor]
 
@@ -52,19 +51,16 @@ def lora_linear(
     transposed: bool,
     mask: DropoutMask | None = None,
     gain: Tensor | None = None,
-    left: LeftProducts | None = None,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
     `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `mask`: the zeros of x';
     None: x' is x.
     `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
-    `left`: of the gather that returned x; None if no such gather computes A's gradient.
     """
     assert gain is None or (bias is None and mask is None)
-    recomputed = recomputable(x) if torch.is_grad_enabled() and left is None else None
-    settings = s, transposed, mask, recomputed, gain, left
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, *settings)  # type: ignore[no-untyped-call]
+    dA = gradient_without_x(x, A) if A.requires_grad else None
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, mask, dA, gain)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -85,9 +81,8 @@ class _LoraLinearFunction(torch.autograd.Function):
         s: float,
         transposed: bool,
         mask: DropoutMask | None,
-        recomputed: RecomputedInput | None,
+        gradient_without_x: GradientOfA | None,
         gain: Tensor | None,
-        left: LeftProducts | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
@@ -97,12 +92,15 @@ class _LoraLinearFunction(torch.autograd.Function):
             y += bias
         W = weight().to(x.dtype)
         y.addmm_(rows, W if transposed else W.T)
-        inputs = [rows] if recomputed is None and left is None else []
-        ctx.save_for_backward(A, B, S, *inputs, *([] if gain is None else [gain, y]))
+        saves_x = ctx.needs_input_grad[3] and gradient_without_x is None
+        ctx.save_for_backward(A, B, S, *([rows] if saves_x else []), *([] if gain is None else [gain, y]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
-        ctx.weight, ctx.s, ctx.transposed, ctx.mask, ctx.recomputed = weight, s, transposed, mask, recomputed
-        ctx.left, ctx.A_id = left, id(A)
+        ctx.weight = weight
+        ctx.s = s
+        ctx.transposed = transposed
+        ctx.mask = mask
+        ctx.gradient_without_x = gradient_without_x
         if gain is not None:
             y = (y * gain).to(y.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -122,11 +120,10 @@ class _LoraLinearFunction(torch.autograd.Function):
         D = dy @ (B * ctx.s).to(dy.dtype)
         if needs_dB:
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
-        if needs_dA and ctx.left is not None:
-            ctx.left.products[ctx.A_id] = D, ctx.mask
+        if needs_dA and ctx.gradient_without_x is not None:
+            dA = ctx.gradient_without_x(D, ctx.mask)
         elif needs_dA:
-            x = saved[0] if ctx.recomputed is None else ctx.recomputed.get().reshape(-1, A.shape[1])
-            dA = (D.T @ _dropped(x, ctx.mask)).to(A.dtype)
+            dA = gradient_of_A(D, saved[0], ctx.mask, A.dtype)
         if needs_dx:
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
             dx = _dropped(D @ A.to(D.dtype), ctx.mask)
@@ -135,4 +132,4 @@ class _LoraLinearFunction(torch.autograd.Function):
             dx = dx.view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None, dgain, None
+        return dx, None, dbias, dA, dB, None, None, None, None, dgain

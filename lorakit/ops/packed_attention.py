@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.ops._internals import attention_implementation, can_set_attention
-from lorakit.ops.head_exchange import HeadExchange
 from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, Window, row_bounds
 
 PREFIX: Final = "rows_"
@@ -27,20 +26,26 @@ MaskFunction = Callable[..., Tensor | None]
 """transformers' mask interface: arguments by name -> mask (1, 1, queries, keys), or None where none is needed"""
 
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""queries, keys and values, each (1, heads, tokens, size)"""
+AttendRows = Callable[[nn.Module, Heads, "Masks"], Tensor]
+"""(attention module, heads of a full line, its masks) -> output (1, tokens, heads, size)"""
+
+
 @final
 class RowLengths:
     """The tokens of each row of a packed line, passed to a model's forward as ``row_lengths``.
 
     `was_used`: True once the model's forward has passed them on to its attention. `kernel`: attends to all rows in one
-    call; None to attend row by row. `is_part`: True if only some of the line's tokens are here. `exchange`: the ranks
-    that have the others then.
+    call; None to attend row by row. `wrapper`: attends in place of the rows' own attention, which it is given, where
+    the model is called with other tokens or heads than the full line's.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None, *, is_part: bool = False
-    ) -> None:
-        self.lengths, self.is_part, self.was_used, self.kernel = tuple(lengths), is_part, False, kernel
-        self.exchange: HeadExchange | None = None
+    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None) -> None:
+        self.lengths = tuple(lengths)
+        self.kernel = kernel
+        self.was_used = False
+        self.wrapper: Callable[[AttendRows, nn.Module, Heads, Masks, RowLengths], Tensor] | None = None
         self._cu_seqlens: Tensor | None = None
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
@@ -77,7 +82,8 @@ def _register(inner: str) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    inner_mask, functions = ALL_MASK_ATTENTION_FUNCTIONS[inner], ALL_ATTENTION_FUNCTIONS
+    inner_mask = ALL_MASK_ATTENTION_FUNCTIONS[inner]
+    functions = ALL_ATTENTION_FUNCTIONS
 
     def mask(**arguments: Any) -> Any:
         one_line = arguments["batch_size"] == 1 and arguments["q_length"] == arguments["kv_length"]
@@ -100,17 +106,22 @@ def _register(inner: str) -> None:
             return attention(module, query, key, value, attention_mask, **rest)
         if row_lengths is None:
             return attention(module, query, key, value, attention_mask.for_line(), **rest)
-        row_lengths.was_used = True
-        lengths, heads, exchange = row_lengths.lengths, (query, key, value), row_lengths.exchange
-        if exchange is not None:
-            attention_mask = attention_mask.of_full_line(lengths)
-            module, heads = exchange.to_heads(module, heads, sum(lengths))
-        output = _varlen_attention(module, heads, attention_mask, row_lengths, rest)
-        if output is None:
-            rows = zip(*(part.split(lengths, dim=2) for part in heads), attention_mask.for_rows(lengths), strict=True)
-            outputs = [attention(module, *row, **rest)[0] for row in rows]
-            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return (output if exchange is None else exchange.to_tokens(output)), None
+        rows = row_lengths
+        rows.was_used = True
+
+        def attend_rows(module: nn.Module, heads: Heads, masks: Masks) -> Tensor:
+            output = _varlen_attention(module, heads, masks, rows, rest)
+            if output is not None:
+                return output
+            parts = (part.split(rows.lengths, dim=2) for part in heads)
+            outputs = [
+                attention(module, *row, **rest)[0] for row in zip(*parts, masks.for_rows(rows.lengths), strict=True)
+            ]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+        if rows.wrapper is not None:
+            return rows.wrapper(attend_rows, module, (query, key, value), attention_mask, rows), None
+        return attend_rows(module, (query, key, value), attention_mask), None
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, mask)
     # not compiled, because a compiler would compile it anew for every combination of row lengths
@@ -119,7 +130,7 @@ def _register(inner: str) -> None:
 
 def _varlen_attention(
     module: nn.Module,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     masks: "Masks",
     rows: RowLengths,
     arguments: Mapping[str, Any],
@@ -129,7 +140,8 @@ def _varlen_attention(
         return None
     if (window := masks.window(rows.lengths)) is None:
         return None
-    cu_seqlens, max_seqlen = rows.cu_seqlens(heads[0].device), max(rows.lengths)
+    cu_seqlens = rows.cu_seqlens(heads[0].device)
+    max_seqlen = max(rows.lengths)
     return rows.kernel(*heads, cu_seqlens, max_seqlen, window, arguments.get("scaling"))
 
 
@@ -142,7 +154,9 @@ class Masks:
     """
 
     def __init__(self, mask: MaskFunction, arguments: Mapping[str, Any], *, skip_causal: bool) -> None:
-        self._mask, self._arguments, self._skip_causal = mask, arguments, skip_causal
+        self._mask = mask
+        self._arguments = arguments
+        self._skip_causal = skip_causal
         # a tuple of one, so that None is "not computed yet" and (None,) is "computed: no mask, or no window"
         self._line: tuple[Tensor | None] | None = None
         self._rows: tuple[Tensor | None, ...] | None = None
@@ -213,7 +227,8 @@ class Masks:
         """
         if self._arguments.get("use_vmap"):  # a rule for single indices, which cannot be evaluated on blocks
             return torch.zeros(len(rows), dtype=torch.bool)
-        rule, device = self._arguments["mask_function"], self._arguments["device"]
+        rule = self._arguments["mask_function"]
+        device = self._arguments["device"]
         # (1, 1) and not a scalar, because torch reads a scalar index back from the device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         agreed = []
@@ -221,7 +236,8 @@ class Masks:
             keys = torch.arange(start, start + length, device=device)
             blocks = []
             for queries in keys.split(BLOCK):
-                q, k = queries[:, None], keys[None, :]
+                q = queries[:, None]
+                k = keys[None, :]
                 expected = k <= q if window is None else (k <= q) & (k > q - window)
                 blocks.append((rule(zero, zero, q, k) == expected).all())
             agreed.append(torch.stack(blocks).all())

@@ -12,12 +12,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lorakit.ops._internals import DEEPSPEED_NODES, left_factor, right_factor, saved_tensor_hooks
-from lorakit.ops.tensor_parallel import COPY_NODE
+from lorakit.ops.dropout import DropoutMask
 
 Recompute = Callable[[], Tensor]
-PASSING: Final = (*DEEPSPEED_NODES, COPY_NODE)
+GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor | None]
+"""(dY B, mask of x') -> the gradient of A, (r, in); None where another node's backward computes it"""
+PASSING: Final = (*DEEPSPEED_NODES, "_ChangedGradientBackward")
 """nodes that change no value"""
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
@@ -31,7 +34,9 @@ class RecomputedInput:
     """
 
     def __init__(self, node: Any, recompute: Recompute) -> None:
-        self._node, self._recompute, self._readers = node, recompute, 0
+        self._node = node
+        self._recompute = recompute
+        self._readers = 0
         self._x: Tensor | None = None
 
     def add_reader(self) -> "RecomputedInput":
@@ -45,6 +50,48 @@ class RecomputedInput:
         self._readers -= 1
         self._x = x if self._readers > 0 else None
         return x
+
+
+def gradient_of_A(D: Tensor, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of A (r, in) for D = dY B (tokens, r) and x (..., in). mask: the zeros of x'."""
+    x = x.reshape(-1, x.shape[-1])
+    return (D.T @ (x if mask is None else mask.apply(x))).to(dtype)
+
+
+def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
+    """Return the function that backward calls for the gradient of A where x is not saved; None to save x.
+
+    An autograd function whose output is x may bring such a function: `defer`, a function of A, on its node.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    defer: Callable[[Tensor], GradientOfA | None] | None = getattr(x.grad_fn, "defer", None)
+    if defer is not None and (deferred := defer(A)) is not None:
+        return deferred
+    recomputed = recomputable(x)
+    if recomputed is None:
+        return None
+    dtype = A.dtype
+    return lambda D, mask: gradient_of_A(D, recomputed.get(), mask, dtype)
+
+
+def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return x; its gradient is `change` of the gradient that comes in."""
+    unchanged: Tensor = _ChangedGradient.apply(x, change)  # type: ignore[no-untyped-call]
+    return unchanged
+
+
+@final
+class _ChangedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return ctx.change(outer[0]), None
 
 
 # weak, so that an entry ends with the graphs of its readers

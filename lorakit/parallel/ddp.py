@@ -66,10 +66,8 @@ class DdpEngine(SingleEngine):
     def describe(self) -> dict[str, Any]:
         # read from the object, because accelerate alone decides whether it wraps the model
         wrapped = isinstance(self._wrapped, DistributedDataParallel)
-        parts = [f"stage {s.link.rank + 1} of {s.link.size}"] if (s := self._loss_model.stage) else []
-        parts += [f"part {self.mesh.tensor.rank + 1} of {self.mesh.tensor.size}"] if self.parts is not None else []
-        if parts:
-            return {"engine": ", ".join(parts), "backend": "ddp"}
+        if (part := self.axes.describe()) is not None:
+            return {"engine": part, "backend": "ddp"}
         return {"engine": type(self._wrapped).__name__, "backend": "ddp" if wrapped else "single"}
 
 

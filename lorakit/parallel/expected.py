@@ -13,7 +13,9 @@ from torch import nn
 
 from lorakit.base.layers import layer_lists, repeated_layers
 from lorakit.lora import LoraLinear, adapter_tensors
+from lorakit.lora.inject import adapted_layers
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.axes import Axes
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.messages import (
     ByKind,
@@ -26,7 +28,9 @@ from lorakit.parallel.messages import (
 )
 
 if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
-    from lorakit.parallel.tensor import TensorParts
+    from lorakit.parallel.pipeline.stage import Stage
+    from lorakit.parallel.sequence import UlyssesExchange
+    from lorakit.parallel.tensor import TensorShards
 
 Bounds = tuple[ByKind, ByKind]
 """the least and the most of each kind"""
@@ -35,22 +39,28 @@ SMALL: Final = {kind: Messages(math.inf, 65536) for kind in ("all_gather", "all_
 
 
 def expected_messages(
-    loss_model: LossModel, parts: "TensorParts | None", mesh: Mesh, micro_batches: int, num_tokens: int
+    loss_model: LossModel, axes: Axes, mesh: Mesh, micro_batches: int, num_tokens: int
 ) -> Mapping[str, Bounds]:
     """Return axis -> what this rank sends in a step of so many micro-batches and tokens of its own."""
+    pipeline, sequence, tensor = (axes.by_name.get(name) for name in ("pipeline", "sequence", "tensor"))
+    stage: Stage | None = getattr(pipeline, "stage", None)
+    exchange: UlyssesExchange | None = getattr(sequence, "exchange", None)
+    parts: TensorShards | None = getattr(tensor, "shards", None)
     bounds: dict[str, Bounds] = {}
     if mesh.pipeline.size > 1:
-        exact = pipeline_messages(_work(loss_model, micro_batches, num_tokens, 0))
+        exact = pipeline_messages(_work(loss_model, stage, micro_batches, num_tokens, 0))
         bounds["pipeline"] = exact, {**SMALL, **exact}
-    if mesh.sequence.size > 1:
-        bounds["sequence"] = _sequence_bounds(loss_model, micro_batches, num_tokens)
+    if exchange is not None:
+        bounds["sequence"] = _sequence_bounds(loss_model, stage, exchange, micro_batches, num_tokens)
     if parts is not None:
-        bounds["tensor"] = _tensor_bounds(loss_model, parts, micro_batches, num_tokens)
+        bounds["tensor"] = _tensor_bounds(loss_model, stage, parts, micro_batches, num_tokens)
     return bounds
 
 
-def _work(loss_model: LossModel, micro_batches: int, num_tokens: int, num_trained: int) -> StepWork:
-    model, stage = loss_model.model, loss_model.stage
+def _work(
+    loss_model: LossModel, stage: "Stage | None", micro_batches: int, num_tokens: int, num_trained: int
+) -> StepWork:
+    model = loss_model.model
     link = None if stage is None else stage.link
     return StepWork(
         micro_batches=micro_batches,
@@ -67,11 +77,12 @@ def _work(loss_model: LossModel, micro_batches: int, num_tokens: int, num_traine
     )
 
 
-def _sequence_bounds(loss_model: LossModel, micro_batches: int, num_tokens: int) -> Bounds:
+def _sequence_bounds(
+    loss_model: LossModel, stage: "Stage | None", exchange: "UlyssesExchange", micro_batches: int, num_tokens: int
+) -> Bounds:
     """Return what the attentions of the last forward send. Each layer has one at least."""
-    model, exchange = loss_model.model, loss_model.exchange
-    assert exchange is not None
-    fewest, _ = _trained_layers(loss_model)
+    model = loss_model.model
+    fewest, _ = _trained_layers(loss_model, stage)
     num_layers = sum(1 for _ in repeated_layers(model))
     attentions = sorted(exchange.attentions.values(), key=lambda one: not one[1])
     recomputes, absent = _recomputes(model), [(0, False)] * (num_layers - len(attentions))
@@ -82,14 +93,16 @@ def _sequence_bounds(loss_model: LossModel, micro_batches: int, num_tokens: int)
     return least, most
 
 
-def _tensor_bounds(loss_model: LossModel, parts: "TensorParts", micro_batches: int, num_tokens: int) -> Bounds:
-    model, tokens, num_ranks = loss_model.model, parts.tokens, parts.tokens.group.size
-    fewest, most_layers = _trained_layers(loss_model)
+def _tensor_bounds(
+    loss_model: LossModel, stage: "Stage | None", parts: "TensorShards", micro_batches: int, num_tokens: int
+) -> Bounds:
+    model, tokens, num_ranks = loss_model.model, parts.region, parts.region.group.size
+    fewest, most_layers = _trained_layers(loss_model, stage)
     uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
-    stage, in_parts = loss_model.stage, tokens.problem is None
+    in_parts = tokens.is_cut
     has_embedding = stage is None or stage.link.is_first
     is_last = stage is None or stage.link.is_last
-    head = loss_model.vocabulary is not None and is_last
+    head = parts.vocabulary is not None and is_last
     cut = CutModel(
         num_blocks=parts.num_blocks,
         num_summed=parts.summed_layers,
@@ -99,25 +112,27 @@ def _tensor_bounds(loss_model: LossModel, parts: "TensorParts", micro_batches: i
         head=head and loss_model.chunked,
         uncut_bytes=0.0,
     )
-    work = _work(loss_model, micro_batches, num_tokens, fewest)
+    work = _work(loss_model, stage, micro_batches, num_tokens, fewest)
     # a rank's part of a micro-batch is padded to the size of the largest
     full = replace(work, num_tokens=num_tokens + num_ranks * micro_batches, num_trained=most_layers)
     # of an adapter's A that gradients of x A^T go along for
-    along = sum(m.get_parameter("lora_A").shape[0] for m in model.modules() if _reads_block(m))
+    along = sum(m.get_parameter("lora_A").shape[0] for _, m in _outputs_layers(model, parts))
     # with the gradients go a sum of squares and a checksum of chosen experts
     least = dict(tensor_messages(work, cut))
     most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0, product_bytes=4.0 * along)))
     # an input of the first layer needs a gradient where a norm before it is trained
     _add(most, "reduce_scatter" if in_parts else "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
+    from lorakit.parallel.tensor.linear import TensorParallelLoraLinear
+
     times = micro_batches * (1 + work.recomputes)
     for layer in model.modules():  # squares of a merged weight's columns
-        if isinstance(layer, LoraLinear) and layer.column_ranks is not None and hasattr(layer, "lora_magnitude_vector"):
+        if isinstance(layer, TensorParallelLoraLinear) and hasattr(layer, "lora_magnitude_vector"):
             _add(most, "all_reduce", times, 4 * times * layer.out_features)
     if cut.head:  # labels of a chunk at a time, of some micro-batches none
         _add(least, "all_reduce", -2 * micro_batches, 0)
         _add(most, "all_reduce", 2 * num_tokens, 16 * num_tokens)
     elif head:  # logits of the full vocabulary
-        count = loss_model.vocabulary.count if loss_model.vocabulary else 0
+        count = parts.vocabulary.size if parts.vocabulary else 0
         logits = full.num_tokens * (count + num_ranks) * 4
         _add(most, "all_gather", micro_batches, logits)
         _add(most, "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
@@ -129,9 +144,9 @@ def _add(by_kind: dict[str, Messages], kind: str, calls: float, num_bytes: float
     by_kind[kind] = Messages(before.calls + calls, before.num_bytes + num_bytes)
 
 
-def _trained_layers(loss_model: LossModel) -> tuple[int, int]:
+def _trained_layers(loss_model: LossModel, stage: "Stage | None") -> tuple[int, int]:
     """Return the least and the most layers of this rank that gradients go through, from end to end."""
-    model, stage = loss_model.model, loss_model.stage
+    model = loss_model.model
     layers = list(repeated_layers(model))
     is_first = stage is None or stage.link.is_first
     if (stage is not None and stage.sends_gradient) or (is_first and _trains_embedding(model)):
@@ -156,8 +171,8 @@ def _recomputes(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
-def _reads_block(module: nn.Module) -> bool:
-    return isinstance(module, LoraLinear) and module.block_input is not None
+def _outputs_layers(model: nn.Module, parts: "TensorShards") -> list[tuple[str, LoraLinear]]:
+    return [(name, layer) for name, layer in adapted_layers(model) if parts.plan.get(name) == "outputs"]
 
 
 def _token_bytes(model: nn.Module) -> int:

@@ -75,13 +75,12 @@ class Fsdp2Engine(SingleEngine):
 
     def clip(self, tensors: Mapping[str, nn.Parameter], limit: float) -> float:
         shards = [_local(tensor.grad) for tensor in tensors.values() if tensor.grad is not None]
-        if self.parts is None:
+        squares = self.axes.sum_gradients(_local)
+        if squares is None:
             zero = torch.zeros((), device=self._shard_device)
             squares = float(sum((shard.float().square().sum() for shard in shards), zero))
-        else:
-            squares = self.parts.sum_gradients(_local)
         # one message, not one per tensor
-        norm = self.norm_over_stages(math.sqrt(self.mesh.tokens.all_reduce_sum(squares)[0]))
+        norm = self.axes.norm_over_layers(math.sqrt(self.mesh.tokens.all_reduce_sum(squares)[0]))
         for shard in shards if norm > limit else ():
             shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm

@@ -49,18 +49,11 @@ class SingleEngine(BaseEngine):
     def clip(self, tensors: Mapping[str, nn.Parameter], limit: float) -> float:
         """Scale the gradients down to a norm of `limit` if theirs is larger. Returns their norm before that."""
         gradients = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
-        if self.parts is None:
-            norm = float(get_total_norm(gradients))
-        else:
-            norm = math.sqrt(self.parts.sum_gradients(lambda gradient: gradient))
-        norm = self.norm_over_stages(norm)
+        squares = self.axes.sum_gradients(lambda gradient: gradient)
+        norm = float(get_total_norm(gradients)) if squares is None else math.sqrt(squares)
+        norm = self.axes.norm_over_layers(norm)
         clip_grads_with_norm_(tensors.values(), limit, torch.tensor(norm, device=self.device))
         return norm
-
-    def norm_over_stages(self, norm: float) -> float:
-        """Return the norm of the gradients of all layers, of this rank's. Collective."""
-        pipeline = self.mesh.pipeline
-        return norm if pipeline.size == 1 else math.sqrt(pipeline.all_reduce_sum(norm * norm)[0])
 
     def stage_adapter(self) -> dict[str, Tensor]:
         return {name: self.join(name, to_cpu(tensor)) for name, tensor in checkpoint_tensors(self._model).items()}

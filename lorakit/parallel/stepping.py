@@ -11,8 +11,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.dropout import TokenKeys, use_token_keys
-from lorakit.ops.head_exchange import HeadExchange, token_range
-from lorakit.ops.stage import StageLink
 from lorakit.parallel.accounting import Collectives
+from lorakit.parallel.axes import Axes
 from lorakit.parallel.engine import (
     BuildOptimizer,
     EngineState,
@@ -40,13 +39,10 @@ from lorakit.parallel.expected import expected_messages
 from lorakit.parallel.group import Group
 from lorakit.parallel.loss_scale import LOSS_SCALE_KEY, LossScale
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline import FORWARD, StageForward, StageSteps, one_forward_one_backward
+from lorakit.parallel.pipeline import FORWARD, StageForward
 from lorakit.parallel.seeds import derived_seed, dropout_keys
 from lorakit.parallel.sums import ScoreSums, StepCounts, count_step, terms_of
 from lorakit.parallel.verify import ExpectedLayout, verify_layout, verify_step
-
-if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
-    from lorakit.parallel.tensor import TensorParts
 
 
 class BaseEngine(ABC):
@@ -63,8 +59,7 @@ class BaseEngine(ABC):
         self.rank, self.mesh = group.rank, mesh or Mesh(data=group, tokens=group)
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
-        self.parts: TensorParts | None = None
-        """of a model that is cut over the axis `tensor`"""
+        self.axes = Axes(self.mesh, group, device)
 
     # --- hooks of a backend ------------------------------------------------------------------------------------------
 
@@ -136,18 +131,11 @@ class BaseEngine(ABC):
     ) -> None:
         model = loss_model.model
         self._loss_model, self._model = loss_model.train(), model
-        if self.mesh.sequence.size > 1:
-            sequence = self.mesh.sequence
-            loss_model.exchange = HeadExchange(sequence.device_group, sequence.rank, sequence.size)
         self._objective, self._settings = loss_model.objective, settings
         self._num_micro_batches = self._num_tokens = 0
         self._counted_step: dict[str, int] = {}
         self._all_names = checkpoint_tensors(model).keys()
-        if self.mesh.pipeline.size > 1:
-            self._cut_layers(loss_model)
-        check_parts: Callable[[], None] | None = None
-        if self.mesh.tensor.size > 1:
-            weights, check_parts = self._cut_weights(loss_model, weights)
+        weights = self.axes.cut(loss_model, settings.label_share, weights)
         self._without_gradient, self._all_had_gradient = set(adapter_tensors(model)), False
         self._scale = LossScale(settings.scales_loss)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -162,36 +150,10 @@ class BaseEngine(ABC):
         )
         with quiet_libraries():
             self._wrapped = self.wrap(loss_model, optimizer, weights)
-        self._stage_steps = StageSteps(self._wrapped, loss_model.stage, loss_model.token_parts)
+        self._stage_steps = self.axes.steps(self._wrapped)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
-        if check_parts is not None:
-            check_parts()
-
-    def _cut_layers(self, loss_model: LossModel) -> None:
-        """Leave in the model the layers of this rank's stage."""
-        from lorakit.base.stages import cut_stage  # here, because a loop without a recipe needs no pydantic
-
-        model: Any = loss_model.model
-        width = model.config.get_text_config().hidden_size
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-        groups = self.mesh.pipeline.device_group, self.mesh.upstream.device_group
-        link = StageLink(self.mesh.pipeline.rank, self.mesh.pipeline.size, width, dtype, self.device, *groups)
-        loss_model.stage = self.group.run_on_all(lambda: cut_stage(model, link, self._settings.label_share))
-        if not link.is_last:
-            loss_model.head = None
-
-    def _cut_weights(self, loss_model: LossModel, weights: LazyBase | None) -> tuple[LazyBase, Callable[[], None]]:
-        """Leave in the model this rank's part of each weight. Returns the parts, and a check of them once filled."""
-        from lorakit.parallel.tensor import cut_weights
-        from lorakit.parallel.tensor_proof import check_layers, copy_layers
-
-        assert weights is not None
-        full_layers, chunked = copy_layers(loss_model.model), loss_model.chunked
-        self.parts = parts = self.group.run_on_all(lambda: cut_weights(loss_model, self.mesh.tensor))
-        loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
-        check = partial(check_layers, loss_model, full_layers, weights, self.device, self.group)
-        return parts.weights(weights), lambda: parts.begin(check())
+        self.axes.check()
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         counts = count_step(self._objective, micro_batches, self.mesh.data)
@@ -208,7 +170,7 @@ class BaseEngine(ABC):
         if self._collectives.counts_are_new():
             self._counted_step = {"micro_batches": self._num_micro_batches, "tokens": self._num_tokens}
             numbers = self._counted_step.values()
-            bounds = expected_messages(self._loss_model, self.parts, self.mesh, *numbers)
+            bounds = expected_messages(self._loss_model, self.axes, self.mesh, *numbers)
             self.check(lambda: verify_step(self._expected, bounds, self.layout()))
         return StepReport(report.loss, grad_norm, rate, counts.num_tokens, counts.num_label_tokens, report.metrics)
 
@@ -220,14 +182,13 @@ class BaseEngine(ABC):
         self._num_micro_batches, self._num_tokens = len(micro_batches), 0
         under_way: dict[int, tuple[TokenKeys, StageForward, Tensor | None]] = {}
         devices = [self.device] if self.device.type == "cuda" else []
-        pipeline = self.mesh.pipeline
         with torch.random.fork_rng(devices):
-            for direction, number in one_forward_one_backward(pipeline.rank, pipeline.size, len(micro_batches)):
+            for direction, number in self.axes.schedule(len(micro_batches)):
                 last = number == len(micro_batches) - 1
                 if direction == FORWARD:
                     batch = micro_batches[number]
                     torch.manual_seed(self._seed_of(index, number))
-                    part = self.part_of(batch)
+                    part = self.axes.slice(batch)
                     self._num_tokens += part.input_ids.numel()
                     keys, loss = dropout_keys(part, self._settings.seed, index), None
                     with use_token_keys(keys), self.micro_batch(last):
@@ -266,15 +227,6 @@ class BaseEngine(ABC):
         # each once: ranks that share a line have the same rows
         return tuple(dict.fromkeys(suspects or (row for _, all_rows in rows_by_rank for row in all_rows)))
 
-    def part_of(self, batch: Batch) -> Batch:
-        """Return the part of a micro-batch that this rank computes: some tokens, where ranks share a line."""
-        sequence = self.mesh.sequence
-        if sequence.size == 1:
-            return batch
-        line = batch.with_tokens(sequence.size)  # one for each rank, because a forward of no token is undefined
-        own = token_range(line.input_ids.shape[1], sequence.size, sequence.rank)
-        return line.part(own.start, own.stop)
-
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         sums = ScoreSums(self._objective)
         by_source: dict[str, ScoreSums] = {}
@@ -285,9 +237,9 @@ class BaseEngine(ABC):
                 for number, batch in enumerate(micro_batches):
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as there are stages, because all wait here for the last one
-                    if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
+                    if number % self.axes.num_ahead == 0 and self.group.any(stop()):
                         return None
-                    forward = self._stage_steps.forward(self.part_of(batch).to(self.device))
+                    forward = self._stage_steps.forward(self.axes.slice(batch).to(self.device))
                     sent.wait()
                     sent = forward
                     own = [sums]
@@ -317,11 +269,11 @@ class BaseEngine(ABC):
         return []
 
     def state_dict(self) -> EngineState:
-        optimizer = self.mesh.pipeline.all_gather_tensors(self.stage_optimizer_state())
+        optimizer = self.axes.gather_layers(self.stage_optimizer_state())
         return EngineState(self.adapter_state_dict(), optimizer | self._scale.state())
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        return self.mesh.pipeline.all_gather_tensors(self.stage_adapter())
+        return self.axes.gather_layers(self.stage_adapter())
 
     def load_state_dict(self, state: EngineState) -> None:
         if state.adapter.keys() != self._all_names:
@@ -336,16 +288,15 @@ class BaseEngine(ABC):
         self.record_gradient(parts_by_name)  # an optimizer has state only for tensors that have had a gradient
 
     def decoding(self) -> AbstractContextManager[None]:
-        tokens = self._loss_model.token_parts
-        return nullcontext() if tokens is None else tokens.together("single tokens are computed")
+        return self.axes.decoding()
 
     def join(self, name: str, value: Tensor) -> Tensor:
         """Return the full tensor of an adapter's tensor or its optimizer state, where ranks have parts. Collective."""
-        return value if self.parts is None else self.parts.join(name, value)
+        return self.axes.gather(name, value)
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Undo `join`."""
-        return full if self.parts is None else self.parts.part_of(name, full)
+        return self.axes.scatter(name, full)
 
     def _collectives_by_axis(self) -> dict[str, Any]:
         """Return the collectives along each axis of the mesh, and the groups that are none of its axes."""
@@ -372,8 +323,7 @@ class BaseEngine(ABC):
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
             "micro_batches": self._num_micro_batches,
-            **({"stage": stage.facts()} if (stage := self._loss_model.stage) else {}),
-            **({"tensor_parts": self.parts.facts()} if self.parts is not None else {}),
+            **self.axes.facts(),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
             "counted_step": self._counted_step,

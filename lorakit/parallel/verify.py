@@ -12,8 +12,6 @@ from lorakit.parallel.messages import ByKind, Messages
 
 SHARDS_BASE: Final = {"zero3", "fsdp2"}
 SHARDS_OPTIMIZER: Final = {"zero1", "zero2", "zero3", "fsdp2"}
-IN_PARTS: Final = "in parts"
-"""what `layout` says of the tokens between the blocks of a cut model, where each rank has some of them"""
 SUMS_EVERY_MICRO_BATCH: Final = {"zero2", "zero3"}
 """DeepSpeed stores no full gradient, so it sums those of each micro-batch; others sum those of a step"""
 SLACK_BYTES: Final = 4096  # flat buffers are padded, and AdamW stores a step count for every tensor

@@ -27,9 +27,7 @@ from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops._internals import storage_id
 from lorakit.ops.packed_attention import enable_packed_attention
-from lorakit.ops.tensor_parallel import WeightGroup
-from lorakit.ops.token_parts import TokenParts
-from lorakit.parallel.tensor import TensorParts, checked_plan, cut_dims
+from lorakit.parallel.tensor import cut_on_meta
 from lorakit.planning.model_shapes import adapted_skeleton, largest_layer_list
 from lorakit.recipe import AdapterSection, BaseSection
 
@@ -106,9 +104,7 @@ class ActivationTracer:
     ) -> None:
         self._model = adapted_skeleton(folder, base, adapter, dtype).train()
         if tensor > 1:
-            plan = checked_plan(self._model, tensor)
-            tokens = TokenParts(WeightGroup(None, 0, tensor))
-            TensorParts(self._model, plan, tokens).cut(cut_dims(self._model, plan))
+            cut_on_meta(self._model, tensor)
         self._loss_model = LossModel(self._model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(self._model)
         self._parent, self._name, self._layers = largest_layer_list(self._model)

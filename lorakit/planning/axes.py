@@ -8,9 +8,7 @@ Bytes are those that leave a process, in a ring of n.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lorakit.base.cut_weights import CutDim
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.ops.head_exchange import kv_repeats
 from lorakit.parallel.messages import (
     ByKind,
     CutModel,
@@ -20,6 +18,8 @@ from lorakit.parallel.messages import (
     sequence_messages,
     tensor_messages,
 )
+from lorakit.parallel.sequence import kv_repeats
+from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.memory import Setting
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.planning.stages import PlannedStage

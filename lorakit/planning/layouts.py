@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from lorakit.base.stages import check_stages_fit
 from lorakit.errors import RunError
+from lorakit.parallel.pipeline.cut import check_stages_fit
 from lorakit.parallel.sequence import check_sequence_fits
 from lorakit.parallel.tensor import checked_plan
 from lorakit.planning.backends import LAYOUTS, accepts

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.cut_weights import CutDim
 from lorakit.base.dropout import disable_dropout
 from lorakit.base.find import find_tokenizer
 from lorakit.base.layers import gather_groups, layer_lists
@@ -30,6 +29,7 @@ from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.tensor import checked_plan, cut_dims
+from lorakit.parallel.tensor.shards import CutDim
 from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"

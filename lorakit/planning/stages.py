@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lorakit.base.stages import split_costs
+from lorakit.parallel.pipeline.cut import split_costs
 from lorakit.planning.activations import LiveBytes
 from lorakit.planning.backends import LAYOUTS
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes

@@ -15,7 +15,6 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.quantized import count_parameters
 from lorakit.base.skeleton import quantize_skeleton
-from lorakit.base.stages import check_known_tokens, check_stages_fit
 from lorakit.base.start_patch import Start, read_start
 from lorakit.data import TokenDataset
 from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
@@ -26,10 +25,9 @@ from lorakit.lora import adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
+from lorakit.parallel.axes import check_axes
 from lorakit.parallel.deepspeed_requirements import check_prerequisites
 from lorakit.parallel.optimizer import check_tensors
-from lorakit.parallel.sequence import check_sequence_fits
-from lorakit.parallel.tensor import checked_plan
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.data import DataSection
@@ -142,10 +140,7 @@ def _check_targets(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
     num_targets = len(targets) + len(experts)
     with torch.device("meta"):
         attach(model, targets, spec, recipe.train.seed)
-    check_sequence_fits(model, recipe.parallel.sequence)
-    checked_plan(model, recipe.parallel.tensor)
-    check_stages_fit(model, recipe.parallel.pipeline)
-    check_known_tokens(spec, recipe.parallel.pipeline)
+    check_axes(model, spec, recipe.parallel.axes)
     fused = NOT_FUSED if recipe.train.compile else str(fuse_model(model))
     trainable = num_trainable(model)
     say(f"base       {recipe.base.model}, {type(model).__name__}, {total:,} parameters, in {folder}")

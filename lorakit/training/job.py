@@ -22,7 +22,6 @@ from lorakit.base.load import load_recipe_tokenizer, load_skeleton, recipe_templ
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import quantize_skeleton
-from lorakit.base.stages import check_known_tokens, check_stages_fit, structure_of
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
@@ -39,8 +38,8 @@ from lorakit.objectives.objective import OBJECTIVES
 from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
-from lorakit.parallel.sequence import check_sequence_fits
-from lorakit.parallel.tensor import checked_plan
+from lorakit.parallel.axes import check_axes
+from lorakit.parallel.pipeline.cut import structure_of
 from lorakit.patch import Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import AdapterSection, Recipe
@@ -256,10 +255,7 @@ def check_without_rows(recipe: Recipe, folder: Path) -> None:
     model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
     spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
     find_extra_targets(model, spec, find_targets(model, spec))
-    check_sequence_fits(model, recipe.parallel.sequence)
-    checked_plan(model, recipe.parallel.tensor)
-    check_stages_fit(model, recipe.parallel.pipeline)
-    check_known_tokens(spec, recipe.parallel.pipeline)
+    check_axes(model, spec, recipe.parallel.axes)
     check_positions(model, recipe.data.max_tokens)
 
 

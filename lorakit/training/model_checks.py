@@ -17,10 +17,10 @@ from lorakit.data import BatchSampler, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.head_exchange import token_range
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from lorakit.ops.varlen import KernelProbe, varlen_kernel
 from lorakit.parallel import Group
+from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sequence import REMEDY, check_sequence_fits
 from lorakit.parallel.streaming import stream_layers
@@ -157,12 +157,12 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
     rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens
     lengths = [row["input_ids"].shape[1] for row in rows]
-    own = token_range(sum(lengths), sequence.size, sequence.rank)
+    own = even_range(sum(lengths), sequence.size, sequence.rank)
     part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
     was_training = loss_model.training
     loss_model.eval()
     full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
-    difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths, is_part=True)), full)
+    difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)
     loss_model.train(was_training)
     if mesh.tokens.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
         raise RunError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from lorakit.data import TokenDataset
 from lorakit.inference.measures import shown_value
-from lorakit.parallel.verify import IN_PARTS
+from lorakit.parallel.tensor import IN_PARTS
 from lorakit.run.report import perplexity
 from lorakit.training.finish import chosen_step, early_stop, other_steps
 from lorakit.training.job import NOT_FUSED, Job, same_rows_note

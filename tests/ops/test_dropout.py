@@ -1,9 +1,11 @@
 """Dropout's masks: their share and independence, and of what they are a function."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lorakit.ops.dropout import BLOCK_ELEMENTS, DropoutMask, TokenKeys, dropout_mask, use_token_keys
+from lorakit.ops.dropout import BLOCK_ELEMENTS, DropoutMask, TokenKeys, column_keys, dropout_mask, use_token_keys
 
 TOKENS, COLUMNS = 700, 900
 
@@ -74,5 +76,7 @@ def test_the_mask_of_some_columns_is_that_part_of_the_full_mask() -> None:
     """As a rank has it that reads some columns of a layer's input."""
     x = torch.ones(TOKENS, COLUMNS)
     with use_token_keys(keys()):
-        part = dropout_mask(x[:, 300:], 0.2, "layer", 300)
+        full = dropout_mask(x, 0.2, "layer")
+    assert isinstance(full, DropoutMask)
+    part = replace(full, column_keys=column_keys("layer", range(300, COLUMNS), x.device))
     assert torch.equal(part.apply(x[:, 300:]), mask_of().apply(x)[:, 300:])

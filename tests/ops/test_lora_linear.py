@@ -94,6 +94,16 @@ def test_forward_saves_x_and_the_small_product_and_nothing_of_the_size_of_y() ->
     assert any(t.data_ptr() == given["x"].data_ptr() for t in saved)
 
 
+def test_a_frozen_A_needs_no_x_so_none_is_saved() -> None:
+    """As in LoRA-FA, whose advantage this is."""
+    given = operands()
+    given["A"].requires_grad_(False)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        product(**given, transposed=False).sum().backward()
+    assert sorted(t.numel() for t in saved) == sorted([24 * 4, 4 * 16, 12 * 4])
+
+
 def test_layers_that_read_the_same_x_save_it_once() -> None:
     class Three(nn.Module):
         def __init__(self) -> None:

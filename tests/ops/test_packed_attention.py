@@ -95,3 +95,20 @@ def test_it_can_be_undone() -> None:
 
     assert torch.equal(model(**packed_line()).logits, before)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_wrapper_attends_around_the_rows_attention_of_each_layer() -> None:
+    model = model_of("llama")
+    enable_packed_attention(model)
+    expected = model(**packed_line(), use_cache=False, row_lengths=RowLengths(LENGTHS)).logits
+    seen: list[tuple[int, ...]] = []
+
+    def attend(attend_rows: Any, module: Any, heads: Any, masks: Any, rows: RowLengths) -> torch.Tensor:
+        seen.append(rows.lengths)
+        output: torch.Tensor = attend_rows(module, heads, masks)
+        return output
+
+    rows = RowLengths(LENGTHS)
+    rows.wrapper = attend
+    assert torch.equal(model(**packed_line(), use_cache=False, row_lengths=rows).logits, expected)
+    assert seen == [tuple(LENGTHS)] * model.config.num_hidden_layers

@@ -8,7 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.errors import RunError
-from lorakit.parallel.sequence import check_sequence_fits
+from lorakit.lora import AdapterSpec, inject
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel import Group
+from lorakit.parallel.axes import Axes, check_axes
+from lorakit.parallel.mesh import Mesh
 from tests.helpers.bases import make_base
 from tests.helpers.models import SMALL
 from tests.helpers.ranks import Case, run_cases
@@ -43,6 +47,42 @@ def test_ranks_along_three_axes_take_the_steps_of_one_process(tmp_path: Path, to
     assert shared["trained"]["ranks"][5]["mesh"] == {"data": 1, "pipeline": 2, "sequence": 2, "tensor": 2}
 
 
+def test_one_rank_along_every_axis_changes_nothing() -> None:
+    axes = Axes(Mesh(Group(), Group()), Group(), torch.device("cpu"))
+    model = inject(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)))
+    loss_model = LossModel(model)
+    modules = list(loss_model.modules())
+    batch, tensors = object(), {"lora_A": torch.ones(2, 3)}
+
+    assert axes.cut(loss_model, 1.0, None) is None
+    axes.check()
+    assert list(loss_model.modules()) == modules
+    assert axes.slice(batch) is batch  # type: ignore[arg-type, comparison-overlap]
+    assert list(axes.schedule(2)) == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert axes.gather("lora_A", tensors["lora_A"]) is axes.scatter("lora_A", tensors["lora_A"]) is tensors["lora_A"]
+    assert axes.gather_layers(tensors) == tensors
+    assert axes.sum_gradients(lambda gradient: gradient) is None
+    assert axes.norm_over_layers(3.0) == 3.0
+    assert (axes.facts(), axes.describe(), axes.num_ahead) == ({}, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "adapter", "problem"),
+    [
+        ({"sequence": 3}, {}, "parallel.sequence: 3 processes cannot share the 4 heads"),
+        ({"pipeline": 3}, {}, "parallel.pipeline: 3 stages need as many layers, and this base has 2"),
+        ({"pipeline": 2}, {"new_tokens": {"<new>": 64}}, "parallel.pipeline: .* the base has no '<new>'"),
+        ({"tensor": 4}, {}, "parallel.tensor: 4 processes cannot share"),
+    ],
+)
+def test_each_axis_refuses_what_it_cannot_share(sizes: dict[str, int], adapter: dict[str, Any], problem: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
+    spec = AdapterSpec(**adapter)
+    check_axes(model, spec, dict.fromkeys(sizes, 1))
+    with pytest.raises(RunError, match=problem):
+        check_axes(model, spec, sizes)
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "problem"),
     [
@@ -63,6 +103,6 @@ def test_bases_whose_tokens_meet_elsewhere_cannot_share_lines(
 ) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SMALL | settings))
-    check_sequence_fits(model, 1)
+    check_axes(model, None, {"sequence": 1})
     with pytest.raises(RunError, match=f"parallel.sequence: .*{problem}"):
-        check_sequence_fits(model, 2)
+        check_axes(model, None, {"sequence": 2})

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import lorakit
 from benchmarks.pipeline import idle_share
-from lorakit.base.stages import cut_stage, split_costs, split_layers, structure_of
 from lorakit.errors import RunError
 from lorakit.lora import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.stage import StageLink
 from lorakit.parallel.pipeline import BACKWARD, FORWARD, one_forward_one_backward
+from lorakit.parallel.pipeline.cut import cut_stage, split_costs, split_layers, structure_of
+from lorakit.parallel.pipeline.stage import StageLink, StageLossModel
 
 
 def llama(**settings: Any) -> LlamaForCausalLM:
@@ -142,7 +142,7 @@ def test_stages_give_the_logits_of_the_full_model(family: str) -> None:
         hidden = None
         for rank in range(3):
             part = copy.deepcopy(model)
-            stage = LossModel(lorakit.inject(part, targets=r".*(q_proj|c_attn|query_key_value)")).eval()
-            stage.stage = cut_stage(part, link(rank, 3), 1.0)
+            loss_model = LossModel(lorakit.inject(part, targets=r".*(q_proj|c_attn|query_key_value)")).eval()
+            stage = StageLossModel.of(loss_model, cut_stage(part, link(rank, 3), 1.0))
             hidden = stage(**inputs, own_stage=True, hidden=hidden)
     assert torch.equal(hidden, expected)

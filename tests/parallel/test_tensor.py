@@ -14,7 +14,9 @@ from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group
 from lorakit.parallel.tensor import checked_plan
-from lorakit.parallel.tensor_proof import check_layers, copy_layers
+from lorakit.parallel.tensor.megatron_sp import SequenceRegion
+from lorakit.parallel.tensor.probe import check_layers, copy_layers
+from lorakit.parallel.tensor.weight_group import WeightGroup
 from lorakit.planning.model_shapes import ModelShapes, read_shapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
 from lorakit.recipe import AdapterSection, BaseSection
@@ -269,12 +271,14 @@ def test_layers_that_compute_something_else_are_refused(tmp_path: Path) -> None:
     layers = copy_layers(model)
     assert list(layers) == ["model.layers.0"]  # the second one is of its kind
     other = LossModel(scrambled("llama"))
-    check_layers(other, dict(layers), weights, cpu, Group())
+    region = SequenceRegion(WeightGroup(None, 0, 1))
+    region.disabled_because = "one rank"
+    check_layers(other, dict(layers), weights, region, cpu, Group())
 
     with torch.no_grad():
         other.model.get_parameter("model.layers.0.mlp.down_proj.weight")[0, 0] += 1
     with pytest.raises(RunError, match="LlamaForCausalLM gives other outputs where ranks share its weights"):
-        check_layers(other, dict(layers), weights, cpu, Group())
+        check_layers(other, dict(layers), weights, region, cpu, Group())
     other.model.get_submodule("model.layers.0.self_attn").head_dim = 5  # type: ignore[assignment]
     with pytest.raises(RunError, match="LlamaForCausalLM does not run on parts"):
-        check_layers(other, dict(layers), weights, cpu, Group())
+        check_layers(other, dict(layers), weights, region, cpu, Group())

@@ -12,7 +12,7 @@ from lorakit.base.quantized import count_parameters
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors, replace_modules
 from lorakit.lora.spec import AdapterSpec
-from lorakit.ops.stage import Stage, StageLink
+from lorakit.parallel.pipeline.stage import Stage, StageLink
 
 
 def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
@@ -57,15 +57,17 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
     Raises:
         RunError: fewer layers than stages, or the model cannot be cut.
     """
-    layers, first = decoder_layers(model), _first_trained_layer(model)
+    layers = decoder_layers(model)
+    first = _first_trained_layer(model)
     head = count_parameters(model.get_output_embeddings())  # type: ignore[operator]
     return split_costs([count_parameters(layer) for layer in layers], head * label_share, first, num_stages)
 
 
 def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num_stages: int) -> list[range]:
-    """Return what `split_layers` does. num_weights: of each layer. head: weights of the head that a token goes through.
+    """Return the indices of each stage's layers, from the costs of the layers.
 
-    first_trained: index of the first layer through which gradients go.
+    num_weights: of each layer. head: weights of the head that a token goes through. first_trained: index of the first
+    layer through which gradients go.
 
     Raises:
         RunError: fewer layers than stages.
@@ -81,16 +83,13 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
 
 
 def check_stages_fit(model: nn.Module, num_stages: int) -> None:
-    """Return if a model can be cut into so many stages, and each trainable tensor is in one of them alone.
+    """Raise RunError unless a model can be cut into so many stages, and each trainable tensor is in one of them alone.
 
-    Raises:
-        RunError: it has fewer layers, or some tensors are in several, where their gradients would not meet.
+    The gradients of a tensor in several stages would not be added.
     """
-    if num_stages == 1:
-        return
     split_layers(model, num_stages, 1.0)
-    layers, parts = decoder_layers(model), (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    uses = [id(p) for module in (*layers, *parts) for p in module.parameters()]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
     shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
     if shared:
         raise RunError(
@@ -101,12 +100,11 @@ def check_stages_fit(model: nn.Module, num_stages: int) -> None:
 
 
 def check_known_tokens(spec: AdapterSpec, num_stages: int) -> None:
-    """Return if a run of so many stages trains no new tokens.
+    """Raise RunError if stages would train new tokens.
 
-    Raises:
-        RunError: it does. Stages are compared with the full base before the run, and that has no rows for them.
+    Stages are compared with the full base before the run, and the base has no rows for new tokens.
     """
-    if spec.new_tokens and num_stages > 1:
+    if spec.new_tokens:
         raise RunError(
             f"parallel.pipeline: {num_stages} stages are compared with the base before training, and the base has no"
             f" {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
@@ -140,7 +138,8 @@ def _partition(costs: Sequence[float], num_parts: int) -> list[range]:
                 for start in range(parts - 1, stop)
                 if (start, parts - 1) in best
             )
-    stop, ranges = len(costs), list[range]()
+    stop = len(costs)
+    ranges = list[range]()
     for parts in range(num_parts, 0, -1):
         start = best[stop, parts][1]
         ranges.insert(0, range(start, stop))

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
-from lorakit.base.tensor_plan import REMEDY
 from lorakit.errors import RunError
 from lorakit.launch.watchdog import is_collective_error
 from lorakit.lora import adapter_modules
 from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.token_parts import TokenCut, TokenParts, changed, hidden_states
 from lorakit.parallel.group import Group
 from lorakit.parallel.setup import is_out_of_memory
+from lorakit.parallel.tensor.megatron_sp import SequenceRegion, TokenShard, changed, hidden_states
+from lorakit.parallel.tensor.plan import REMEDY
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
@@ -37,13 +38,16 @@ TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer was called with, and what it returned. gradient: of its hidden states. cut: of the tokens."""
+    """One call of a layer: its arguments, its output, and the gradient of its hidden states.
+
+    shard: this rank's tokens; None if it has all.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
     gradient: Tensor
-    cut: TokenCut | None
+    shard: TokenShard | None
 
 
 def copy_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -60,26 +64,35 @@ def copy_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_layers(
-    loss_model: LossModel, full: dict[str, nn.Module], weights: LazyBase, device: torch.device, world: Group
+    loss_model: LossModel,
+    full: dict[str, nn.Module],
+    weights: LazyBase,
+    region: SequenceRegion,
+    device: torch.device,
+    world: Group,
+    *,
+    is_stage: bool = False,
 ) -> set[str]:
-    """Return if the cut layers compute what the full ones do, on some tokens. Collective. Empties ``full``.
+    """Compare the cut layers with the full ones on some tokens. Collective. Empties ``full``.
 
-    full: of `copy_layers`. weights: of the full model. Sets `TokenParts.problem` where every rank needs all tokens
-    between the blocks. Returns the names of adapted modules that get some of the tokens.
+    full: of `copy_layers`. weights: of the full model. is_stage: True if other stages of a pipeline wait for this one's
+    forward. Disables the region where every rank needs all tokens between the blocks. Returns the names of adapted
+    modules that get some of the tokens.
 
     Raises:
-        RunError: they do not, so parts of this model meet elsewhere than its plan says.
+        RunError: they differ, so tokens or columns of this model are combined in other layers than its plan names.
     """
-    tokens, was_training = loss_model.token_parts, loss_model.training
+    was_training = loss_model.training
     loss_model.eval()
-    problem, in_parts = _problem(loss_model, full, weights, device, world)
+    compare = partial(_problem, loss_model, full, weights, region, device, world, is_stage)
+    problem, in_parts = compare()
     # of all stages alike, because all compute in a comparison
-    if problem is not None and tokens is not None and world.any(tokens.may_scatter):
-        tokens.may_scatter = False
-        problem, in_parts = _problem(loss_model, full, weights, device, world)
-    if problem is not None and tokens is not None and tokens.problem is None:
-        tokens.problem = f"with parts of them this base {problem}"
-        problem, in_parts = _problem(loss_model, full, weights, device, world)
+    if problem is not None and world.any(region.may_scatter):
+        region.may_scatter = False
+        problem, in_parts = compare()
+    if problem is not None and region.is_cut:
+        region.disabled_because = f"with parts of them this base {problem}"
+        problem, in_parts = compare()
     loss_model.train(was_training)
     full.clear()
     if problem is not None:
@@ -88,16 +101,24 @@ def check_layers(
 
 
 def _problem(
-    loss_model: LossModel, full: dict[str, nn.Module], weights: LazyBase, device: torch.device, world: Group
+    loss_model: LossModel,
+    full: dict[str, nn.Module],
+    weights: LazyBase,
+    region: SequenceRegion,
+    device: torch.device,
+    world: Group,
+    is_stage: bool,
 ) -> tuple[str | None, set[str]]:
     """Return what differs from the full layers, on any rank, and the adapted modules that get some of the tokens."""
-    tokens, worst, text, in_parts = loss_model.token_parts, 0.0, "", set[str]()
+    worst = 0.0
+    text = ""
+    in_parts: set[str] = set()
     try:
         with _same_experts({"": loss_model.model} | full):
             expected = None
-            if tokens is not None and tokens.problem is None:
-                expected = _logits_of_all_tokens(loss_model, tokens, device)
-            with _recorded(loss_model, full) as (calls, in_parts):
+            if region.is_cut:
+                expected = _logits_of_all_tokens(loss_model, region, device)
+            with _recorded(loss_model.model, full, region) as (calls, in_parts):
                 logits = _logits(loss_model, device)
             worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
             if expected is not None:
@@ -106,7 +127,7 @@ def _problem(
         if is_collective_error(problem) or is_out_of_memory(problem):
             raise
         text = str(problem).splitlines()[0]
-        if loss_model.stage is not None:  # the other stages wait for this one
+        if is_stage:  # the others wait for this one
             what = f"parallel.tensor: {type(loss_model.model).__name__} does not run on parts ({text})"
             raise RunError(f"{what}; {REMEDY}") from None
     if world.any(bool(text)):
@@ -117,9 +138,9 @@ def _problem(
     return None, in_parts
 
 
-def _logits_of_all_tokens(loss_model: LossModel, tokens: TokenParts, device: torch.device) -> Tensor:
+def _logits_of_all_tokens(loss_model: LossModel, region: SequenceRegion, device: torch.device) -> Tensor:
     """Return the logits where every rank has all tokens between the blocks."""
-    with tokens.together("to compare with"):  # what lies between the layers too
+    with region.disabled("to compare with"):  # modules between the layers are compared too
         return _logits(loss_model, device)
 
 
@@ -133,24 +154,25 @@ def _logits(loss_model: LossModel, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _recorded(loss_model: LossModel, names: Iterable[str]) -> Iterator[tuple[dict[str, Call], set[str]]]:
+def _recorded(
+    model: nn.Module, names: Iterable[str], region: SequenceRegion
+) -> Iterator[tuple[dict[str, Call], set[str]]]:
     """Record the calls of some layers inside the block, and the adapted modules that get some of the tokens."""
     calls: dict[str, Call] = {}
     in_parts: set[str] = set()
-    model, tokens = loss_model.model, loss_model.token_parts
 
     def recorder(name: str) -> Any:
         def record(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            cut = None if tokens is None else tokens.cut
+            shard = region.shard
             # before the layer's own forward, and not after, because FSDP has freed its weights then
-            calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, cut), cut)
+            calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, shard), shard)
 
         return record
 
     def watcher(name: str) -> Any:
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if x is not None and tokens is not None and tokens.problem is None and _num_tokens(x) < NUM_TOKENS:
+            if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
                 in_parts.add(name)
 
         return watch
@@ -202,15 +224,15 @@ def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, devi
         if value.is_meta:
             value = torch.empty(parameter.shape, dtype=parameter.dtype)
             weights.fill(f"{name}.{key}", 0, value)
-        tensors[key] = nn.Parameter(value.to(device), requires_grad=False)  # of which a layer reads its tensors
+        tensors[key] = nn.Parameter(value.to(device), requires_grad=False)
     buffers = {key: buffer.to(device) for key, buffer in layer.named_buffers()}
-    cut = call.cut
-    inputs = changed(call.args, call.kwargs, (lambda own: own) if cut is None else cut.gather)
+    shard = call.shard
+    inputs = changed(call.args, call.kwargs, (lambda own: own) if shard is None else shard.gather)
     named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
     # backward inside of the call too, because layers read their weights there
     expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
     pairs = zip((call.output, call.gradient), expected, strict=True)
-    return max(_relative(own if cut is None else cut.gather(own), full) for own, full in pairs)
+    return max(_relative(own if shard is None else shard.gather(own), full) for own, full in pairs)
 
 
 class _WithGradient(nn.Module):
@@ -223,14 +245,14 @@ class _WithGradient(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: TokenCut | None) -> tuple[Tensor, Tensor]:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], shard: TokenShard | None) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             x = hidden_states(args, kwargs).detach().requires_grad_()
             args, kwargs = changed(args, kwargs, lambda _: x)
             output = self.layer.forward(*args, **kwargs)
             y: Tensor = output[0] if isinstance(output, tuple) else output
-            direction = _direction(y if cut is None else cut.gather(y.detach()))
-            (gradient,) = torch.autograd.grad(y, x, direction if cut is None else cut.take(direction))
+            direction = _direction(y if shard is None else shard.gather(y.detach()))
+            (gradient,) = torch.autograd.grad(y, x, direction if shard is None else shard.take(direction))
         return y.detach(), gradient
 
 

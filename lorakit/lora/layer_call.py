@@ -1,4 +1,4 @@
-"""One forward pass of an adapted layer, as the formulas of `lora.methods` read it."""
+"""One forward call of an adapted layer, as the formulas of `lora.methods` read it."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,11 @@ from torch import Tensor, nn
 
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.ops.dropout import DrawnMask, DropoutMask
-from lorakit.ops.tensor_parallel import WeightGroup
-from lorakit.ops.token_parts import LeftProducts
 
 
 @dataclass(frozen=True, eq=False)
-class LayerInputs:
-    """What a method may read. x' is x after dropout."""
+class LayerCall:
+    """One forward call of an adapted layer. x' is x after dropout."""
 
     layer: nn.Module
     """holds W, perhaps quantised"""
@@ -22,10 +20,6 @@ class LayerInputs:
     bias: Tensor | None
     mask: DropoutMask | DrawnMask | None = None
     """the zeros of x'; None: x' is x"""
-    left: LeftProducts | None = None
-    """of the gather that returned x and computes A's gradient"""
-    column_ranks: WeightGroup | None = None
-    """the ranks that have the other columns of W and A; None: all are here"""
 
     def y(self) -> Tensor:
         """Return x W^T + b, (..., out)."""
@@ -45,11 +39,13 @@ class LayerInputs:
         """Return x A^T, (..., r), for x or x'."""
         return self.kind.shrink(self.layer, x, A)
 
-    def over_columns(self, partial: Tensor) -> Tensor:
-        """Return the sum over all columns of W, of a sum over those that are here."""
-        return partial if self.column_ranks is None else self.column_ranks.sum(partial)
-
     def weight_times(self, A: Tensor) -> Tensor:
         """Return W A^T, (out, r)."""
         W = self.kind.dequantized(self.layer)
         return (A.to(W.dtype) @ (W if self.kind.transposed else W.T)).T
+
+    def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """Return |W + s B A|^2 - |W|^2 of each row, (out,): 2 s (W A^T . B) + s^2 (B A A^T . B). A, B: float32."""
+        inner = (self.weight_times(A).float() * B).sum(1)
+        squares = ((B @ (A @ A.T)) * B).sum(1)
+        return 2 * s * inner + s * s * squares

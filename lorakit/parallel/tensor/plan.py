@@ -1,4 +1,6 @@
-"""Read how transformers would cut a model's layers over ranks, as data: its `tp_plan`. lorakit cuts them itself.
+"""Read how transformers would cut a model's layers over ranks, as data: its `tp_plan`. `cut` cuts them.
+
+Embedding and output head are cut by vocabulary, where they are frozen and plain.
 
 Invariant: a layer is cut only as the plan says, and a plan with a style that is not known here is refused by name.
 """
@@ -10,9 +12,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lorakit.base.layers import repeated_layers
+from lorakit.base.quantized import quantized_weight
 from lorakit.errors import RunError
+from lorakit.lora import LoraLinear, adapter_modules
 from lorakit.lora.low_rank_sum import GROUPED_ALIGNMENT
+from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
+from lorakit.parallel.axis import even_range
+from lorakit.parallel.tensor.shards import CutDim
+from lorakit.quant.parts import part_of_quantized
 
 OUTPUTS: Final = "outputs"
 INPUTS: Final = "inputs"
@@ -29,6 +37,94 @@ products, or nothing, in a module that reads a part"""
 EXPERT_STYLES: Final[Mapping[str, str]] = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 """the parameters of a module of experts, (experts, out, in), gate above up -> their style"""
 REMEDY: Final = "set parallel.tensor: 1; sequence, fsdp2 and zero3 divide such a base too"
+ROWS: Final = CutDim(0)
+COLUMNS: Final = CutDim(1)
+PAIRED_ROWS: Final = CutDim(0, pieces=2)
+CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
+    OUTPUTS: {
+        "weight": ROWS,
+        "block_scale": ROWS,
+        "row_scale": ROWS,
+        "bias": ROWS,
+        "lora_B": ROWS,
+        "lora_B0": ROWS,
+        "lora_magnitude_vector": ROWS,
+        "weight_norm": ROWS,
+    },
+    INPUTS: {"weight": COLUMNS, "block_scale": ROWS, "lora_A": COLUMNS, "lora_A0": COLUMNS},
+    EXPERTS: {
+        "gate_up_proj": CutDim(1, pieces=2),
+        "gate_up_proj_lora_B": PAIRED_ROWS,
+        "down_proj": CutDim(2),
+        "down_proj_lora_A": COLUMNS,
+    },
+}
+"""what is cut -> tensor of a layer -> the dimension of which a rank has a part"""
+LINEAR_FORWARD: Final = nn.Linear.forward
+
+
+def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
+    """Return `tensor_plan` of a model with or without an adapter, if its tensors and those of the adapter can be cut.
+
+    Raises:
+        RunError: names those that cannot, as `tensor_plan`.
+    """
+    if num_ranks == 1:
+        return {}
+    plan = tensor_plan(model, num_ranks)
+    blocks = {block_of(name) for name, what in plan.items() if what == OUTPUTS}
+    for name, what in plan.items():
+        weight = quantized_weight(model.get_submodule(name))
+        cut = CUT_DIMS.get(what, {}).get("weight")
+        if weight is not None and cut is not None:
+            for rank in range(num_ranks):
+                part_of_quantized(name, weight, cut.dim, even_range(weight.shape[cut.dim], num_ranks, rank))
+    for name, module in adapter_modules(model):
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        if name not in plan and inside and mixture_of(name, plan) is None:
+            raise RunError(
+                f"parallel.tensor: {name} is trained inside a block that is cut; leave it out of the adapter"
+            )
+        if plan.get(name) in (OUTPUTS, INPUTS):
+            _check_cut_layer(name, plan[name], module)
+    return plan
+
+
+def _check_cut_layer(name: str, what: str, module: AdapterModule) -> None:
+    # its own code would add the bias on every rank
+    if not isinstance(module, LoraLinear) and what == INPUTS and module._parameters.get("bias") is not None:
+        raise RunError(
+            f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
+            " low-rank factors"
+        )
+
+
+def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, CutDim]:
+    """Return the dimension of which a rank has a part, by the names of all tensors that are cut."""
+    dims = {
+        f"{name}.{key}": dim
+        for name, what in plan.items()
+        for key, dim in CUT_DIMS.get(what, {}).items()
+        if model.get_submodule(name)._parameters.get(key) is not None
+    }
+    for name in vocabulary_modules(model):
+        dims |= {f"{name}.{key}": ROWS for key, _ in model.get_submodule(name).named_parameters()}
+    return dims
+
+
+def vocabulary_modules(model: nn.Module) -> list[str]:
+    """Return the names of the vocabulary-parallel modules: frozen nn.Embedding and frozen, plain nn.Linear head."""
+    names = [name for name in embedding_and_head(model) if name is not None]
+    modules = [model.get_submodule(name) for name in names]
+    plain = [
+        isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and type(module).forward is LINEAR_FORWARD)
+        for module in modules
+    ]
+    cut = [
+        name for name, module, is_plain in zip(names, modules, plain, strict=True) if is_plain and _is_frozen(module)
+    ]
+    are_tied = len({id(module._parameters.get("weight")) for module in modules}) < len(modules)
+    return [] if are_tied and len(cut) < len(names) else cut  # one of two that share a weight may read it in full
 
 
 def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
@@ -122,7 +218,8 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
     """Raise RunError if a part of a layer would not be full heads, or if there are fewer columns than ranks."""
-    layer, block = model.get_submodule(name), model.get_submodule(block_of(name))
+    layer = model.get_submodule(name)
+    block = model.get_submodule(block_of(name))
     if what == SHARED:
         return
     if what == EXPERTS:
@@ -142,9 +239,14 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
 
 def _check_expert_size(name: str, down_proj: Tensor, num_ranks: int) -> None:
     """Raise RunError if a part of an expert has no columns, or rows that are not aligned as those of the full one."""
-    size, aligned = down_proj.shape[-1], GROUPED_ALIGNMENT // down_proj.element_size()
+    size = down_proj.shape[-1]
+    aligned = GROUPED_ALIGNMENT // down_proj.element_size()
     if size < num_ranks or (size % aligned == 0 and size % (aligned * num_ranks)):
         raise RunError(
             f"parallel.tensor: {num_ranks} processes cannot share the {size} columns of each expert of {name}: a part"
             f" needs a multiple of {aligned}, because grouped products read rows of {GROUPED_ALIGNMENT} bytes"
         )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())

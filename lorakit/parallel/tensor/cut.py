@@ -8,12 +8,12 @@
 
     * the gradient is a partial sum: all of them are added in one message of a step
 
-Every other tensor is replicated, and so is its gradient, but those of norms between the blocks: where each rank has a
-part of the tokens there (`ops.token_parts`), theirs are partial sums too. Then x of a block is gathered and y is
-reduce-scattered. What is sent for the base is sent for its adapter too.
+Every other tensor is replicated, and so is its gradient, except for norms between the blocks. Where each rank has some
+of the tokens there (`megatron_sp`), the gradients of norms are partial sums too, x of a block is gathered, and y is
+reduce-scattered. A message for the base serves its adapter too.
 
 A module with experts is one block: all ranks choose the same experts for all tokens, and compute a part of each. Its
-output is one sum, so the gradient of all that is trained in it, of a router too, is a partial sum (decision 53).
+output is one sum, so the gradients of its trainable tensors, of a router too, are partial sums (decision 53).
 
 Invariant: the parts side by side are the full tensor, bit for bit, so that a checkpoint does not depend on the cut.
 """
@@ -25,64 +25,67 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.cut_weights import Cut, CutDim, CutTensors, QuantizedCut
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import quantized_weight
-from lorakit.base.tensor_plan import EXPERTS, INPUTS, OUTPUTS, SHARED, block_of, exchange_block, mixture_of, tensor_plan
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
+from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.targets import embedding_and_head
-from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.cross_entropy import LossModel, loss_head
 from lorakit.ops.embedding_noise import has_noise
-from lorakit.ops.expert_choices import ExpertChoices
-from lorakit.ops.head_exchange import token_range
-from lorakit.ops.tensor_parallel import GatheredLogits, VocabularyPart, VocabularyRows, WeightGroup
-from lorakit.ops.token_parts import BlockInput, TokenParts
 from lorakit.parallel.group import Group
-from lorakit.parallel.verify import IN_PARTS
+from lorakit.parallel.tensor.expert_choices import ExpertChoices
+from lorakit.parallel.tensor.linear import TensorParallelLoraLinear
+from lorakit.parallel.tensor.megatron_sp import GatheredInput, SequenceRegion
+from lorakit.parallel.tensor.plan import (
+    EXPERTS,
+    INPUTS,
+    OUTPUTS,
+    SHARED,
+    block_of,
+    checked_plan,
+    cut_dims,
+    exchange_block,
+    mixture_of,
+    vocabulary_modules,
+)
+from lorakit.parallel.tensor.shards import Cut, CutDim, CutTensors, QuantizedCut
+from lorakit.parallel.tensor.vocabulary import (
+    GatheredLogits,
+    VocabularyParallelLossHead,
+    VocabularyRows,
+    VocabularyShard,
+)
+from lorakit.parallel.tensor.weight_group import WeightGroup
 from lorakit.quant.parts import part_of_quantized
 
+IN_PARTS: Final = "in parts"
+"""in the record of a run: each rank has some of the tokens between the blocks"""
 QUANTIZED_TENSORS: Final = ("weight", "block_scale", "row_scale")
 """tensors of a quantised weight, which are cut together"""
-ROWS, COLUMNS, PAIRED_ROWS = CutDim(0), CutDim(1), CutDim(0, pieces=2)
-CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
-    OUTPUTS: {
-        "weight": ROWS,
-        "block_scale": ROWS,
-        "row_scale": ROWS,
-        "bias": ROWS,
-        "lora_B": ROWS,
-        "lora_B0": ROWS,
-        "lora_magnitude_vector": ROWS,
-        "weight_norm": ROWS,
-    },
-    INPUTS: {"weight": COLUMNS, "block_scale": ROWS, "lora_A": COLUMNS, "lora_A0": COLUMNS},
-    EXPERTS: {
-        "gate_up_proj": CutDim(1, pieces=2),
-        "gate_up_proj_lora_B": PAIRED_ROWS,
-        "down_proj": CutDim(2),
-        "down_proj_lora_A": COLUMNS,
-    },
-}
-"""what is cut -> tensor of a layer -> the dimension of which a rank has a part"""
 PARTIAL: Final = {
     OUTPUTS: {"lora_A"},
     INPUTS: {"lora_B", "lora_magnitude_vector", "bias"},
     EXPERTS: {"gate_up_proj.lora_A", "down_proj.lora_B"},
 }
 """what is cut -> the adapter's tensors whose gradients are partial sums on each rank"""
-LINEAR_FORWARD: Final = nn.Linear.forward
 
 
 @final
-class TensorParts:
-    """The parts that this rank has of a model's tensors. cuts: by name. partial: trainable tensors whose gradients are
-    partial sums. summed_layers: layers and blocks whose outputs are summed. num_blocks: those whose inputs are."""
+class TensorShards:
+    """The parts that this rank has of a model's tensors.
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], tokens: TokenParts) -> None:
-        self._model, self.plan, self._group, self.tokens = model, plan, tokens.group, tokens
+    cuts: by the names of the tensors. partial: names of trainable tensors whose gradients are partial sums.
+    summed_layers: number of layers and blocks whose outputs are summed. num_blocks: of those whose inputs are.
+    vocabulary: the rows of the output head that are here; None if it is not cut.
+    """
+
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], region: SequenceRegion) -> None:
+        self._model = model
+        self._group = region.group
+        self.plan = plan
+        self.region = region
         self.cuts: dict[str, Cut] = {}
         self.quantized: dict[str, QuantizedCut] = {}
         self.partial: set[str] = set()
@@ -90,12 +93,16 @@ class TensorParts:
         self.num_blocks = 0
         self.choices = ExpertChoices()
         self.cuts_embedding = False
+        self.vocabulary: VocabularyShard | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return what a rank has between the blocks: its tokens alone, or all of them and why."""
-        tokens = self.tokens
-        scatters = tokens.problem is None and tokens.scatters_embedding
-        return {"blocks": self.num_blocks, "tokens": tokens.problem or IN_PARTS, "scatters_embedding": scatters}
+        """Return the tokens of a rank between the blocks: its own, or all of them and why."""
+        region = self.region
+        return {
+            "blocks": self.num_blocks,
+            "tokens": region.disabled_because or IN_PARTS,
+            "scatters_embedding": region.is_cut and region.scatters_embedding,
+        }
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model."""
@@ -105,25 +112,25 @@ class TensorParts:
         """Return the base's weights as this rank's parts."""
         return CutTensors(weights, self.cuts, self.quantized)
 
-    def part_of(self, name: str, full: Tensor) -> Tensor:
+    def scatter(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor of this name, or of an optimizer's state of its shape."""
         cut = self.cuts.get(name)
-        return full if cut is None or full.shape != cut.shape else cut.of(full)
+        return full if cut is None or full.shape != cut.shape else cut.scatter(full)
 
-    def join(self, name: str, part: Tensor) -> Tensor:
+    def gather(self, name: str, part: Tensor) -> Tensor:
         """Return the full tensor of this name, or of an optimizer's state of its shape. Collective."""
         cut = self.cuts.get(name)
         if cut is None or part.shape != cut.part_shape:
             return part
-        return cut.join(part, self._group.concatenated)
+        return cut.gather(part, self._group.concatenated)
 
     def begin(self, modules: Iterable[str]) -> None:
-        """Begin to count the choices of steps, after the check. modules: those that get some of the tokens alone."""
+        """Count the chosen experts of the steps to come. modules: names of those that get some of the tokens alone."""
         self.sum_trained(modules)
         self.choices.take()
 
     def sum_trained(self, modules: Iterable[str]) -> None:
-        """Sum the gradients of what is trained of these modules: on a rank they are those of a part of the terms."""
+        """Sum the gradients of these modules' trainable tensors: a rank's are partial sums."""
         for name in modules:
             if name not in self.plan:
                 self.partial |= {f"{name}.{key}" for key in _trainable(self._model.get_submodule(name))}
@@ -169,7 +176,7 @@ class TensorParts:
             full = module.get_parameter(key)
             cut = dim.cut(tuple(full.shape), self._group.part)
             if full not in parts:
-                parts[full] = nn.Parameter(cut.of(full.detach()), requires_grad=full.requires_grad)
+                parts[full] = nn.Parameter(cut.scatter(full.detach()), requires_grad=full.requires_grad)
             module.register_parameter(key, parts[full])
             self.cuts[name] = cut
             if isinstance(module, AdapterModule):
@@ -191,7 +198,7 @@ class TensorParts:
         layer.quantization = part  # type: ignore[assignment]
 
 
-def cut_weights(loss_model: LossModel, group: Group) -> TensorParts:
+def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
     """Cut a model, whose parameters may be on meta, and its adapter, in place.
 
     Raises:
@@ -200,44 +207,76 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorParts:
     model = loss_model.model
     ranks = WeightGroup(group.device_group, group.rank, group.size)
     plan = checked_plan(model, group.size)
-    tokens = loss_model.token_parts = TokenParts(ranks)
-    parts, inputs = TensorParts(model, plan, tokens), dict[str, BlockInput]()
-    parts.cut(cut_dims(model, plan))
+    region = SequenceRegion(ranks)
+    shards = TensorShards(model, plan, region)
+    shards.cut(cut_dims(model, plan))
+    inputs: dict[str, GatheredInput] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
-        layer, block = model.get_submodule(name), exchange_block(name, plan)
+        layer = model.get_submodule(name)
+        block = exchange_block(name, plan)
         if what in (OUTPUTS, EXPERTS) and block not in inputs:
-            inputs[block] = _exchange_input(parts, block, is_mixture=mixture_of(name, plan) is not None)
+            inputs[block] = _exchange_input(shards, block, is_mixture=mixture_of(name, plan) is not None)
         if what == OUTPUTS:
             layer.register_forward_pre_hook(inputs[block].before_layer)
             if isinstance(layer, LoraLinear):
-                layer.block_input = inputs[block]
-                layer.block_input.factors.append(partial(layer.get_parameter, "lora_A"))
+                inputs[block].factors.append(partial(layer.get_parameter, "lora_A"))
         elif what == EXPERTS:
-            layer.register_forward_pre_hook(parts.choices.before_experts)
-            _sum_output(parts, block)
+            layer.register_forward_pre_hook(shards.choices.before_experts)
+            _sum_output(shards, block)
             _count_shared_once(model, block, plan, ranks)
-        _cut_layer(parts, layer, name, what)
-    parts.sum_trained(name for name, _ in adapter_modules(model) if mixture_of(name, plan) is not None)
-    loss_model.vocabulary = _cut_vocabulary(model, tokens)
-    parts.cuts_embedding = bool(set(vocabulary_modules(model)) & {embedding_and_head(model)[0]})
-    loss_model.find_head()
-    _cut_tokens(loss_model, plan, tokens)
-    return parts
+        elif what == INPUTS:
+            if isinstance(layer, LoraLinear):
+                replacements[layer] = TensorParallelLoraLinear(layer, ranks)
+            _sum_partial_outputs(shards, replacements.get(layer, layer), name)
+        of_layer = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
+        shards.partial |= {f"{name}.{key}" for key in of_layer}
+    replace_modules(model, replacements)
+    shards.sum_trained(name for name, _ in adapter_modules(model) if mixture_of(name, plan) is not None)
+    _cut_vocabulary(loss_model, shards)
+    _cut_tokens(loss_model, shards)
+    return shards
 
 
-def _exchange_input(parts: TensorParts, block: str, *, is_mixture: bool) -> BlockInput:
+def cut_on_meta(model: nn.Module, num_ranks: int) -> Mapping[str, CutDim]:
+    """Leave in a model on meta the shapes of one rank's parts, without hooks: nothing is sent on meta.
+
+    Returns the dimensions of `cut_dims`.
+
+    Raises:
+        RunError: as `cut_weights`.
+    """
+    plan = checked_plan(model, num_ranks)
+    dims = cut_dims(model, plan)
+    TensorShards(model, plan, SequenceRegion(WeightGroup(None, 0, num_ranks))).cut(dims)
+    return dims
+
+
+def _exchange_input(shards: TensorShards, block: str, *, is_mixture: bool) -> GatheredInput:
     """Connect the input of a block whose layers are cut by outputs."""
-    module, hook = parts.module(block), BlockInput(parts.tokens, sums_all=is_mixture)
-    parts.num_blocks += 1
+    module = shards.module(block)
+    hook = GatheredInput(shards.region, sums_all=is_mixture)
+    shards.num_blocks += 1
     module.register_forward_pre_hook(hook.before, with_kwargs=True)
     module.register_forward_hook(hook.forget, always_call=True)
     return hook
 
 
-def _sum_output(parts: TensorParts, name: str) -> None:
+def _sum_output(shards: TensorShards, name: str) -> None:
     """Connect the output of a layer, or of a block, that is a partial sum."""
-    parts.module(name).register_forward_hook(parts.tokens.after)
-    parts.summed_layers += 1
+    shards.module(name).register_forward_hook(shards.region.after)
+    shards.summed_layers += 1
+
+
+def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
+    """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
+    if mixture_of(name, shards.plan) is None:  # else the block's output is summed
+        _sum_output(shards, name)
+    is_first = shards.region.group.rank == 0
+    if isinstance(layer, TensorParallelLoraLinear) and "bias" in _trainable(layer):
+        layer.adds_bias = is_first
+    elif not is_first:
+        layer.register_parameter("bias", None)  # added once to the sum
 
 
 def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], ranks: WeightGroup) -> None:
@@ -251,9 +290,11 @@ def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], 
             child.register_forward_hook(lambda module, args, output: output * float(ranks.rank == 0))
 
 
-def _cut_tokens(loss_model: LossModel, plan: Mapping[str, str], tokens: TokenParts) -> None:
-    """Cut the tokens before the first layer and put them together after the last one, where that can be exact."""
+def _cut_tokens(loss_model: LossModel, shards: TensorShards) -> None:
+    """Cut the tokens before the first layer and gather them after the last one, where that can be exact."""
     model = loss_model.model
+    region = shards.region
+    plan = shards.plan
     names = {id(module): name for name, module in model.named_modules()}
     layers = [names[id(layer)] for layer in repeated_layers(model)]
     blocks = {exchange_block(name, plan) for name, what in plan.items() if what != SHARED}
@@ -267,127 +308,50 @@ def _cut_tokens(loss_model: LossModel, plan: Mapping[str, str], tokens: TokenPar
         and mixture_of(name, plan) is None
     ]
     if len({block_of(layer) for layer in layers}) != 1 or outside:
-        tokens.problem = f"{(outside or ['no block'])[0]} is cut outside of a list of layers"
-    elif adapted:
-        tokens.problem = f"{adapted[0]} is adapted between the blocks"
-    else:
-        model.get_submodule(layers[0]).register_forward_pre_hook(tokens.enter, with_kwargs=True)
-        if loss_model.stage is None or loss_model.stage.link.is_last:
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            head.register_forward_pre_hook(tokens.before_head, prepend=True)
-        else:
-            model.get_submodule(layers[-1]).register_forward_hook(tokens.leave)
-
-
-def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
-    """Return `tensor_plan` of a model with or without an adapter, if its tensors and those of the adapter can be cut.
-
-    Raises:
-        RunError: names those that cannot, as `tensor_plan`.
-    """
-    if num_ranks == 1:
-        return {}
-    plan = tensor_plan(model, num_ranks)
-    blocks = {block_of(name) for name, what in plan.items() if what == OUTPUTS}
-    for name, what in plan.items():
-        weight, cut = quantized_weight(model.get_submodule(name)), CUT_DIMS.get(what, {}).get("weight")
-        if weight is not None and cut is not None:
-            for rank in range(num_ranks):
-                part_of_quantized(name, weight, cut.dim, token_range(weight.shape[cut.dim], num_ranks, rank))
-    for name, module in adapter_modules(model):
-        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        if name not in plan and inside and mixture_of(name, plan) is None:
-            raise RunError(
-                f"parallel.tensor: {name} is trained inside a block that is cut; leave it out of the adapter"
-            )
-        if plan.get(name) in (OUTPUTS, INPUTS):
-            _check_cut_layer(name, plan[name], module)
-    return plan
-
-
-def _check_cut_layer(name: str, what: str, module: AdapterModule) -> None:
-    # its own code would add the bias on every rank
-    if not isinstance(module, LoraLinear) and what == INPUTS and module._parameters.get("bias") is not None:
-        raise RunError(
-            f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
-            " low-rank factors"
-        )
-
-
-def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, CutDim]:
-    """Return the dimension of which a rank has a part, by the names of all tensors that are cut."""
-    dims = {
-        f"{name}.{key}": dim
-        for name, what in plan.items()
-        for key, dim in CUT_DIMS.get(what, {}).items()
-        if model.get_submodule(name)._parameters.get(key) is not None
-    }
-    for name in vocabulary_modules(model):
-        dims |= {f"{name}.{key}": ROWS for key, _ in model.get_submodule(name).named_parameters()}
-    return dims
-
-
-def vocabulary_modules(model: nn.Module) -> list[str]:
-    """Return the names of embedding and head, those of them that are cut by tokens: frozen and plain ones."""
-    names = [name for name in embedding_and_head(model) if name is not None]
-    modules = [model.get_submodule(name) for name in names]
-    plain = [
-        isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and type(module).forward is LINEAR_FORWARD)
-        for module in modules
-    ]
-    cut = [
-        name for name, module, is_plain in zip(names, modules, plain, strict=True) if is_plain and _is_frozen(module)
-    ]
-    are_tied = len({id(module._parameters.get("weight")) for module in modules}) < len(modules)
-    return [] if are_tied and len(cut) < len(names) else cut  # one of two that share a weight may read it in full
-
-
-def _cut_layer(parts: TensorParts, layer: nn.Module, name: str, what: str) -> None:
-    """Connect a layer that was cut. Its sizes stay those of the full layer, as a sharded layer's do."""
-    partial = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
-    parts.partial |= {f"{name}.{key}" for key in partial}
-    if what != INPUTS:
+        region.disabled_because = f"{(outside or ['no block'])[0]} is cut outside of a list of layers"
         return
-    ranks = parts.tokens.group
-    if mixture_of(name, parts.plan) is None:  # else the block's output is summed
-        _sum_output(parts, name)
-    if isinstance(layer, LoraLinear):
-        layer.first_column = ranks.part(layer.in_features).start  # of the dropout mask
-        layer.column_ranks = ranks
-        if "bias" in _trainable(layer):
-            layer.has_bias = ranks.rank == 0
-            return
-    if ranks.rank > 0:
-        layer.register_parameter("bias", None)  # added once to the sum
+    if adapted:
+        region.disabled_because = f"{adapted[0]} is adapted between the blocks"
+        return
+    model.get_submodule(layers[0]).register_forward_pre_hook(region.enter, with_kwargs=True)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if next(head.parameters(), None) is None:  # another stage of a pipeline has the head
+        model.get_submodule(layers[-1]).register_forward_hook(region.leave)
+        return
+    head.register_forward_pre_hook(region.before_head, prepend=True)
+    if loss_model.head is not None and shards.vocabulary is None:
+        loss_model.head.register_forward_pre_hook(region.before_head)
 
 
 def _trainable(layer: nn.Module) -> set[str]:
     return set(layer.adapter_tensors()) if isinstance(layer, AdapterModule) else set()
 
 
-def _cut_vocabulary(model: nn.Module, tokens: TokenParts) -> VocabularyPart | None:
-    """Connect embedding and head, where they were cut. Returns the head's part; None if it is not cut."""
-    vocabulary, ranks = None, tokens.group
+def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
+    """Connect embedding and head, where they were cut, and read the head's tensors anew."""
+    model = loss_model.model
+    region = shards.region
+    ranks = region.group
+    full_head = loss_model.head
+    loss_model.head = loss_head(model, None if full_head is None else full_head.device_type)
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
-            rows = VocabularyRows(ranks.part(module.num_embeddings), tokens.embedded)
-            tokens.may_scatter = not has_noise(module)
+            rows = VocabularyRows(ranks.part(module.num_embeddings), region.embedded)
+            region.may_scatter = not has_noise(module)
             module.register_forward_pre_hook(rows.before)
             module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
-            module.padding_idx = None  # which speaks of gradients
+            module.padding_idx = None  # it is about gradients only
+            shards.cuts_embedding = True
         elif isinstance(module, nn.Linear):
-            vocabulary = VocabularyPart(ranks, module.out_features)
-            logits = GatheredLogits(vocabulary)
+            shards.vocabulary = VocabularyShard(ranks, module.out_features)
+            if loss_model.head is not None:
+                loss_model.head = VocabularyParallelLossHead(loss_model.head, module, shards.vocabulary, region)
+            logits = GatheredLogits(shards.vocabulary)
             module.register_forward_pre_hook(logits.before)
             module.register_forward_hook(logits.after)
-    return vocabulary
 
 
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all values, (1,) float32."""
     return sum((gradient.float().square().sum() for gradient in gradients), torch.zeros(1, device=device))
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in module.parameters())

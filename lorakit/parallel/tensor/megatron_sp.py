@@ -7,8 +7,8 @@ reduce-scattered: the two halves of an all-reduce, so as many bytes are sent, an
 Where the embedding's output goes to the first layer as it is, ranks add their rows of it in the message that cuts the
 tokens.
 
-What was gathered is not saved. For the gradient of an adapter's A, its layer leaves the gradient of x A^T to the
-gather's backward, where it goes along in the message of the gradient of x, and meets the rank's own tokens of x.
+The gathered x is not saved. For the gradient of an adapter's A, the layer's backward defers: the gradient of x A^T goes
+into the message of the gradient of x, and the gather's backward multiplies it with this rank's tokens of x.
 
 Invariant: the ranks' tokens one after the other are the tokens of the micro-batch, in order, without padding.
 """
@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.errors import RunError
 from lorakit.ops.dropout import DropoutMask
-from lorakit.ops.recompute import RecomputedInput, recomputable
-from lorakit.ops.tensor_parallel import WeightGroup, copy_in, sum_out
+from lorakit.ops.recompute import GradientOfA, RecomputedInput, gradient_of_A, recomputable
+from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """of a module's call"""
@@ -33,8 +33,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 @dataclass(frozen=True, eq=False)
-class TokenCut:
-    """How the tokens of a micro-batch are cut. lines, tokens: its shape."""
+class TokenShard:
+    """The tokens of a micro-batch that this rank has. lines, tokens: shape of the micro-batch."""
 
     group: WeightGroup
     lines: int
@@ -62,27 +62,37 @@ class TokenCut:
 
 
 @final
-class LeftProducts:
-    """What the layers that read a gathered x leave in backward for the gather's own: the gradients of their x A^T.
+class DeferredAGradients:
+    """The gradients of x A^T of the layers that read a gathered x, for the gather's backward.
 
-    products: id of A -> gradient (tokens, r), and the mask of x'. factors: ids of the A that the gather knows.
+    products: id of A -> gradient (tokens, r), and the mask of x'.
     """
 
     def __init__(self, factors: Iterable[Tensor]) -> None:
-        self.factors = {id(A) for A in factors}
+        """factors: the A whose gradients the gather's backward computes."""
+        self._factors = {id(A) for A in factors}
         self.products: dict[int, tuple[Tensor, DropoutMask | None]] = {}
+
+    def defer(self, A: Tensor) -> GradientOfA | None:
+        """Return the function that a layer's backward calls instead of computing A's gradient; None for another A."""
+        key = id(A)
+
+        def note(D: Tensor, mask: DropoutMask | None) -> None:
+            self.products[key] = D, mask
+
+        return note if key in self._factors else None
 
 
 @final
-class TokenParts:
-    """The tokens that this rank has between the blocks of a model.
+class SequenceRegion:
+    """The part of a model between its blocks, where each rank has some of the tokens: Megatron's sequence parallelism.
 
-    problem: why every rank has all tokens instead; None if it has its part. Hooks read it in every call.
+    disabled_because: why every rank has all tokens instead; None if each has its part. Hooks read it in every call.
     """
 
     def __init__(self, group: WeightGroup) -> None:
         self.group = group
-        self.problem: str | None = None
+        self.disabled_because: str | None = None
         self.shape: tuple[int, ...] = (0, 0)
         """(lines, tokens) of the micro-batch under way; recomputation in backward reads it too"""
         self.may_scatter = False
@@ -92,22 +102,28 @@ class TokenParts:
         self._embedded: Tensor | None = None
 
     @property
-    def cut(self) -> TokenCut | None:
-        """How the tokens of the micro-batch are cut; None if they are not."""
-        return None if self.problem is not None else TokenCut(self.group, self.shape[0], self.shape[1])
+    def is_cut(self) -> bool:
+        """True if each rank has some of the tokens."""
+        return self.disabled_because is None
+
+    @property
+    def shard(self) -> TokenShard | None:
+        """This rank's tokens of the micro-batch; None if it has all."""
+        return TokenShard(self.group, self.shape[0], self.shape[1]) if self.is_cut else None
 
     @contextmanager
-    def together(self, why: str) -> Iterator[None]:
+    def disabled(self, because: str) -> Iterator[None]:
         """Give every rank all tokens inside of the block."""
-        before, self.problem = self.problem, self.problem or why
+        before = self.disabled_because
+        self.disabled_because = before or because
         try:
             yield
         finally:
-            self.problem = before
+            self.disabled_because = before
 
     def embedded(self, partial: Tensor) -> Tensor:
         """Return the output of an embedding, given the rows that are here: summed, or as it is until `enter`."""
-        scatters = self.problem is None and self.scatters_embedding
+        scatters = self.is_cut and self.scatters_embedding
         self._embedded = partial if scatters else sum_out(partial, self.group)
         return self._embedded
 
@@ -117,16 +133,17 @@ class TokenParts:
         Raises:
             RunError: something changed the embedding's output, which each rank has in part.
         """
-        x, embedded = hidden_states(args, kwargs), self._embedded
+        x = hidden_states(args, kwargs)
+        embedded = self._embedded
         self._embedded = None
         # by its memory, because FSDP2 gives its hooks other tensors of it
         unchanged = embedded is not None and (x.data_ptr(), x.shape) == (embedded.data_ptr(), embedded.shape)
-        if self.problem is not None:
+        if not self.is_cut:
             self.scatters_embedding = unchanged and self.may_scatter
             return None
         self.shape = x.shape[:2]
-        cut = self.cut
-        assert cut is not None
+        shard = self.shard
+        assert shard is not None
         if self.scatters_embedding:
             if not unchanged:
                 raise RunError(
@@ -134,8 +151,8 @@ class TokenParts:
                     " training; this is lorakit's mistake: leave out tensor, and report it"
                 )
             # detached, because recomputation makes gradients of the embedding's output, which is frozen
-            return changed(args, kwargs, lambda partial: cut.scatter(partial.detach()))
-        return changed(args, kwargs, lambda full: _exchanged(full, cut.take, cut.gather))
+            return changed(args, kwargs, lambda partial: shard.scatter(partial.detach()))
+        return changed(args, kwargs, lambda full: _exchanged(full, shard.take, shard.gather))
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Return all tokens, as a forward hook of the last layer, for what every rank computes alike."""
@@ -149,21 +166,21 @@ class TokenParts:
 
     def gathered(self, own: Tensor, *, summed: bool) -> Tensor:
         """Return all tokens, (lines, tokens, width). summed: the ranks' gradients are partial sums; else the same."""
-        if (cut := self.cut) is None:
+        if (shard := self.shard) is None:
             return own
-        return _summed_input(own, cut) if summed else _exchanged(own, cut.gather, cut.take)
+        return _gathered_input(own, shard) if summed else _exchanged(own, shard.gather, shard.take)
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
         if isinstance(output, tuple):
             return (self.after(layer, args, output[0]), *output[1:])
-        if (cut := self.cut) is None:
+        if (shard := self.shard) is None:
             return sum_out(output, self.group)
-        return _exchanged(output, cut.scatter, cut.gather)
+        return _exchanged(output, shard.scatter, shard.gather)
 
 
 @final
-class BlockInput:
+class GatheredInput:
     """Hooks of one block, and of its layers that are cut by outputs, such as q, k and v.
 
     With tokens in parts, the block's input is gathered once. Otherwise it is copied in where such a layer reads it,
@@ -173,11 +190,11 @@ class BlockInput:
     block's output is one; so its input is copied in where it begins.
     """
 
-    def __init__(self, tokens: TokenParts, *, sums_all: bool = False) -> None:
-        self._tokens, self._sums_all = tokens, sums_all
+    def __init__(self, region: SequenceRegion, *, sums_all: bool = False) -> None:
+        self._region = region
+        self._sums_all = sums_all
         self.factors: list[Callable[[], Tensor]] = []
         """return the A of the block's layers that are cut by outputs, in each call, because engines replace them"""
-        self._left: LeftProducts | None = None
         self._gathered = False
         self._x: Tensor | None = None
         self._read: Tensor | None = None
@@ -185,18 +202,19 @@ class BlockInput:
     def before(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
         """Gather the input, as a forward pre-hook of the block."""
         self._gathered = False
-        if (cut := self._tokens.cut) is None:
+        if (shard := self._region.shard) is None:
             if not self._sums_all:
                 return None
             self._gathered = True
-            return changed(args, kwargs, lambda x: copy_in(x, self._tokens.group))
-        own, factors = hidden_states(args, kwargs), list[Tensor]()
+            return changed(args, kwargs, lambda x: copy_in(x, self._region.group))
+        own = hidden_states(args, kwargs)
+        factors: list[Tensor] = []
         # a first layer's input has no gradient to send, so there nothing would go along with it, and x is saved
         if own.requires_grad and torch.is_grad_enabled():
             factors = [A for factor in self.factors if (A := factor()).requires_grad]
-        self._left, self._gathered = LeftProducts(factors), True
+        self._gathered = True
         recomputed = recomputable(own) if factors else None
-        self._read = _summed_input(own, cut, self._left, recomputed, *factors)
+        self._read = _gathered_input(own, shard, recomputed, *factors)
         return changed(args, kwargs, lambda own: self._read)
 
     def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -204,18 +222,15 @@ class BlockInput:
         if self._gathered:
             return None
         if self._x is not args[0]:
-            self._x, self._read = args[0], copy_in(args[0], self._tokens.group)
+            self._x = args[0]
+            self._read = copy_in(args[0], self._region.group)
         assert self._read is not None
         return (self._read, *args[1:])
 
     def forget(self, block: nn.Module, args: Any, output: Any) -> None:
         """Free the input, as a forward hook of the block."""
-        self._left = self._x = self._read = None
+        self._x = self._read = None
         self._gathered = False
-
-    def left_by(self, x: Tensor, A: Tensor) -> LeftProducts | None:
-        """Return where a layer's backward leaves its product, for its input x; None if it computes A's gradient."""
-        return self._left if x is self._read and self._left is not None and id(A) in self._left.factors else None
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -242,14 +257,10 @@ def _exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], back: Callable[[
     return result
 
 
-def _summed_input(
-    own: Tensor,
-    cut: TokenCut,
-    left: LeftProducts | None = None,
-    recomputed: RecomputedInput | None = None,
-    *factors: Tensor,
+def _gathered_input(
+    own: Tensor, shard: TokenShard, recomputed: RecomputedInput | None = None, *factors: Tensor
 ) -> Tensor:
-    result: Tensor = _SummedInput.apply(own, cut, left, recomputed, *factors)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatheredInput.apply(own, shard, recomputed, *factors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -269,7 +280,7 @@ class _Exchange(torch.autograd.Function):
 
 
 @final
-class _SummedInput(torch.autograd.Function):
+class _GatheredInput(torch.autograd.Function):
     """All tokens, for layers of which each rank has a part: its gradient is a partial sum.
 
     factors: A of the adapters of those layers. Their gradients are of this rank's tokens.
@@ -277,32 +288,34 @@ class _SummedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        own: Tensor,
-        cut: TokenCut,
-        left: LeftProducts | None,
-        recomputed: RecomputedInput | None,
-        *factors: Tensor,
+        ctx: Any, own: Tensor, shard: TokenShard, recomputed: RecomputedInput | None, *factors: Tensor
     ) -> Tensor:
-        ctx.cut, ctx.left, ctx.recomputed = cut, left, recomputed
+        deferred = DeferredAGradients(factors)
+        ctx.shard = shard
+        ctx.products = deferred.products
+        ctx.defer = deferred.defer  # read by `ops.recompute.gradient_without_x`
+        ctx.recomputed = recomputed
         ctx.factors = [(id(A), A.dtype) for A in factors]
         ctx.save_for_backward(*([own] if factors and recomputed is None else []))
-        return cut.gather(own)
+        return shard.gather(own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
-        left = {} if ctx.left is None else ctx.left.products
-        parts = [outer[0].flatten(0, 1), *(gradient for gradient, _ in left.values())]
-        total = ctx.cut.group.scattered(torch.cat(parts, 1) if left else parts[0])
+        products = ctx.products
+        parts = [outer[0].flatten(0, 1), *(gradient for gradient, _ in products.values())]
+        total = ctx.shard.group.scattered(torch.cat(parts, 1) if products else parts[0])
         own_dx, *own = total.split([part.shape[1] for part in parts], 1)
-        gradients = dict(zip(left, own, strict=True))
-        if left:  # not of layers whose own backward has computed A's gradient
-            x = (ctx.saved_tensors[0] if ctx.recomputed is None else ctx.recomputed.get()).flatten(0, 1)
-        dA = []
+        gradients = dict(zip(products, own, strict=True))
+        if products:  # not of layers whose own backward has computed A's gradient
+            x = ctx.saved_tensors[0] if ctx.recomputed is None else ctx.recomputed.get()
+        dA: list[Tensor | None] = []
         for A, dtype in ctx.factors:
-            mask = left[A][1] if A in left else None
-            dropped = None if A not in left else x if mask is None else mask.of(ctx.cut.own).apply(x)
-            dA.append(None if dropped is None else (gradients[A].T @ dropped).to(dtype))
-        left.clear()
-        return own_dx[None], None, None, None, *dA
+            if A in products:
+                mask = products[A][1]
+                own_mask = None if mask is None else mask.of(ctx.shard.own)
+                dA.append(gradient_of_A(gradients[A], x, own_mask, dtype))
+            else:
+                dA.append(None)
+        products.clear()
+        return own_dx[None], None, None, *dA

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lorakit.data.batch import Batch
 from lorakit.objectives.cross_entropy import loss_inputs, token_scores
 from lorakit.objectives.objective import Scores
-from lorakit.ops.stage import Stage
-from lorakit.ops.token_parts import TokenParts
+from lorakit.parallel.pipeline.stage import Stage
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -53,18 +52,26 @@ class StageForward:
 
 @final
 class StageSteps:
-    """Forward and backward of micro-batches at one stage. model: the engine's wrapper of a `LossModel`."""
+    """Forward and backward of micro-batches at one stage, or in a model without stages.
 
-    def __init__(self, model: nn.Module, stage: Stage | None, tokens: TokenParts | None) -> None:
-        self._model, self._stage, self._tokens = model, stage, tokens
+    model: the engine's wrapper of a `LossModel`. before_backward: called with the shape of a micro-batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, stage: Stage | None, before_backward: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        self._model = model
+        self._stage = stage
+        self._before_backward = before_backward
         self._sending: dist.Work | None = None
 
     def forward(self, batch: Batch) -> StageForward:
-        """Compute this stage for a micro-batch: what the stage before sends, if there is one."""
+        """Compute this stage for a micro-batch, with the hidden states of the stage before, if there is one."""
         shape = batch.input_ids.shape
         if self._stage is None:
             return StageForward(token_scores(self._model, batch), shape)
-        link, received = self._stage.link, None
+        link = self._stage.link
+        received = None
         if not link.is_first:
             received = link.receive_hidden(shape)
             received.requires_grad_(self._stage.sends_gradient and torch.is_grad_enabled())
@@ -78,8 +85,7 @@ class StageSteps:
 
         loss: at the last stage, else None. run: the engine's backward of a loss.
         """
-        if self._tokens is not None:
-            self._tokens.shape = forward.shape  # another micro-batch's forward may have come after this one's
+        self._before_backward(forward.shape)
         forward.wait()  # also where no gradient comes back: torch drops a message whose `Work` is freed
         if loss is not None:
             run(loss)

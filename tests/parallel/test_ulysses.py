@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lorakit.errors import RunError
-from lorakit.ops.head_exchange import HeadExchange, token_counts
+from lorakit.parallel.axis import even_counts
+from lorakit.parallel.sequence import UlyssesExchange
 
 
 class Attention(nn.Module):
@@ -21,16 +22,16 @@ def heads(num_heads: int, num_kv_heads: int) -> Any:
 @pytest.mark.parametrize(("size", "num_heads", "num_kv_heads"), [(3, 4, 2), (4, 6, 3), (8, 4, 4)])
 def test_heads_that_do_not_divide_are_refused(size: int, num_heads: int, num_kv_heads: int) -> None:
     with pytest.raises(RunError, match=f"{size} processes cannot share the {num_heads} heads of Attention"):
-        HeadExchange(None, 0, size).to_heads(Attention(), heads(num_heads, num_kv_heads), 10)
+        UlyssesExchange(None, 0, size).to_heads(Attention(), heads(num_heads, num_kv_heads), 10)
 
 
 def test_parameters_of_each_head_are_refused() -> None:
     attention = Attention()
     attention.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(RunError, match="Attention has parameters of each head"):
-        HeadExchange(None, 0, 2).to_heads(attention, heads(4, 2), 10)
+        UlyssesExchange(None, 0, 2).to_heads(attention, heads(4, 2), 10)
 
 
 @pytest.mark.parametrize(("num_tokens", "counts"), [(7, [3, 2, 2]), (6, [2, 2, 2]), (3, [1, 1, 1])])
 def test_every_rank_has_neighbouring_tokens(num_tokens: int, counts: list[int]) -> None:
-    assert token_counts(num_tokens, 3) == counts
+    assert even_counts(num_tokens, 3) == counts

@@ -1,8 +1,8 @@
 """Exchange tokens for heads around attention: a rank with some tokens of all heads gets all tokens of some heads.
 
-Everything else in a transformer's layer works on single tokens, so a line of tokens that is cut over several ranks
-meets here alone (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). One message carries queries, keys and values
-there, and one the outputs back; backward sends the gradients the same two ways.
+All other modules of a transformer's layer work on single tokens, so ranks that share a line exchange tokens here alone
+(DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). One message carries queries, keys and values, and one the
+outputs back; backward sends the gradients the same two ways.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakit.errors import RunError
+from lorakit.ops.packed_attention import AttendRows, Heads, Masks, RowLengths
+from lorakit.parallel.axis import even_counts
 
 HEAD_PARAMETERS: Final = ("sinks",)
 """parameters of an attention module with a value for each head, which its attention function reads"""
-
-
-def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return the tokens of a line that each rank has: neighbours, as evenly as they divide, the first ones more."""
-    return [num_tokens // num_ranks + (rank < num_tokens % num_ranks) for rank in range(num_ranks)]
-
-
-def token_range(num_tokens: int, num_ranks: int, rank: int) -> range:
-    """Return the indices in a line of the tokens that a rank has."""
-    counts = token_counts(num_tokens, num_ranks)
-    start = sum(counts[:rank])
-    return range(start, start + counts[rank])
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
@@ -56,18 +46,31 @@ def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: 
 
 
 @final
-class HeadExchange:
+class UlyssesExchange:
     """The ranks that share the tokens of a line. group: for tensors where the model computes."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
+        self._group = group
+        self.rank = rank
+        self.size = size
         self.attentions: dict[int, tuple[int, bool]] = {}
         """of each attention's last call, by its module's id: bytes of a token in both messages, and whether gradients
         go through it"""
 
-    def to_heads(
-        self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], num_tokens: int
-    ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
+        rows: RowLengths | None = kwargs.get("row_lengths")
+        if rows is not None and kwargs["input_ids"].shape[1] < sum(rows.lengths):
+            rows.wrapper = self.attend
+
+    def attend(
+        self, attend_rows: AttendRows, module: nn.Module, heads: Heads, masks: Masks, rows: RowLengths
+    ) -> Tensor:
+        """Return the attention to full rows (1, tokens here, heads, size), for the heads of this rank's tokens."""
+        module, heads = self.to_heads(module, heads, sum(rows.lengths))
+        return self.to_tokens(attend_rows(module, heads, masks.of_full_line(rows.lengths)))
+
+    def to_heads(self, module: nn.Module, heads: Heads, num_tokens: int) -> tuple[Any, Heads]:
         """Give every rank all tokens of its part of the heads.
 
         heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
@@ -77,8 +80,10 @@ class HeadExchange:
             RunError: the heads do not divide over the ranks.
         """
         repeats = self._repeats(module, heads)
-        query, key, value = heads[0], *(tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
-        counts, here = token_counts(num_tokens, self.size), query.shape[2]
+        query = heads[0]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
+        counts = even_counts(num_tokens, self.size)
+        here = query.shape[2]
         # (ranks, tokens here, heads of that rank x size), side by side in one message
         parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
         sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
@@ -96,24 +101,25 @@ class HeadExchange:
     def to_tokens(self, output: Tensor) -> Tensor:
         """Give every rank all heads of its tokens, (1, tokens here, heads, size), for (1, tokens, heads here, size)."""
         num_tokens, *shape = output.shape[1:]
-        counts = token_counts(num_tokens, self.size)
+        counts = even_counts(num_tokens, self.size)
         received = _all_to_all(output[0].flatten(1), counts, [counts[self.rank]] * self.size, self._group)
         tokens: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
         return tokens[None]
 
-    def _repeats(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor]) -> int:
+    def _repeats(self, module: nn.Module, heads: Heads) -> int:
         """Return how often each head of keys and values is repeated, so that they divide over the ranks."""
-        name, num_heads, num_kv_heads = type(module).__name__, heads[0].shape[1], heads[1].shape[1]
+        name = type(module).__name__
         if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
             raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-        return checked_kv_repeats(name, num_heads, num_kv_heads, self.size)
+        return checked_kv_repeats(name, heads[0].shape[1], heads[1].shape[1], self.size)
 
 
 class _FewerGroups:
     """An attention module as its attention function reads it, where keys and values are repeated already."""
 
     def __init__(self, module: nn.Module, repeats: int) -> None:
-        self._module, self.num_key_value_groups = module, module.num_key_value_groups // repeats  # type: ignore[operator]
+        self._module = module
+        self.num_key_value_groups = module.num_key_value_groups // repeats  # type: ignore[operator]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -122,7 +128,7 @@ class _FewerGroups:
 def _all_to_all(
     sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Send consecutive rows of (rows, width) to each rank, and return those that the ranks sent, in their order."""
+    """Send consecutive rows of (rows, width) to each rank, and return the rows that the ranks sent, in their order."""
     result: Tensor = _AllToAll.apply(sent, sent_counts, received_counts, group)  # type: ignore[no-untyped-call]
     return result
 

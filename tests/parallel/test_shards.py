@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorakit.base import cut_weights
-from lorakit.base.cut_weights import Cut, CutDim, CutTensors
 from lorakit.base.lazy import LazyTensors, ShardReader
 from lorakit.base.meta import load_on_meta
+from lorakit.parallel.tensor import shards
+from lorakit.parallel.tensor.shards import Cut, CutDim, CutTensors
 from tests.helpers.models import scrambled
 
 ROWS, COLUMNS = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.down_proj.weight"
@@ -31,13 +31,13 @@ def parts(size: int) -> Iterator[range]:
 def test_a_part_that_is_read_is_the_part_of_the_full_tensor(
     folder: Path, name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut_weights, "PIECE_BYTES", 3 * 48 * dtype.itemsize)  # three rows of down_proj
+    monkeypatch.setattr(shards, "PIECE_BYTES", 3 * 48 * dtype.itemsize)  # three rows of down_proj
     weights = LazyTensors(folder, load_on_meta(folder, dtype))
     full = weights.read_weight(name)
     for part in parts(full.shape[dim]):
         cut = Cut(dim, part, tuple(full.shape))
         expected = full.narrow(dim, part.start, len(part))
-        assert torch.equal(cut.of(full), expected)
+        assert torch.equal(cut.scatter(full), expected)
         assert cut.part_shape == expected.shape
         reader, size = CutTensors(weights, {name: cut}), expected.numel()
         for start, stop in ((0, size), (7, size - 3), (size // 2, size)):  # as an engine's shards are
@@ -68,7 +68,7 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
         for part in parts(48):
             cut = Cut(dim, part, tuple(full.shape), pieces)
             expected = torch.cat([half.narrow(dim, part.start, len(part)) for half in halves], dim)
-            assert torch.equal(cut.of(full), expected)
+            assert torch.equal(cut.scatter(full), expected)
             assert cut.part_shape == expected.shape
             reader, size = CutTensors(weights, {f"{experts}.{key}": cut}), expected.numel()
             for start, stop in ((0, size), (7, size - 3), (size // 2, size)):
@@ -82,6 +82,6 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
 def test_parts_join_to_the_full_tensor() -> None:
     full = torch.arange(2 * 12 * 3).view(2, 12, 3)
     cut, other = (CutDim(1, pieces=2).cut((2, 12, 3), lambda size, part=part: part) for part in (range(2), range(2, 6)))  # type: ignore[misc]
-    rest = other.of(full).unflatten(1, (2, 4))  # type: ignore[no-untyped-call]
+    rest = other.scatter(full).unflatten(1, (2, 4))  # type: ignore[no-untyped-call]
     assert cut.size == 6
-    assert torch.equal(cut.join(cut.of(full), lambda part, dim, size: torch.cat([part, rest], dim)), full)
+    assert torch.equal(cut.gather(cut.scatter(full), lambda part, dim, size: torch.cat([part, rest], dim)), full)

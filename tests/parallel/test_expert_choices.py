@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakit.ops.expert_choices import ExpertChoices
+from lorakit.parallel.tensor.expert_choices import ExpertChoices
 
 
 def checksum(*chosen: torch.Tensor) -> float:

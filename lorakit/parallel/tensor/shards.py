@@ -54,14 +54,14 @@ class Cut:
         """Shape of the part."""
         return (*self.shape[: self.dim], self.pieces * len(self.part), *self.shape[self.dim + 1 :])
 
-    def of(self, full: Tensor) -> Tensor:
+    def scatter(self, full: Tensor) -> Tensor:
         """Return the part of a full tensor, in memory of its own."""
         pieces: Tensor = full.unflatten(self.dim, (self.pieces, self.size))
         own = pieces.narrow(self.dim + 1, self.part.start, len(self.part))
         return own.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
-    def join(self, part: Tensor, side_by_side: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """Undo `of`. side_by_side: (part, dimension, size) -> the ranks' parts, one behind the other."""
+    def gather(self, part: Tensor, side_by_side: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """Undo `scatter`. side_by_side: (part, dimension, size) -> the ranks' parts, one behind the other."""
         pieces = part.unflatten(self.dim, (self.pieces, len(self.part)))
         full: Tensor = side_by_side(pieces, self.dim + 1, self.size)
         return full.flatten(self.dim, self.dim + 1)
@@ -86,7 +86,9 @@ class CutTensors:
     def __init__(
         self, weights: LazyBase, cuts: Mapping[str, Cut], quantized: Mapping[str, QuantizedCut] | None = None
     ) -> None:
-        self._weights, self._cuts, self._quantized = weights, cuts, quantized or {}
+        self._weights = weights
+        self._cuts = cuts
+        self._quantized = quantized or {}
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
@@ -119,7 +121,8 @@ class CutTensors:
     def _fill_rows(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
         """Read the rows of each piece as one range: one for a matrix, one for gate and one for up of each expert."""
         row = math.prod(cut.shape[cut.dim + 1 :])
-        full, own = cut.size * row, len(cut.part) * row
+        full = cut.size * row
+        own = len(cut.part) * row
         done = 0
         while done < len(out):
             piece, skip = divmod(start + done, own)
@@ -129,10 +132,13 @@ class CutTensors:
 
     def _fill_columns(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
         """Read full rows in pieces, because a read for the part of each row would be a call for each row."""
-        width, own = cut.size, len(cut.part)
+        width = cut.size
+        own = len(cut.part)
         step = max(1, PIECE_BYTES // (width * out.element_size()))
-        first, last = start // own, -(-(start + len(out)) // own)
-        done, skip = 0, start - first * own
+        first = start // own
+        last = -(-(start + len(out)) // own)
+        done = 0
+        skip = start - first * own
         for row in range(first, last, step):
             rows = min(step, last - row)
             piece = torch.empty(rows * width, dtype=out.dtype)
@@ -140,4 +146,5 @@ class CutTensors:
             columns = piece.view(rows, width)[:, cut.part.start : cut.part.stop].reshape(-1)[skip:]
             count = min(len(columns), len(out) - done)
             out[done : done + count].copy_(columns[:count])
-            done, skip = done + count, 0
+            done = done + count
+            skip = 0

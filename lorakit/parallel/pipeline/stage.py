@@ -4,7 +4,7 @@ Hidden states go to the next stage, their gradients to the one before. Every sta
 knows the shape of what it receives and no shape is sent.
 
 Received hidden states enter where the layer before this stage's first one would be called, and not as `inputs_embeds`,
-because some models change what comes from the embedding (Granite multiplies it, GPT-2 adds positions).
+because some models change the embedding's output (Granite multiplies it, GPT-2 adds positions).
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.errors import RunError
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.packed_attention import RowLengths
 
 
 @final
-class LayerElsewhere(nn.Module):
-    """A layer that another stage has. It returns the hidden states that it gets, or those that were received.
+class RemoteLayer(nn.Module):
+    """A layer of another stage. It returns the hidden states of its call, or those that were received.
 
     Models choose a layer's mask by its index and its plain attributes, so the list of layers has its length, and
     attributes such as `attention_type` are those of the layer.
@@ -33,18 +35,19 @@ class LayerElsewhere(nn.Module):
         self.stage: Stage | None = None
 
     def forward(self, hidden_states: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-        return hidden_states if self.stage is None else self.stage.pass_on(hidden_states)
+        return hidden_states if self.stage is None else self.stage.forward_hidden(hidden_states)
 
 
 @final
 class Stage:
-    """The layers of a decoder that this process has; the others are replaced. layers: their indices.
+    """The layers of a decoder that this process has; the others are replaced. layers: indices of this stage's.
 
-    first_trained: the first stage with something to train; gradients go back as far as there.
+    first_trained: number of the first stage with trainable tensors; gradients go back as far as there.
     """
 
     def __init__(self, decoder: nn.ModuleList, layers: range, link: "StageLink", first_trained: int) -> None:
-        self.layers, self.link = layers, link
+        self.layers = layers
+        self.link = link
         self.sends_gradient = link.rank > first_trained
         self.receives_gradient = link.rank >= first_trained and not link.is_last
         self._received: Tensor | None = None
@@ -53,7 +56,7 @@ class Stage:
         for index, layer in enumerate(list(decoder)):
             if index in layers:
                 continue
-            decoder[index] = other = LayerElsewhere(layer)
+            decoder[index] = other = RemoteLayer(layer)
             if index < layers.start:
                 before = other
             elif after is None:
@@ -65,31 +68,36 @@ class Stage:
     def facts(self) -> dict[str, Any]:
         """Return the layers of this stage, and what it sends and receives for each micro-batch."""
         return {
-            "number": self.link.rank, "layers": [self.layers.start, self.layers.stop], "is_first": self.link.is_first,
-            "is_last": self.link.is_last, "sends_gradient": self.sends_gradient,
+            "number": self.link.rank,
+            "layers": [self.layers.start, self.layers.stop],
+            "is_first": self.link.is_first,
+            "is_last": self.link.is_last,
+            "sends_gradient": self.sends_gradient,
             "receives_gradient": self.receives_gradient,
-        }  # fmt: skip
+        }
 
     def inputs(self, inputs: dict[str, Any], hidden: Tensor | None) -> dict[str, Any]:
         """Return the model's inputs at this stage. hidden: received from the stage before; None at the first."""
         self._received = hidden
         if hidden is None:
             return inputs
-        # zeros that take no memory, because nothing that comes from the embedding gets past `pass_on`
+        # zeros that take no memory, because `forward_hidden` replaces the embedding's output
         nothing = hidden.new_zeros(1).expand(hidden.shape)
         return {**{key: value for key, value in inputs.items() if key != "input_ids"}, "inputs_embeds": nothing}
 
-    def pass_on(self, hidden: Tensor) -> Tensor:
+    def forward_hidden(self, hidden: Tensor) -> Tensor:
         """Return the received hidden states before this stage's layers, and note those behind them."""
         if self._received is not None:
-            hidden, self._received = self._received, None
-            return hidden
+            received = self._received
+            self._received = None
+            return received
         self._output = hidden
         return hidden
 
     def output(self) -> Tensor:
         """Return the hidden states behind this stage's layers, once."""
-        output, self._output = self._output, None
+        output = self._output
+        self._output = None
         assert output is not None
         return output
 
@@ -103,11 +111,22 @@ class StageLink:
     """
 
     def __init__(
-        self, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device,
-        forward_group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
-        self.rank, self.size, self._width, self._dtype, self._device = rank, size, width, dtype, device
-        self._forward_group, self._backward_group = forward_group, backward_group
+        self,
+        rank: int,
+        size: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        forward_group: dist.ProcessGroup | None,
+        backward_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._width = width
+        self._dtype = dtype
+        self._device = device
+        self._forward_group = forward_group
+        self._backward_group = backward_group
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +137,7 @@ class StageLink:
         return self.rank == self.size - 1
 
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
-        """Return what the stage before sends for tokens of this shape, (lines, tokens, width)."""
+        """Receive the hidden states of tokens of this shape from the stage before, (lines, tokens, width)."""
         hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self._device)
         dist.recv(hidden, group=self._forward_group, group_src=self.rank - 1)
         return hidden
@@ -127,7 +146,7 @@ class StageLink:
         """Begin to send hidden states, (lines, tokens, width), to the next stage.
 
         Raises:
-            RunError: they are not what the next stage waits for.
+            RunError: they have another size or dtype than the next stage expects.
         """
         if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
             raise RunError(
@@ -146,7 +165,7 @@ class StageLink:
         """Begin to send a gradient to the stage before."""
         return _work(dist.isend(gradient.contiguous(), group=self._backward_group, group_dst=self.rank - 1))
 
-    def from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
+    def broadcast_from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
         shapes = [None if tensors is None else [(tensor.shape, tensor.dtype) for tensor in tensors]]
         dist.broadcast_object_list(shapes, group=self._forward_group, group_src=self.size - 1, device=self._device)
@@ -156,6 +175,67 @@ class StageLink:
             mine.copy_(theirs)
             dist.broadcast(mine, group=self._forward_group, group_src=self.size - 1)
         return received
+
+
+@final
+class StageLossModel(LossModel):
+    """A `LossModel` of which this process has one stage."""
+
+    stage: Stage
+
+    @staticmethod
+    def of(loss_model: LossModel, stage: Stage) -> "StageLossModel":
+        """Make a loss model, whose layers were cut, that of a stage.
+
+        In place, as torch's `fully_shard` changes a module's class: the job and its checks hold the same object.
+        """
+        loss_model.__class__ = StageLossModel
+        assert isinstance(loss_model, StageLossModel)
+        loss_model.stage = stage
+        if not stage.link.is_last:
+            loss_model.head = None
+        return loss_model
+
+    def forward(  # type: ignore[override] # with two arguments more
+        self,
+        labels: Tensor | None = None,
+        row_lengths: RowLengths | None = None,
+        label_positions: Tensor | None = None,
+        own_stage: bool = False,
+        hidden: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Any:
+        """Return the result of the full `LossModel`: all stages compute in turn, without gradient.
+
+        own_stage: compute this stage alone, for hidden (lines, tokens, width) of the stage before; a stage that is not
+        the last returns hidden states too.
+        """
+        if own_stage:
+            return self._outputs(hidden, labels, row_lengths, label_positions, inputs)
+        link = self.stage.link
+        with torch.no_grad():
+            if not link.is_first:
+                hidden = link.receive_hidden(inputs["input_ids"].shape)
+            result = self._outputs(hidden, labels, row_lengths, label_positions, inputs)
+            if not link.is_last:
+                link.send_hidden(result).wait()
+                result = None
+            tensors = link.broadcast_from_last([result] if isinstance(result, Tensor) else result)
+            return tensors[0] if labels is None else tuple(tensors)
+
+    def _outputs(
+        self,
+        hidden: Tensor | None,
+        labels: Tensor | None,
+        row_lengths: RowLengths | None,
+        label_positions: Tensor | None,
+        inputs: dict[str, Tensor],
+    ) -> Any:
+        inputs = self.stage.inputs(inputs, hidden)
+        if self.stage.link.is_last:
+            return super().forward(labels, row_lengths, label_positions, **inputs)
+        self.model.base_model(**self.model_inputs(inputs, row_lengths))  # type: ignore[operator]
+        return self.stage.output()
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -31,5 +31,6 @@ class ExpertChoices:
 
     def take(self) -> Tensor | None:
         """Return the checksum, and begin anew; None if no expert was called."""
-        total, self._total = self._total, None
+        total = self._total
+        self._total = None
         return total

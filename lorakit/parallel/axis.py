@@ -1,0 +1,105 @@
+"""The interface of a mesh axis besides `data`, and how a count is divided over the ranks along an axis.
+
+An axis puts layers, hooks or wrappers of its own into a model, as quantised layers do. So `lora`, `ops`, `objectives`
+and `base` know no axis, and an engine calls those with more than one rank without asking which they are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.base.lazy import LazyBase
+from lorakit.data.batch import Batch
+from lorakit.lora.spec import AdapterSpec
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
+
+
+class Axis(ABC):
+    """One axis of the mesh, as one of its ranks uses it. What a subclass does not override changes nothing."""
+
+    name: ClassVar[str]
+    """in the mesh and in the recipe's `parallel` section"""
+
+    def __init__(self, mesh: Mesh, world: Group | None = None, device: torch.device | None = None) -> None:
+        """Read the ranks along this axis from the mesh of all ranks, ``world``; with a mesh alone, it only checks."""
+        self.mesh = mesh
+        self.world = world or Group()
+        self.device = device or torch.device("cpu")
+        self.group: Group = getattr(mesh, self.name)
+
+    @abstractmethod
+    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
+        """Raise RunError unless the ranks can share a model with or without its adapter, which may be on meta.
+
+        spec: the settings of the adapter; None if there is no adapter.
+        """
+
+    @abstractmethod
+    def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
+        """Leave in a model what this rank computes, before the model is sharded and filled. Collective.
+
+        label_share: share of the tokens that have a label. Returns the weights of what is left of the model.
+        """
+
+    def check_cut(self, loss_model: LossModel) -> None:  # noqa: B027 # most axes check nothing here
+        """Raise RunError unless the cut model, once it has its weights, computes what the full one does. Collective."""
+
+    def slice(self, batch: Batch) -> Batch:
+        """Return what this rank computes of a micro-batch."""
+        return batch
+
+    def before_backward(self, shape: tuple[int, ...]) -> None:  # noqa: B027 # most axes need no preparation
+        """Prepare the backward of a micro-batch of this shape, (lines, tokens); other forwards may have come since."""
+
+    def gather(self, name: str, value: Tensor) -> Tensor:
+        """Return the full tensor of an adapter's tensor or its optimizer state, from this rank's. Collective."""
+        return value
+
+    def scatter(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor: the inverse of `gather`."""
+        return full
+
+    def gather_layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all layers by name, given those of this rank's layers. Collective."""
+        return dict(tensors)
+
+    def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
+        """Add up the gradients of ranks that share weights, in place; None if ranks of this axis do not. Collective.
+
+        local: a gradient's values on this rank. Returns the sum of the squares of those ranks' gradients.
+        """
+        return None
+
+    def norm_over_layers(self, norm: float) -> float:
+        """Return the norm of the gradients of all layers, given that of this rank's layers. Collective."""
+        return norm
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """Return a context in which the model's own forward computes every token that it is called with."""
+        return nullcontext()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what this rank has of the model, for the record of a run."""
+        return {}
+
+    def describe(self) -> str | None:
+        """Return what this rank has of the model, in words; None if it has all of it."""
+        return None
+
+
+def even_counts(count: int, num_ranks: int) -> list[int]:
+    """Return how many of ``count`` neighbouring items each rank has: as evenly as they divide, the first ranks more."""
+    return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
+
+
+def even_range(count: int, num_ranks: int, rank: int) -> range:
+    """Return the indices of a rank's items."""
+    counts = even_counts(count, num_ranks)
+    start = sum(counts[:rank])
+    return range(start, start + counts[rank])

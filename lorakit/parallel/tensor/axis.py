@@ -1,0 +1,65 @@
+"""The axis `tensor`, as an engine uses it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
+
+from lorakit.base.lazy import LazyBase
+from lorakit.lora.spec import AdapterSpec
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.axis import Axis
+from lorakit.parallel.tensor.cut import TensorShards, cut_weights
+from lorakit.parallel.tensor.plan import checked_plan
+from lorakit.parallel.tensor.probe import check_layers, copy_layers
+
+
+@final
+class TensorAxis(Axis):
+    """Ranks with other parts of each weight."""
+
+    name: ClassVar[str] = "tensor"
+    shards: TensorShards | None = None
+    """the parts that are here; None before `cut`"""
+
+    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
+        checked_plan(model, self.group.size)
+
+    def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
+        assert weights is not None
+        self._full_weights = weights
+        self._full_layers = copy_layers(loss_model.model)
+        self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
+        return self.shards.weights(weights)
+
+    def check_cut(self, loss_model: LossModel) -> None:
+        assert self.shards is not None
+        is_stage = self.mesh.pipeline.size > 1
+        full = (self._full_layers, self._full_weights)
+        region = self.shards.region
+        self.shards.begin(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
+
+    def before_backward(self, shape: tuple[int, ...]) -> None:
+        if self.shards is not None:
+            self.shards.region.shape = shape  # recomputation in backward reads it
+
+    def gather(self, name: str, value: Tensor) -> Tensor:
+        return value if self.shards is None else self.shards.gather(name, value)
+
+    def scatter(self, name: str, full: Tensor) -> Tensor:
+        return full if self.shards is None else self.shards.scatter(name, full)
+
+    def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
+        return None if self.shards is None else self.shards.sum_gradients(local)
+
+    def decoding(self) -> AbstractContextManager[None]:
+        if self.shards is None:
+            return nullcontext()
+        return self.shards.region.disabled("single tokens are computed")
+
+    def facts(self) -> dict[str, Any]:
+        return {} if self.shards is None else {"tensor_parts": self.shards.facts()}
+
+    def describe(self) -> str:
+        return f"part {self.group.rank + 1} of {self.group.size}"

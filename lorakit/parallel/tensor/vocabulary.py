@@ -1,0 +1,118 @@
+"""An embedding and an output head of which each rank has the rows of some tokens, and the loss over such a head.
+
+Each rank computes the logits of its own tokens. The maximum and the sum of exponentials of a label's logits, its own
+logit and their mean are exchanged, never the logits (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lorakit.objectives.cross_entropy import HeadVocabulary, LossHead, select_labelled
+from lorakit.parallel.tensor.megatron_sp import SequenceRegion
+from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in
+
+
+@final
+class VocabularyShard(HeadVocabulary):
+    """The tokens whose rows of an output head this rank has. size: tokens of the full vocabulary."""
+
+    def __init__(self, group: WeightGroup, size: int) -> None:
+        super().__init__(size)
+        self.group = group
+        self._tokens = group.part(size)
+
+    def max_rows(self) -> int:
+        return max(self.group.counts(self.size))  # of any rank, so that all ranks choose the same chunks
+
+    def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        rows = labels - self._tokens.start
+        is_here = (rows >= 0) & (rows < len(self._tokens))
+        return rows.masked_fill(~is_here, 0), is_here.float()
+
+    def maximum(self, largest: Tensor) -> Tensor:
+        return self.group.maximum(largest)
+
+    def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
+        total = self.group.sum(torch.cat(tuple(partial), 1))
+        return [total[:, index, None] for index in range(len(partial))]
+
+
+@final
+class VocabularyParallelLossHead(LossHead):
+    """A `LossHead` with the rows of some tokens."""
+
+    def __init__(self, full: LossHead, head: nn.Linear, vocabulary: VocabularyShard, region: SequenceRegion) -> None:
+        """Take the settings of the full head's loss. head: the output head, which was cut."""
+        super().__init__(head, full.transform, full.device_type)
+        self.vocabulary = vocabulary
+        self._region = region
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._region.gathered(hidden, summed=True)
+        hidden, labels = select_labelled(hidden, labels, positions)
+        if not self._region.is_cut:  # else the gradient is summed where tokens are gathered
+            hidden = copy_in(hidden, self.vocabulary.group)
+        return self.losses(hidden, labels, smoothing, self.vocabulary)
+
+
+@final
+class VocabularyRows:
+    """Hooks of an embedding that has the rows of some tokens."""
+
+    def __init__(self, tokens: range, add: Callable[[Tensor], Tensor]) -> None:
+        """tokens: whose rows are here. add: returns the output of all ranks, of this rank's."""
+        self._tokens = tokens
+        self._add = add
+        self._absent: Tensor | None = None
+
+    def before(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give the embedding the indices of its own rows; the first one for a token of another rank."""
+        rows = args[0] - self._tokens.start
+        self._absent = (rows < 0) | (rows >= len(self._tokens))
+        return (rows.masked_fill(self._absent, 0), *args[1:])
+
+    def after(self, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return each token's row, from the rank that has it."""
+        assert self._absent is not None
+        here = output.masked_fill(self._absent[..., None], 0)
+        self._absent = None
+        return self._add(here)
+
+
+@final
+class GatheredLogits:
+    """Hooks of an output head that has the rows of some tokens: the logits of all tokens come out."""
+
+    def __init__(self, vocabulary: VocabularyShard) -> None:
+        self._group = vocabulary.group
+        self._size = vocabulary.size
+
+    def before(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copy the hidden states in."""
+        return (copy_in(args[0], self._group), *args[1:])
+
+    def after(self, head: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the logits of the full vocabulary."""
+        logits: Tensor = _GatheredColumns.apply(output, self._group, self._size)  # type: ignore[no-untyped-call]
+        return logits
+
+
+@final
+class _GatheredColumns(torch.autograd.Function):
+    """The ranks' columns side by side. Every rank computes the same with them, so a gradient needs no message."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: WeightGroup, count: int) -> Tensor:
+        ctx.part = group.part(count)
+        return group.concatenated(y, y.dim() - 1, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return outer[0][..., ctx.part.start : ctx.part.stop], None, None
