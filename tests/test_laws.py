@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
-from lorakit.lora.merge_weight import Rounding, Update, merged_weight
+from lorakit.lora.merge_weight import Update, merged_weight
+from lorakit.lora.rounding import Rounding
 from tests.helpers.rounding import nearest
 
 

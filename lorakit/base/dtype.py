@@ -41,7 +41,8 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     if requested != "auto":
         raise LorakitError(f"dtype {requested!r} is none of auto, {', '.join(MODEL_DTYPES)}")
     rates = measure_all(device)
-    full, half = rates["float32"], rates["bfloat16"]
+    full = rates["float32"]
+    half = rates["bfloat16"]
     measured = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
     if not _is_correct(torch.bfloat16, device):
         return DtypeChoice(torch.float32, f"bfloat16 products are wrong here; {measured}")

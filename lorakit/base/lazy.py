@@ -124,7 +124,8 @@ class ShardReader:
         """True if two sources have the same shape and values. They are compared piece by piece."""
         if one is None or other is None or one.shape != other.shape:
             return False
-        step, size = PIECE_BYTES // 8, math.prod(one.shape)
+        step = PIECE_BYTES // 8
+        size = math.prod(one.shape)
         for start in range(0, size, step):
             pieces = [torch.empty(min(step, size - start), dtype=source.dtype) for source in (one, other)]
             for source, piece in zip((one, other), pieces, strict=True):

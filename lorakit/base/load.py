@@ -39,7 +39,12 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
         from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
 
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     problems = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
     if problems:
@@ -73,9 +78,8 @@ def load_skeleton(folder: Path) -> nn.Module:
     with quiet_loading():
         from transformers import AutoConfig, AutoModelForCausalLM
     with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
-        skeleton: nn.Module = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        skeleton: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return skeleton
 
 
@@ -131,11 +135,7 @@ def recipe_template(recipe: "Recipe") -> str | None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Return if a folder has a tokenizer; where there is none, transformers makes an empty one.
-
-    Raises:
-        BaseModelError: it has none.
-    """
+    """Raise BaseModelError unless a folder has a tokenizer; where there is none, transformers makes an empty one."""
     if not has_tokenizer(folder):
         raise BaseModelError(
             f"{folder}: has no tokenizer; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
@@ -171,7 +171,8 @@ def quiet_loading() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    disabled, progress_bars = logs.root.manager.disable, logging.is_progress_bar_enabled()
+    disabled = logs.root.manager.disable
+    progress_bars = logging.is_progress_bar_enabled()
     # every logger, not transformers' alone, because it imports DeepSpeed where that is installed
     logs.disable(logs.WARNING)
     logging.disable_progress_bar()

@@ -69,7 +69,8 @@ class _Placeholder:
     """Stands for one stored tensor. transformers slices it with ``[...]`` and calls ``.to(device=..., dtype=...)``."""
 
     def __init__(self, name: str, entry: TensorEntry) -> None:
-        self._name, self._entry = name, entry
+        self._name = name
+        self._entry = entry
 
     def __getitem__(self, index: Any) -> "_Placeholder":
         assert index is Ellipsis, index  # a real slice would read another shape than the stored one
@@ -116,9 +117,15 @@ def _build_from_placeholders(
             # no folder (None), so that transformers reads tensors from state_dict instead of files; mismatched sizes
             # are ignored here, because _check_complete reports them together with the file that holds them
             model, report = type(skeleton).from_pretrained(  # type: ignore[attr-defined]
-                None, config=config, state_dict=dict(placeholders), dtype=dtype, ignore_mismatched_sizes=True,
-                output_loading_info=True, local_files_only=True,
-            )  # fmt: skip
+                None,
+                config=config,
+                state_dict=dict(placeholders),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
         with explain_load_errors(folder):
             _set_origin(model, folder)
     return model, report
@@ -129,9 +136,19 @@ def _set_origin(model: Any, folder: Path) -> None:
     model.name_or_path = model.config.name_or_path = str(folder)
     if model.can_generate():
         model.adjust_generation_fn(
-            None, True, None, folder, cache_dir=None, force_download=False, proxies=None, local_files_only=True,
-            token=None, revision=None, subfolder="", trust_remote_code=False,
-        )  # fmt: skip
+            None,
+            True,
+            None,
+            folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision=None,
+            subfolder="",
+            trust_remote_code=False,
+        )
 
 
 @contextlib.contextmanager
@@ -179,7 +196,8 @@ def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
     ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for target, source in list(ties.items()):
-        one, other = parameters.get(target), parameters.get(source)
+        one = parameters.get(target)
+        other = parameters.get(source)
         if one is other or one is None or other is None:
             continue
         if reader.equal(source_of(one), source_of(other)):

@@ -13,7 +13,8 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
 
 MODULES: Final = "modules.json"
-LAST, MEAN = "lasttoken", "mean"
+LAST = "lasttoken"
+MEAN = "mean"
 LIBRARY: Final = "sentence_transformers"
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {
@@ -58,7 +59,8 @@ def read_pooling(folder: Path) -> Pooling:
             " are pooled"
         )
     paths = _read_modules(folder / MODULES)
-    transformer, pooling = folder / "sentence_bert_config.json", folder / paths[1] / "config.json"
+    transformer = folder / "sentence_bert_config.json"
+    pooling = folder / paths[1] / "config.json"
     _check_keys(transformer, TRANSFORMER)
     _check_modality(transformer)
     for path in paths[2:]:
@@ -75,7 +77,8 @@ def _read_modules(path: Path) -> list[str]:
     """Return the sub-folders of the modules: a Transformer, a Pooling, and perhaps a Normalize."""
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        kinds, paths = [str(one["type"]) for one in modules], [str(one["path"]) for one in modules]
+        kinds = [str(one["type"]) for one in modules]
+        paths = [str(one["path"]) for one in modules]
     except (ValueError, RecursionError, TypeError, KeyError) as problem:
         raise BaseModelError(f"{path}: not a list of modules, each with type and path: {problem}") from None
     foreign = [kind for kind in kinds if kind.partition(".")[0] != LIBRARY]
@@ -133,7 +136,10 @@ def _check_keys(path: Path, known: Mapping[str, Sequence[Any] | None]) -> None:
 
 
 def _check_modality(path: Path) -> None:
-    """Return if texts are embedded as they are, by their last hidden states; so they are if a file does not say."""
+    """Raise BaseModelError unless texts are embedded as they are, by their last hidden states.
+
+    A file that names no modality embeds them so.
+    """
     modalities = _read_optional(path).get("modality_config") or {"text": {}}
     text = modalities.get("text") if isinstance(modalities, dict) else None
     if len(modalities) != 1 or not isinstance(text, dict):
@@ -147,7 +153,8 @@ def _check_model(path: Path) -> None:
     config = _read_optional(path)
     if config.get("model_type", "SentenceTransformer") != "SentenceTransformer":
         raise BaseModelError(f"{path}: model_type: {config['model_type']!r} is not computed here")
-    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    name = config.get("default_prompt_name")
+    prompts = config.get("prompts")
     if name is not None and isinstance(prompts, dict) and prompts.get(name):
         raise BaseModelError(
             f"{path}: default_prompt_name: {name!r} would begin every input with {str(prompts[name])[:60]!r}; here"

@@ -97,7 +97,8 @@ class Interleaved(WeightSource):
     runs: tuple[StridedRun, ...]
 
     def fill(self, out: Tensor, start: int, read: ReadStored) -> None:
-        block_size, done = sum(run.length for run in self.runs), 0
+        block_size = sum(run.length for run in self.runs)
+        done = 0
         while done < len(out):
             block, skip = divmod(start + done, block_size)  # elements of the block before the next one to read
             for run in self.runs:
@@ -195,7 +196,8 @@ def _derive(
 ) -> WeightSource | None:
     """Return the source of result ``index`` of an operation whose results have these shapes."""
     try:
-        args, kwargs = _map_leaves(args, _to_source), _map_leaves(kwargs, _to_source)
+        args = _map_leaves(args, _to_source)
+        kwargs = _map_leaves(kwargs, _to_source)
     except _UnknownSource:
         return None
     shape = shapes[index or 0]

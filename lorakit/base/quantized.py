@@ -52,10 +52,17 @@ class QuantizedTensors:
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, layers: Mapping[str, QuantizationInfo],
-        stored: Mapping[str, QuantizedEntry], device: torch.device,
-    ) -> None:  # fmt: skip
-        self._files, self._layers, self._stored, self._device = open_base_files(folder), layers, stored, device
+        self,
+        folder: Path,
+        model: nn.Module,
+        layers: Mapping[str, QuantizationInfo],
+        stored: Mapping[str, QuantizedEntry],
+        device: torch.device,
+    ) -> None:
+        self._files = open_base_files(folder)
+        self._layers = layers
+        self._stored = stored
+        self._device = device
         self._unquantized = LazyTensors(folder, model)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
@@ -122,7 +129,8 @@ def load_quantized(
             # because this source has the dequantised shape, which LazyTensors would not find in the files
             vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
     else:
-        entries, layers = {}, layers_to_quantize(folder, model, config, dtype)
+        entries = {}
+        layers = layers_to_quantize(folder, model, config, dtype)
     tensors = QuantizedTensors(folder, model, layers, entries, device)
     for module, weight in layers.items():
         replace_with_quantized(model, module, weight)
@@ -172,7 +180,8 @@ def layers_to_quantize(
     Raises:
         BaseModelError: a pattern of ``skip`` matches no module, or no layer is to be quantised.
     """
-    layers, modules = linear_layers(model), dict(model.named_modules())
+    layers = linear_layers(model)
+    modules = dict(model.named_modules())
     for pattern in config.skip:
         if not any(matches((pattern,), name) for name in modules if name):
             raise BaseModelError(

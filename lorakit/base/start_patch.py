@@ -19,6 +19,7 @@ from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import tied_head
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
+from lorakit.patch.allow import RefusedBaseError
 from lorakit.patch.find import find_patch
 from lorakit.patch.onto_model import adapter_from_patch
 from lorakit.recipe import AdapterSection, Recipe
@@ -125,7 +126,9 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
     model = load_skeleton(folder)
     try:
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
-        check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)), names_options=False)
+        check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))
+    except RefusedBaseError as refused:  # the option that its message names is none of a recipe's
+        raise PatchError(f"adapter.start_from: {refused.problem}") from None
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
     spec = adapter_spec(recipe.adapter, tokenizer)

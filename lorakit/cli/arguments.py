@@ -3,8 +3,12 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorakit.errors import LorakitError, did_you_mean
+
+if TYPE_CHECKING:
+    from lorakit.patch.allow import Allow
 
 RunCommand = Callable[[argparse.Namespace], int]
 """Parsed options -> exit code."""
@@ -80,18 +84,25 @@ def add_revision_option(parser: argparse.ArgumentParser) -> None:
 def add_metric_option(parser: argparse.ArgumentParser) -> None:
     """Add functions that measure answers."""
     parser.add_argument(
-        "--metric", action="append", default=[], metavar="FILE.py:FUNCTION",
+        "--metric",
+        action="append",
+        default=[],
+        metavar="FILE.py:FUNCTION",
         help="measure answers with FUNCTION(predicted, expected) -> number too; the file's code runs; may be repeated",
-    )  # fmt: skip
+    )
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
     """Add the columns of a file that have other names than the keys of rows."""
     parser.add_argument(
-        "--columns", nargs="+", action="extend", default=[], metavar="KEY=COLUMN",
+        "--columns",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=COLUMN",
         help="column that has the value of a key of rows, or a text with columns in braces, as data.columns of recipes:"
         " instruction=question output=answer",
-    )  # fmt: skip
+    )
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:
@@ -118,11 +129,21 @@ def parse_columns(items: Sequence[str]) -> dict[str, str]:
         raise LorakitError(f"--columns {problem}") from None
 
 
-def add_mismatch_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that accepts a patch of another base."""
-    parser.add_argument("--allow-base-mismatch", action="store_true", help="accept a patch trained on another base")
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    """Add what is accepted of a base that a patch was not trained on."""
     parser.add_argument(
-        "--allow-edited-config",
-        action="store_true",
-        help="accept a rank or alpha that was edited after the patch was saved",
+        "--allow",
+        type=_allow,
+        default=frozenset(),
+        metavar="base,template",
+        help="accept a patch trained on another base, or with prompts that are written in another way",
     )
+
+
+def _allow(text: str) -> "frozenset[Allow]":
+    from lorakit.patch.allow import parse_allow  # here, because its package imports torch
+
+    try:
+        return parse_allow(text)
+    except LorakitError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None

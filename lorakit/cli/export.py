@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from lorakit.cli.arguments import (
     AddCommand,
+    add_allow_option,
     add_base_argument,
-    add_mismatch_option,
     add_revision_option,
     parse_named,
     positive_int,
@@ -36,7 +36,7 @@ def add_export_command(add_command: AddCommand) -> None:
         help="patch, also ORG/NAME[@REVISION] on the hub; may be repeated",
     )
     add_revision_option(export)
-    add_mismatch_option(export)
+    add_allow_option(export)
     kind = export.add_mutually_exclusive_group()
     kind.add_argument("--vllm", action="store_true", help="the command that starts vLLM; with --k8s its Deployment")
     kind.add_argument(
@@ -65,9 +65,8 @@ def _export(options: argparse.Namespace) -> int:
     identity = BaseIdentity(open_base_files(folder))
     patches = {}
     for name, path in parse_named(options.adapter, "--adapter").items():
-        patches[name] = read_patch(find_patch(path), allow_edited_config=options.allow_edited_config)
-        if not options.allow_base_mismatch:
-            check_base(patches[name], identity)
+        patches[name] = read_patch(find_patch(path))
+        check_base(patches[name], identity, allow=options.allow)
         if note := unverified_note(patches[name], options.base):
             print(note, file=sys.stderr)
     if options.gguf_ready:
@@ -170,7 +169,7 @@ def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[st
         (patch,) = patches.values()
         export_merged(
             options.base, patch, tokenizer, out, print_line, revision=options.revision,
-            allow_base_mismatch=options.allow_base_mismatch, allow_edited_config=options.allow_edited_config,
+            allow=options.allow,
         )  # fmt: skip
     else:
         export_adapters(folder, patches, tokenizer, out)

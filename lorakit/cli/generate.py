@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from lorakit.cli.arguments import (
     AddCommand,
+    add_allow_option,
     add_base_argument,
     add_columns_option,
     add_metric_option,
-    add_mismatch_option,
     add_revision_option,
     parse_columns,
     parse_named,
@@ -92,12 +92,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="patch to load, a folder or ORG/NAME[@REVISION] on the hub; may be repeated",
     )
     add_revision_option(parser)
-    add_mismatch_option(parser)
-    parser.add_argument(
-        "--allow-template-change",
-        action="store_true",
-        help="accept another chat template than the patch was trained with",
-    )
+    add_allow_option(parser)
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer, if it is not the base's own")
     parser.add_argument(
         "--chat-template", metavar="FILE",
@@ -199,9 +194,7 @@ def load_model(
         revision=options.revision,
         tokenizer=options.tokenizer,
         chat_template=own or brought,
-        allow_base_mismatch=options.allow_base_mismatch,
-        allow_edited_config=options.allow_edited_config,
-        allow_template_change=options.allow_template_change,
+        allow=options.allow,
     )
     if brought is not None:
         print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)

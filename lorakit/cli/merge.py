@@ -4,8 +4,8 @@ import argparse
 
 from lorakit.cli.arguments import (
     AddCommand,
+    add_allow_option,
     add_base_argument,
-    add_mismatch_option,
     add_revision_option,
     parse_weighted,
     positive_int,
@@ -36,7 +36,7 @@ def _add_merge(add_command: AddCommand) -> None:
     )
     merge.add_argument("--out", required=True, help="folder to write; must not exist")
     add_revision_option(merge)
-    add_mismatch_option(merge)
+    add_allow_option(merge)
     _add_model_options(merge.add_argument_group("a model"))
     _add_patch_options(merge.add_argument_group("a patch"))
 
@@ -55,13 +55,6 @@ def _add_model_options(model: argparse._ArgumentGroup) -> None:
         choices=("original", "dequantized"),
         help="for a patch trained on a quantised base: add it to the weights training computed with (dequantized,"
         " the default), or to the weights before quantisation",
-    )
-    model.add_argument("--requantize", action="store_true", help="quantise the result as the base was in training")
-    model.add_argument(
-        "--no-measure",
-        dest="measure",
-        action="store_false",
-        help="do not run the trained model beside the result to measure the error (it takes memory for both)",
     )
 
 
@@ -104,10 +97,7 @@ def _merge(options: argparse.Namespace) -> int:
         untie=options.untie,
         verify=options.verify,
         onto=options.onto,
-        requantize=options.requantize,
-        measure=options.measure,
-        allow_base_mismatch=options.allow_base_mismatch,
-        allow_edited_config=options.allow_edited_config,
+        allow=options.allow,
         say=print_line,
     )
     print(f"merged into {out}; merge.json there says what went where")
@@ -123,8 +113,6 @@ def _refuse_mixed_options(options: argparse.Namespace) -> None:
         "--verify": options.verify,
         "--revision": options.revision,
         "--onto": options.onto,
-        "--requantize": options.requantize,
-        "--no-measure": not options.measure,
     }
     refused = for_model if options.as_patch else for_patch
     wrong = [flag for flag, value in refused.items() if value is not None and value is not False]
@@ -143,8 +131,7 @@ def _combine(options: argparse.Namespace, adapters: list[tuple[str, float]]) -> 
         rank=options.rank,
         density=options.density,
         seed=options.seed or 0,
-        allow_base_mismatch=options.allow_base_mismatch,
-        allow_edited_config=options.allow_edited_config,
+        allow=options.allow,
         say=print_line,
     )
     print(f"combined into {out}")

@@ -79,8 +79,7 @@ def _serve(options: argparse.Namespace) -> int:
     pool = AdapterPool(model, options.max_adapters, options.pin)
     for adapter, path in adapters.items():
         pool.load(
-            adapter, find_patch(path), allow_base_mismatch=options.allow_base_mismatch,
-            allow_edited_config=options.allow_edited_config, allow_template_change=options.allow_template_change,
+            adapter, find_patch(path), allow=options.allow,
         )  # fmt: skip
         if note := pool.sources()[adapter].note:
             print(note, file=sys.stderr)

@@ -6,7 +6,7 @@ The new patch equals the requested combination up to the error that it reports a
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +18,7 @@ from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
+from lorakit.patch.allow import Allow
 from lorakit.patch.fingerprint import SCHEME, base_differences, base_rounding, comparable, joint_fingerprint
 from lorakit.patch.patch import TENSOR_FILE, check_plain
 from lorakit.patch.weighted import WeightedPatch, open_weighted
@@ -32,10 +33,15 @@ Parts = list[tuple[PatchLayer, float]]
 
 
 def combine(
-    *adapters: str | Path | tuple[str | Path, float], out: str | Path, how: How = "sum", rank: int | None = None,
-    density: float | None = None, seed: int = 0, allow_base_mismatch: bool = False, allow_edited_config: bool = False,
+    *adapters: str | Path | tuple[str | Path, float],
+    out: str | Path,
+    how: How = "sum",
+    rank: int | None = None,
+    density: float | None = None,
+    seed: int = 0,
+    allow: Collection[Allow] = (),
     say: Say = lambda text: None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write several patches of one base as one; returns ``out``. An adapter may be given as (folder, weight).
 
     ``sum``: delta = sum_i w_i s_i B_i A_i exactly, by concatenating ranks; with ``rank``, the nearest of that rank.
@@ -48,16 +54,16 @@ def combine(
 
     Raises:
         MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
-        (``allow_base_mismatch`` records this instead). Nothing is written then.
+        (``allow={"base"}`` records this instead). Nothing is written then.
     """
     _check_settings(how, rank, density)
     density = DENSITIES[how] if density is None else density
     if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
-    sources = _sources(adapters, rank, allow_edited_config=allow_edited_config)
+    sources = _sources(adapters, rank)
     differing, unknown = _compare_bases(sources)
-    if differing and not allow_base_mismatch:
-        way_out = "to combine them all the same, say --allow-base-mismatch (in Python allow_base_mismatch=True)"
+    if differing and "base" not in allow:
+        way_out = "to combine them all the same, pass --allow base (in Python allow={'base'})"
         raise PatchError("\n".join([*differing, way_out]))
     for text in [*differing, *unknown]:
         say(text)
@@ -72,7 +78,7 @@ def combine(
             {"name": one.folder.name, "sha256": digest(one.folder / TENSOR_FILE), "weight": one.weight}
             for one in sources
         ],
-        "allow_base_mismatch": allow_base_mismatch, "bases_differ": differing, "bases_not_compared": unknown,
+        "allow": sorted(allow), "bases_differ": differing, "bases_not_compared": unknown,
     }  # fmt: skip
     layers = {name: _layer(one, parts[name][0][0]) for name, one in combined.items()}
     holder = next((one.folder for one in sources if one.patch.full_shapes), None)
@@ -91,11 +97,9 @@ def _check_settings(how: str, rank: int | None, density: float | None) -> None:
         raise MergeError(f"rank: a whole number from 1, got {rank}")
 
 
-def _sources(
-    adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None, *, allow_edited_config: bool
-) -> list[WeightedPatch]:
+def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[WeightedPatch]:
     """Open the patches and check that they can be combined with each other."""
-    sources = open_weighted(adapters, allow_edited_config=allow_edited_config)
+    sources = open_weighted(adapters)
     if not sources or (len(sources) == 1 and rank is None):
         raise MergeError(f"{len(sources)} patches: name two or more, or one with the rank it is to be brought down to")
     if not any(one.weight for one in sources):
@@ -135,7 +139,8 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
     Raises:
         PatchError: a fingerprint has an unknown scheme.
     """
-    differing, unknown = [], []
+    differing = []
+    unknown = []
     for one in sources:
         scheme = (one.patch.metadata.get("base") or {}).get("scheme")
         if scheme is None:
@@ -143,7 +148,8 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
         elif scheme != SCHEME:
             raise PatchError(f"{one.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
     for one, two in combinations([one for one in sources if one.patch.metadata.get("base")], 2):
-        parts, pair = base_differences(one.patch, two.patch), f"{one.folder} and {two.folder}"
+        parts = base_differences(one.patch, two.patch)
+        pair = f"{one.folder} and {two.folder}"
         if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
         elif not comparable(one.patch, two.patch):
@@ -167,9 +173,11 @@ def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, 
     Raises:
         MergeError: ``rank`` is larger than any layer can use, or a rank is larger than a patch may hold.
     """
-    ranks, most = {}, 0
+    ranks = {}
+    most = 0
     for name, own in parts.items():
-        total, smaller_side = sum(layer.rank for layer, _ in own), min(own[0][0].sizes)
+        total = sum(layer.rank for layer, _ in own)
+        smaller_side = min(own[0][0].sizes)
         ranks[name] = total if how == "sum" and rank is None else min(rank or total, smaller_side)
         most = max(most, total if how == "sum" else smaller_side)
     if rank is not None and rank > most:
@@ -182,7 +190,8 @@ def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, 
 def _combine(
     parts: Mapping[str, Parts], ranks: Mapping[str, int], how: str, density: float | None, seed: int, say: Say
 ) -> dict[str, LowRankFit]:
-    combined, width = {}, max(map(len, ["all layers", *parts]))
+    combined = {}
+    width = max(map(len, ["all layers", *parts]))
     lines = [f"{'layer':<{width}} {'rank':>5}  relative error"]
     for name, own in parts.items():
         summands = [(dict(layer.tensors), factor) for layer, factor in own]
@@ -196,7 +205,8 @@ def _combine(
         lines.append(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
         raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
-    largest, error = max(one.factors.rank for one in combined.values()), _error(*combined.values())
+    largest = max(one.factors.rank for one in combined.values())
+    error = _error(*combined.values())
     if error:
         say("\n".join([*lines, f"{'all layers':<{width}} {largest:>5}  {error:.3g}"]))
     else:
@@ -211,7 +221,8 @@ def _error(*fits: LowRankFit) -> float:
 
 
 def _layer(fit: LowRankFit, like: PatchLayer) -> PatchLayer:
-    rank, tensors = fit.factors.rank, {"lora_A": fit.factors.A, "lora_B": fit.factors.B}
+    rank = fit.factors.rank
+    tensors = {"lora_A": fit.factors.A, "lora_B": fit.factors.B}
     return PatchLayer("lora", rank, fit.s * rank, like.sizes, tensors, like.embedding)
 
 
@@ -223,7 +234,8 @@ def _patch(
     base = _fingerprint(sources, list(layers), apart=bool(record["bases_differ"]))
     if base is None:
         say("the new patch does not say which base it is for: no source does so for all of its layers")
-    tasks, ranks = {config.raw.get("task_type") for config in configs}, {layer.rank for layer in layers.values()}
+    tasks = {config.raw.get("task_type") for config in configs}
+    ranks = {layer.rank for layer in layers.values()}
     adapter = {
         "layers": len(layers),
         "rank": ", ".join(map(str, sorted(ranks))),
@@ -233,10 +245,12 @@ def _patch(
     patch = new_patch(
         layers,
         metadata={"lorakit": VERSION, "adapter": adapter, "combined": record} | ({"base": base} if base else {}),
-        base_model=named.base_model, revision=named.revision, full_tensors=holder.full_tensors if holder else None,
+        base_model=named.base_model,
+        revision=named.revision,
+        full_tensors=holder.full_tensors if holder else None,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
-    )  # fmt: skip
+    )
     raw = holder.config.raw if holder else {}
     settings = {key: raw[key] for key in ("bias", "modules_to_save", "ensure_weight_tying") if key in raw}
     return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))

@@ -49,7 +49,8 @@ class Models:
             BaseModelError: the tensor holds values that are not finite.
         """
         one, two = self.stored[name]
-        before, after = self.base.shard_of[one].read(one), self.tuned.shard_of[two].read(two)
+        before = self.base.shard_of[one].read(one)
+        after = self.tuned.shard_of[two].read(two)
         for files, tensor in ((self.base, before), (self.tuned, after)):
             if not torch.isfinite(tensor).all():
                 raise BaseModelError(f"{files.folder}: {name} holds values that are not finite")
@@ -57,9 +58,15 @@ class Models:
 
 
 def extract(
-    base: str | Path, tuned: str | Path, *, rank: int, out: str | Path, revision: str | None = None,
-    rest: Literal["refuse", "save"] = "refuse", say: Say = lambda text: None,
-) -> Path:  # fmt: skip
+    base: str | Path,
+    tuned: str | Path,
+    *,
+    rank: int,
+    out: str | Path,
+    revision: str | None = None,
+    rest: Literal["refuse", "save"] = "refuse",
+    say: Say = lambda text: None,
+) -> Path:
     """Write the difference between ``tuned`` and ``base`` as a patch on ``base``; returns ``out``.
 
     For every Linear, Conv1D and Embedding whose weight differs: D = W_tuned - W_base (out, in) in float64, and the
@@ -117,7 +124,8 @@ def _open(base: Path, tuned: Path, say: Say) -> Models:
     Raises:
         BaseModelError: they differ in architecture, settings or shapes.
     """
-    skeleton, other = load_skeleton(base), load_skeleton(tuned)
+    skeleton = load_skeleton(base)
+    other = load_skeleton(tuned)
     if type(skeleton) is not type(other):
         raise BaseModelError(f"{base} is a {type(skeleton).__name__}, {tuned} a {type(other).__name__}")
     a, b = (dict(_settings(model.config.to_dict())) for model in (skeleton, other))  # type: ignore[operator, union-attr]
@@ -147,12 +155,14 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tu
     Raises:
         BaseModelError: lists every tensor that is missing, of another shape or quantised.
     """
-    ours, theirs = _names(base, shapes), _names(tuned, shapes)
+    ours = _names(base, shapes)
+    theirs = _names(tuned, shapes)
     problems = [f"{name} is missing in {tuned.folder}" for name in ours if name not in theirs]
     problems += [f"{name} is missing in {base.folder}" for name in theirs if name not in ours]
     stored = {name: (own, theirs[name]) for name, own in ours.items() if name in theirs}
     for name, (one, two) in stored.items():
-        a, b = base.entry(one), tuned.entry(two)
+        a = base.entry(one)
+        b = tuned.entry(two)
         if a.shape != b.shape:
             problems.append(f"{name} is {a.shape} in {base.folder}, {b.shape} in {tuned.folder}")
         elif name in shapes.parameters and (a.shape != shapes.parameters[name] or not {a.dtype, b.dtype} <= {*FLOATS}):
@@ -211,7 +221,9 @@ def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tens
     Raises:
         PatchError: a tensor is no parameter of a layer.
     """
-    shapes, biases, modules = models.shapes, [], set[str]()
+    shapes = models.shapes
+    biases = []
+    modules = set[str]()
     for name in others:
         module, _, key = name.rpartition(".")
         if name not in shapes.parameters or not module:
@@ -253,9 +265,13 @@ def _energy(*fits: LowRankFit) -> float:
 
 
 def _patch(
-    models: Models, fits: Mapping[str, LowRankFit], facts: Mapping[str, Any], base: str, revision: str | None,
+    models: Models,
+    fits: Mapping[str, LowRankFit],
+    facts: Mapping[str, Any],
+    base: str,
+    revision: str | None,
     full_tensors: Mapping[str, Tensor],
-) -> Patch:  # fmt: skip
+) -> Patch:
     kinds = {name: models.shapes.layers[name][0] for name in fits}
     layers = {
         name: PatchLayer(
@@ -266,11 +282,15 @@ def _patch(
     }  # fmt: skip
     linear = [kind for kind in kinds.values() if kind is not EMBEDDING]
     return new_patch(
-        layers, metadata=facts, base_model=base, revision=revision, full_tensors=full_tensors,
+        layers,
+        metadata=facts,
+        base_model=base,
+        revision=revision,
+        full_tensors=full_tensors,
         all_modules=[name for name, _ in models.skeleton.named_modules()],
         task_type="CAUSAL_LM" if type(models.skeleton).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=bool(linear) and all(kind is CONV1D for kind in linear),
-    )  # fmt: skip
+    )
 
 
 def _some(texts: Sequence[str], between: str = ", ") -> str:

@@ -6,7 +6,7 @@ them (patch/compatibility.py); what does not is refused here, or merged first.
 
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from lorakit.files.atomic import atomic_folder, write_file
 from lorakit.merging.merge import merge
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.allow import Allow
 from lorakit.patch.compatibility import check_compatible
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import trained_form
@@ -38,8 +39,7 @@ def export_merged(
     say: Callable[[str], None],
     *,
     revision: str | None,
-    allow_base_mismatch: bool,
-    allow_edited_config: bool,
+    allow: Collection[Allow],
 ) -> None:
     """Write ``out``: the base with the patch merged in, the script that converts it, and a Modelfile.
 
@@ -49,10 +49,7 @@ def export_merged(
     text = modelfile("./model.gguf", None, tokenizer, trained_form(patch.metadata))
     script = HEADER + _convert_model("model", "model.gguf")
     with _new_folder(out) as staging:
-        merge(
-            base, patch.folder, out=staging / "model", revision=revision, say=say,
-            allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
-        )  # fmt: skip
+        merge(base, patch.folder, out=staging / "model", revision=revision, allow=allow, say=say)
         write_file(staging / SCRIPT, script)
         write_file(staging / "Modelfile", text)
 

@@ -80,7 +80,8 @@ def open_base_files(folder: Path) -> BaseFiles:
                 )
         names = sorted(set(weight_map.values()))
     elif (folder / SINGLE).is_file():
-        weight_map, names = None, [SINGLE]
+        weight_map = None
+        names = [SINGLE]
     else:
         raise BaseModelError(
             f"{folder}: neither {SINGLE} nor {INDEX}; lorakit reads safetensors only."
@@ -127,7 +128,8 @@ def _shard_of(
             shard_of[name] = shard
     if weight_map is not None:
         for name in [*weight_map, *shard_of]:
-            indexed, actual = weight_map.get(name), shard_of[name].path.name if name in shard_of else None
+            indexed = weight_map.get(name)
+            actual = shard_of[name].path.name if name in shard_of else None
             if indexed != actual:
                 raise BaseModelError(f"{folder / INDEX}: {name} should be in {indexed}, found in {actual}")
     return shard_of

@@ -45,7 +45,9 @@ def is_path(name: str) -> bool:
 
 
 def check_push(name: str, what: str, recorded_base: str | None, base: str | None, flag: str = "--base") -> None:
-    """Return if a patch can be pushed under these names. ``what``: the patch; ``flag``: of ``base``; for the error.
+    """Raise HubError unless a patch can be pushed under these names.
+
+    ``what``: the patch; ``flag``: of ``base``; both for the message.
 
     recorded_base: the base as the patch names it. base: its name in the pushed patch; None is that of the patch.
 
@@ -62,7 +64,7 @@ def check_push(name: str, what: str, recorded_base: str | None, base: str | None
 
 
 def open_repository(name: str, *, private: bool) -> None:
-    """Return if this machine's token may write into a repository, which is made if there is none.
+    """Raise HubError unless this machine's token may write into a repository, which is made if there is none.
 
     Raises:
         HubError: no token, no access, or ``private`` and a public repository of that name exists.

@@ -23,7 +23,8 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 
-READERS, READ_BYTES = 4, 1 << 22
+READERS = 4
+READ_BYTES = 1 << 22
 MAX_HEADER_BYTES: Final = 100_000_000
 
 
@@ -225,7 +226,8 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
-    header, data_start = _parse(path, text), 8 + len(text)
+    header = _parse(path, text)
+    data_start = 8 + len(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PatchError(f"{path}: the header's __metadata__ is not a mapping of texts")

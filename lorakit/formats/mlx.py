@@ -1,69 +1,112 @@
 """Read and write mlx-lm's adapter folders: A and B transposed, and one scale and rank in the config.
 
 ``<module>.lora_a`` (in, r), ``<module>.lora_b`` (r, out); y = x W^T + scale (x lora_a) lora_b. mlx-lm adapts layers by
-their names below ``layers.N.``, in the last ``num_layers`` blocks.
+their names below ``layers.N.``, in the last ``num_layers`` blocks. It stores s where PEFT stores alpha, s = alpha / r:
+a scale that no alpha gives is refused.
 """
 
+import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch import Tensor, nn
+
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import atomic_folder, write_json
-from lorakit.files.safetensors import SafetensorsFile
-from lorakit.formats.adapter import ForeignAdapter, Options, refuse_embeddings, refuse_full_tensors, write_single
-from lorakit.formats.factors import Suffixes, exact_alpha, group_keys, read_pairs
-from lorakit.formats.metadata import ConversionSource, metadata_of
-from lorakit.patch import Caps, Patch
+from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
+from lorakit.lora.methods import METHODS
+from lorakit.patch import Caps, Patch, PatchLayer, new_patch
+from lorakit.patch.patch import FLOATS
+from lorakit.version import VERSION
 
-SUFFIXES: Final[Suffixes] = {".lora_a": "lora_A", ".lora_b": "lora_B"}
+FACTORS: Final = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 TENSOR_FILE: Final = "adapters.safetensors"
 CONFIG_FILE: Final = "adapter_config.json"
 LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.(.+)")
 ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
+PLAIN: Final = ("lora", "rslora")
+"""the methods that are s B A and nothing else"""
 
 
-def read_mlx(file: SafetensorsFile, options: Options) -> ForeignAdapter:
-    """Read the layers of an mlx-lm folder; ``file`` is its tensor file.
+@dataclass(frozen=True)
+class _Parameters:
+    """The settings in ``adapter_config.json``."""
+
+    num_layers: int
+    rank: int
+    scale: float
+    dropout: float
+    keys: list[str] | None
+    """names of adapted layers below ``layers.N.``; None for all"""
+
+
+def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skeleton: nn.Module | None) -> Patch:
+    """Read an mlx-lm folder as a patch of ``base``, whose model is ``skeleton``; None if the base is not known.
 
     Raises:
         PatchError: not a plain LoRA, a tensor that mlx-lm would not apply, or a scale that no alpha gives.
     """
-    path = file.path.parent / CONFIG_FILE
-    config = _read_config(path)
-    rank, scale, dropout, keys = _parameters(path, config)
-    pairs = read_pairs(file, group_keys(file, SUFFIXES), transposed=True)
-    for name, pair in pairs.items():
-        if pair.rank != rank:
-            raise PatchError(f"{file.path}: {name}: rank {pair.rank}, and {path} says {rank} for all layers")
-    _check_applied(file, path, config["num_layers"], keys, pairs, options)
-    method_and_alpha = exact_alpha(scale, rank)
+    caps = Caps()
+    path = folder / CONFIG_FILE
+    file = open_tensors(folder / TENSOR_FILE, caps.header_bytes, caps.file_bytes).into_memory()
+    parameters = _read_config(path)
+    factors = _read_factors(file)
+    for name, pair in factors.items():
+        if pair["lora_A"].shape[0] != parameters.rank:
+            rank = pair["lora_A"].shape[0]
+            raise PatchError(f"{file.path}: {name}: rank {rank}, and {path} says {parameters.rank} for all layers")
+    modules = [] if skeleton is None else [name for name, _ in skeleton.named_modules()]
+    _check_applied(file.path, path, parameters, factors, modules)
+    method_and_alpha = exact_alpha(parameters.scale, parameters.rank)
     if method_and_alpha is None:
         raise PatchError(
-            f"{path}: scale {scale!r}: no alpha gives it at rank {rank}, bit for bit; the nearest that has one is"
-            f" {scale * rank / rank!r}"
+            f"{path}: scale {parameters.scale!r}: no alpha gives it at rank {parameters.rank}, bit for bit; the nearest"
+            f" that has one is {parameters.scale * parameters.rank / parameters.rank!r}"
         )
     method, alpha = method_and_alpha
-    return ForeignAdapter(file, pairs, dict.fromkeys(pairs, alpha), method=method, dropout=dropout)
+    layers = {
+        name: PatchLayer(
+            method, parameters.rank, alpha, (pair["lora_B"].shape[0], pair["lora_A"].shape[1]), pair, embedding=False
+        )
+        for name, pair in factors.items()
+    }
+    assert file.content is not None
+    source = {"from": "mlx", "source_sha256": hashlib.sha256(file.content).hexdigest()}
+    settings: dict[str, Any] = {"base_model": None, "task_type": None}
+    if skeleton is not None:
+        settings = {
+            "base_model": str(base), "revision": revision, "all_modules": tuple(modules), "task_type": "CAUSAL_LM",
+        }  # fmt: skip
+    metadata = {"lorakit": VERSION, "converted": source}
+    try:
+        patch = new_patch(layers, metadata=metadata, dropout=parameters.dropout, **settings)
+    except PatchError as problem:
+        raise PatchError(f"{folder}: {problem}") from None
+    return replace(patch, folder=folder)
 
 
-def write_mlx(out: Path, patch: Patch, options: Options, origin: ConversionSource) -> str:
+def write_mlx(out: Path, patch: Patch) -> None:
     """Write a folder that mlx-lm loads with ``--adapter-path``.
 
     Raises:
         PatchError: layers have different scales or ranks, one is outside ``layers.N.``, or one is not linear.
+        TemporaryFailure: the disk is full; nothing is left.
     """
-    refuse_full_tensors(patch, "mlx")
-    refuse_embeddings(patch, "mlx")
+    _check_linear(patch)
     first, model = next(iter(patch.layers.items()))
     positions = _layer_positions(patch.folder, patch.layers)
     for name, layer in patch.layers.items():
         if (layer.scale, layer.rank) != (model.scale, model.rank):
             raise PatchError(
                 f"{patch.folder}: {first} has scale {model.scale!r} and rank {model.rank}, {name} has {layer.scale!r}"
-                f" and {layer.rank}; mlx-lm has one of both for all layers. kohya and diffusers have one for each"
+                f" and {layer.rank}; mlx-lm has one of both for all layers. Merge the patch into its base instead"
+                " (lorakit merge)"
             )
     config = {
         "fine_tune_type": "lora", "num_layers": ALL_LAYERS,
@@ -72,19 +115,90 @@ def write_mlx(out: Path, patch: Patch, options: Options, origin: ConversionSourc
             "keys": sorted({key for _, key in positions.values()}),
         },
     }  # fmt: skip
-    parts = {"lora_A": "lora_a", "lora_B": "lora_b"}
+    suffixes = {part: suffix for suffix, part in FACTORS.items()}
     tensors = {
-        f"{name}.{parts[part]}": tensor.T.contiguous()
+        f"{name}{suffixes[part]}": tensor.T.contiguous()
         for name, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
     with atomic_folder(out) as staging:
-        write_single(staging / TENSOR_FILE, tensors, metadata_of(patch, origin))
+        with open(staging / TENSOR_FILE, "wb") as file:
+            write_tensors(file, dict(sorted(tensors.items())), {"format": "mlx"})
         write_json(staging / CONFIG_FILE, config)
-    return "names are the base's own; mlx-lm uses the same for models like Llama, Qwen, Mistral and Gemma"
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
+    """Return (method, alpha) with exactly this scale in float64; None if no alpha gives it.
+
+    For r = 3 the division skips some values of s. Of several alphas, the shortest in decimal digits is returned.
+    """
+    for method in PLAIN:
+        guess = scale / METHODS[method].scale(1.0, rank)
+        for alpha in sorted(_neighbours(guess), key=lambda number: len(repr(number))):
+            if METHODS[method].scale(alpha, rank) == scale:
+                return method, alpha
+    return None
+
+
+def _neighbours(number: float) -> list[float]:
+    """Return the number and two neighbours on either side, because the guess has been rounded twice."""
+    below = math.nextafter(number, 0.0)
+    above = math.nextafter(number, math.inf)
+    return [number, below, above, math.nextafter(below, 0.0), math.nextafter(above, math.inf)]
+
+
+def _check_linear(patch: Patch) -> None:
+    """Raise PatchError if the patch holds full tensors or the update of an embedding; the message names the first."""
+    embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
+    for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
+        if names:
+            raise PatchError(
+                f"{patch.folder}: {names[0]} is {kind}, and mlx-lm has no place for it; merge the patch into its base"
+                " instead (lorakit merge)"
+            )
+
+
+def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
+    """Read A (r, in) and B (out, r) of every layer, values and dtypes as stored.
+
+    Raises:
+        PatchError: a tensor is no factor, or a factor is missing, not a matrix of finite floats, or of another rank.
+    """
+    factors: dict[str, dict[str, Tensor]] = {}
+    for key in file.entries:
+        name, dot, suffix = key.rpartition(".")
+        if dot + suffix not in FACTORS or not name:
+            raise PatchError(f"{file.path}: {key}: a tensor this format does not have; it has {', '.join(FACTORS)}")
+        factors.setdefault(name, {})[FACTORS[dot + suffix]] = _matrix(file, key)
+    if not factors:
+        raise PatchError(f"{file.path}: holds no tensors")
+    for name, pair in factors.items():
+        for suffix, part in FACTORS.items():
+            if part not in pair:
+                raise PatchError(f"{file.path}: {name}{suffix} is missing, the other half of {name}; save it again")
+        rank = pair["lora_A"].shape[0]
+        other_rank = pair["lora_B"].shape[1]
+        if rank != other_rank:
+            raise PatchError(f"{file.path}: {name}.lora_a has rank {rank}, and {name}.lora_b has rank {other_rank}")
+        if rank > Caps().rank:
+            raise PatchError(f"{file.path}: {name}: rank {rank}, {Caps().rank} is allowed (Caps.rank)")
+        factors[name] = {part: pair[part] for part in FACTORS.values()}
+    return factors
+
+
+def _matrix(file: SafetensorsFile, key: str) -> Tensor:
+    entry = file.entries[key]
+    if len(entry.shape) != 2 or 0 in entry.shape:
+        raise PatchError(f"{file.path}: {key}: shape {entry.shape} is not that of a matrix with values")
+    if entry.dtype not in FLOATS:
+        raise PatchError(f"{file.path}: {key}: {entry.dtype}; it has to be 16, 32 or 64 bit floats")
+    tensor = file.read(key)
+    if not torch.isfinite(tensor).all():
+        raise PatchError(f"{file.path}: {key} holds values that are not finite; the training went wrong")
+    return tensor.T.contiguous()
+
+
+def _read_config(path: Path) -> _Parameters:
     try:
         with open(path, "rb") as file:
             config = json.loads(file.read(Caps().header_bytes))
@@ -104,14 +218,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     if type(config.get("num_layers")) is not int:
         old = " (lora_layers is of a time when the scale was counted otherwise)" if "lora_layers" in config else ""
         raise PatchError(f"{path}: num_layers is not there{old}; save the adapter with a current mlx-lm")
-    return config
-
-
-def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[int, float, float, list[str] | None]:
-    """Return (rank, scale, dropout, names of adapted layers below ``layers.N.`` or None for all)."""
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise PatchError(f"{path}: lora_parameters is not there, which holds rank and scale")
+    return _checked_parameters(path, config["num_layers"], parameters)
+
+
+def _checked_parameters(path: Path, num_layers: int, parameters: Mapping[str, Any]) -> _Parameters:
     rank, scale, keys = (parameters.get(key) for key in ("rank", "scale", "keys"))
     dropout = parameters.get("dropout", 0.0)
     if type(rank) is not int or rank < 1:
@@ -122,7 +235,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[int, float, floa
         raise PatchError(f"{path}: lora_parameters.scale must be a positive number, got {scale!r}")
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         raise PatchError(f"{path}: lora_parameters.keys must be a list of names, got {keys!r}")
-    return rank, float(scale), float(dropout), keys
+    return _Parameters(num_layers, rank, float(scale), float(dropout), keys)
 
 
 def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -138,30 +251,31 @@ def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, s
         if match is None or match.group(1) != (stack or match.group(1)):
             where = f"{stack}.N." if stack else "layers.N."
             raise PatchError(f"{path}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out")
-        stack, positions[name] = match.group(1), (int(match.group(2)), match.group(3))
+        stack = match.group(1)
+        positions[name] = (int(match.group(2)), match.group(3))
     return positions
 
 
 def _check_applied(
-    file: SafetensorsFile, path: Path, num_layers: int, keys: list[str] | None, names: Iterable[str], options: Options
+    tensors: Path, config: Path, parameters: _Parameters, names: Iterable[str], modules: Iterable[str]
 ) -> None:
     """Check that mlx-lm would apply every tensor of the file; it drops others without a message.
 
     Raises:
         PatchError: names the first tensor that it would drop.
     """
-    positions = _layer_positions(file.path, names)
-    in_base = [LAYER.fullmatch(name) for name in options.base.modules] if options.base else []
+    positions = _layer_positions(tensors, names)
+    in_base = [LAYER.fullmatch(name) for name in modules]
     indices = [*(index for index, _ in positions.values()), *(int(match.group(2)) for match in in_base if match)]
     total = 1 + max(indices)
     for name, (index, key) in positions.items():
-        if keys is not None and key not in keys:
+        if parameters.keys is not None and key not in parameters.keys:
             raise PatchError(
-                f"{file.path}: {name}: {path} does not name {key} in lora_parameters.keys, so mlx-lm would not apply"
-                f" it.{did_you_mean(key, keys)}"
+                f"{tensors}: {name}: {config} does not name {key} in lora_parameters.keys, so mlx-lm would not apply"
+                f" it.{did_you_mean(key, parameters.keys)}"
             )
-        if 0 < num_layers < total - index:
+        if 0 < parameters.num_layers < total - index:
             raise PatchError(
-                f"{file.path}: {name}: {path} says the last {num_layers} of at least {total} layers, so mlx-lm would"
-                " not apply it"
+                f"{tensors}: {name}: {config} says the last {parameters.num_layers} of at least {total} layers, so"
+                " mlx-lm would not apply it"
             )

@@ -4,7 +4,7 @@ Invariant: the base is never written, and a row's output does not depend on the 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -37,6 +37,7 @@ from lorakit.patch import (
     unverified_note,
     with_head_names,
 )  # fmt: skip
+from lorakit.patch.allow import ALLOW, Allow
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
@@ -141,9 +142,7 @@ class AdaptedModel:
         path: str | Path,
         *,
         replace: bool = False,
-        allow_base_mismatch: bool = False,
-        allow_edited_config: bool = False,
-        allow_template_change: bool = False,
+        allow: Collection[Allow] = (),
         caps: Caps = DEFAULT_CAPS,
     ) -> None:
         """Load a patch under a name; ``replace``: also where an adapter has that name, which it replaces.
@@ -152,17 +151,14 @@ class AdaptedModel:
 
         The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
         with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
-        ``allow_edited_config``: accept a rank or alpha other than those that were saved. ``allow_template_change``:
-        accept a base whose chat template or tokenizer settings changed since the patch was trained.
+        ``allow``: ``base`` accepts another base than the patch was trained on, ``template`` one whose chat template or
+        tokenizer settings changed since then.
 
         Raises:
             PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(find_patch(path), caps, allow_edited_config=allow_edited_config)
-        self.add_patch(
-            name, patch, replace=replace, allow_base_mismatch=allow_base_mismatch,
-            allow_template_change=allow_template_change,
-        )  # fmt: skip
+        patch = read_patch(find_patch(path), caps)
+        self.add_patch(name, patch, replace=replace, allow=allow)
 
     def add_patch(
         self,
@@ -170,8 +166,7 @@ class AdaptedModel:
         patch: Patch,
         *,
         replace: bool = False,
-        allow_base_mismatch: bool = False,
-        allow_template_change: bool = False,
+        allow: Collection[Allow] = (),
     ) -> None:
         """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.
 
@@ -183,7 +178,7 @@ class AdaptedModel:
                 raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
-            patch = self._fitting(patch, allow_base_mismatch, allow_template_change)
+            patch = self._fitting(patch, allow)
             adapter = self._resident(patch.identity)
             if adapter is None:
                 facts = AdapterFacts(trained_form(patch.metadata), self.prompts.of_patch(patch))
@@ -235,10 +230,10 @@ class AdaptedModel:
             LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
         """
         codec, source = self.codec(self.adapter(name)), self._sources[name]
-        patch = read_patch(source.folder, allow_edited_config=True)  # as it was loaded, which `identity` compares
+        patch = read_patch(source.folder)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        patch = self._fitting(patch, allow_base_mismatch=True, allow_template_change=True)  # as it was accepted before
+        patch = self._fitting(patch, ALLOW)  # as it was accepted before
         merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
         yield AdaptedModel(merged, codec.tokenizer, None, codec, form)
 
@@ -331,7 +326,7 @@ class AdaptedModel:
     def _slots(self) -> SlotModel | None:
         return slots_of(self)
 
-    def _fitting(self, patch: Patch, allow_base_mismatch: bool, allow_template_change: bool) -> Patch:
+    def _fitting(self, patch: Patch, allow: Collection[Allow]) -> Patch:
         """Return a patch that fits, in the names of this model.
 
         Raises:
@@ -341,8 +336,7 @@ class AdaptedModel:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
         check_fits(named, self._shapes, self._identity.files.folder)
-        if not allow_base_mismatch:
-            check_base(patch, self._identity, allow_template_change=allow_template_change)
+        check_base(patch, self._identity, allow=allow)
         return named
 
     def _chosen(self, adapters: Adapters | Default, lengths: Sequence[int] | None = None) -> Route:

@@ -1,7 +1,7 @@
 """Load a base and its adapters for use in Python: ``lorakit.load``."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
+from lorakit.patch.allow import Allow
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import merged_form, own_template, trained_form
@@ -38,9 +39,7 @@ def load(
     chat_template: str | None = None,
     device: str | torch.device | None = None,
     device_map: object = None,
-    allow_base_mismatch: bool = False,
-    allow_edited_config: bool = False,
-    allow_template_change: bool = False,
+    allow: Collection[Allow] = (),
 ) -> AdaptedModel:
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
@@ -48,6 +47,7 @@ def load(
     ``chat_template``: its text; None is the one that all adapters bring with them, else the tokenizer's.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. ``device_map``: the same by
     transformers' name, for one device; a base is not spread over several.
+    ``allow``: as in ``load_adapter``.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
 
     Raises:
@@ -70,10 +70,7 @@ def load(
     identity = BaseIdentity(open_base_files(folder), words, chat_template)
     adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder))
     for name, path in (adapters or {}).items():
-        adapted.load_adapter(
-            name, path, allow_base_mismatch=allow_base_mismatch, allow_edited_config=allow_edited_config,
-            allow_template_change=allow_template_change,
-        )  # fmt: skip
+        adapted.load_adapter(name, path, allow=allow)
     return adapted
 
 

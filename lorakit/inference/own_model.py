@@ -4,6 +4,7 @@ Invariant: a call that raises an error leaves the model as it was. Only `merge_i
 replaces parameters: no tensor of the base is written.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.patch import BaseShapes, Patch, check_fits, patch_from_model, read_patch, with_head_names
+from lorakit.patch.allow import Allow
 from lorakit.patch.live_base import check_live_base
 from lorakit.patch.onto_model import adapter_from_patch
 
@@ -26,15 +28,14 @@ def load_patch(
     folder: str | Path,
     *,
     dropout: float = 0.0,
-    allow_base_mismatch: bool = False,
-    allow_edited_config: bool = False,
+    allow: Collection[Allow] = (),
 ) -> nn.Module:
     """Put a patch on any torch model, in place: the base is frozen, and the adapter goes on learning if you train it.
 
     The inverse of ``save_patch``. Returns the same model.
 
-    dropout: of the adapter, in training. allow_base_mismatch: accept a model with other weights than the patch was
-    trained on, or loaded in another dtype than the base's files have. allow_edited_config: as in ``lorakit.load``.
+    dropout: of the adapter, in training. allow: ``base`` accepts a model with other weights than the patch was trained
+    on, or loaded in another dtype than the base's files have.
 
     Raises:
         PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an adapter.
@@ -44,10 +45,10 @@ def load_patch(
         raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
     if not 0 <= dropout < 1:
         raise TargetError(f"load_patch: 0 <= dropout < 1; got {dropout}")
-    patch, shapes = read_patch(folder, allow_edited_config=allow_edited_config), BaseShapes.of(model)
+    patch, shapes = read_patch(folder), BaseShapes.of(model)
     patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
     check_fits(patch, shapes, type(model).__name__)
-    if not allow_base_mismatch:
+    if "base" not in allow:
         check_live_base(patch, model)
     spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -113,6 +113,7 @@ def _pod(
     environment = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # torchrun's own 30 s are too short for large checkpoints
         "XDG_CACHE_HOME": f"{folder.rstrip('/')}/.cache",
+        "PYTHONSAFEPATH": "1",  # `torchrun -m` would run a numpy.py or torch.py of the folder
     }
     return {
         "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes

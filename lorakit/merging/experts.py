@@ -44,7 +44,8 @@ def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice
     slices = []
 
     def note(stored: StoredTensor, out: Tensor, start: int) -> None:
-        offset, size = out.storage_offset(), torch.Size(stored.shape).numel()
+        offset = out.storage_offset()
+        size = torch.Size(stored.shape).numel()
         # concatenated sources fill the meta tensor itself; a recomputed one reads into tensors with data
         full = out.is_meta and start == 0 and out.numel() == size
         if full and len(stored.shape) == 3 and stored.shape == tuple(parameter.shape):

@@ -62,9 +62,6 @@ def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] |
 
 
 def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
-    for path in model.iterdir():  # an interrupted merge may have left some of these files
-        if path.name not in plan.shards:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(files.folder.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
             shutil.copyfile(path, model / path.name)

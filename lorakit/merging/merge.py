@@ -3,11 +3,9 @@
 The base is never written, and the merged folder appears only when it is complete.
 """
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,30 +14,30 @@ from typing import Any
 from lorakit.base.find import find_base
 from lorakit.base.meta import check_stored_tensors
 from lorakit.base.model_class import skeleton_for
-from lorakit.base.quantized import linear_layers
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
-from lorakit.files.atomic import digest, file_signature, write_json
+from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
 from lorakit.merging.onto import (
     DEQUANTIZED,
     REASONS,
-    TrainedQuantization,
     choose_target,
     trained_quantization,
 )
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
-from lorakit.merging.requantize import requantize_folder
-from lorakit.merging.staging import Lines, Staging, staged
 from lorakit.merging.verify import check_comparable, measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
+from lorakit.patch.allow import Allow
 from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import common_form, own_template, trained_form
 from lorakit.patch.weighted import WeightedPatch, open_weighted
 from lorakit.version import VERSION
+
+Lines = list[dict[str, Any]]
+"""of the ledger: one for every part of a patch in every tensor"""
 
 
 def merge(
@@ -51,97 +49,82 @@ def merge(
     untie: bool = False,
     verify: bool = False,
     onto: str | None = None,
-    requantize: bool = False,
-    measure: bool = True,
-    allow_base_mismatch: bool = False,
-    allow_edited_config: bool = False,
+    allow: Collection[Allow] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write the base with the patches merged in as a normal model folder; returns ``out``.
 
     Each changed tensor is the float64 sum rounded once. All others are copied byte for byte, or converted if ``dtype``
-    is given. An adapter may be given as (folder, weight). ``out`` appears when it is complete; after an interruption
-    the same call resumes after the last finished file. ``out/merge.json`` lists every change.
+    is given. An adapter may be given as (folder, weight). ``out`` appears when it is complete, and an interrupted merge
+    leaves nothing. ``out/merge.json`` lists every change.
 
     ``untie``: write a head of its own where a patch changes one of two tensors that share their values.
     ``onto``: for a patch that was trained on a quantised base, the weights it is added to: ``dequantized``, those used
     in training (the default: only their rounding is lost), or ``original``, those before quantisation.
-    ``requantize``: quantise the result. ``measure``: report the error of the result on a few prompts, against the
-    quantised base + adapters as in training.
     ``verify``: run prompts through base + adapters and through the result, and fail where they differ by more than
-    rounding explains.
+    rounding explains. For a patch trained on a quantised base, report the error against the forward pass of training.
+    ``allow``: ``base`` accepts another base than the patches were trained on.
 
     Raises:
         MergeError: ``out`` exists, or a layer cannot be merged; nothing is left. PatchError: a patch is damaged or of
-        another base. TemporaryFailure: the disk is full; finished files remain for the next call.
+        another base. TemporaryFailure: the disk is full; nothing is left.
     """
     dtype = full_dtype_name(dtype)
-    out, folder = Path(out), find_base(str(base), revision)
+    out = Path(out)
+    folder = find_base(str(base), revision)
     _check_out(out, folder)
-    weighted = _open(adapters, allow_edited_config=allow_edited_config)
-    files, skeleton = open_base_files(folder), skeleton_for(folder, [one.patch for one in weighted])
-    shapes, linear = BaseShapes.of(skeleton), list(linear_layers(skeleton))
+    weighted = _open(adapters)
+    files = open_base_files(folder)
+    skeleton = skeleton_for(folder, [one.patch for one in weighted])
+    shapes = BaseShapes.of(skeleton)
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
     onto = choose_target(files, quantization, onto)
-    _check_options(onto, quantization, dtype, requantize=requantize, verify=verify)
     dequantize = quantization if onto == DEQUANTIZED else None
     plan = plan_merge(files, shapes, weighted, quantization=dequantize, dtype=dtype, untie=untie)
     if onto is not None:
-        say(f"onto       {onto}: {REASONS[onto]}" + ("; then quantised" if requantize else ""))
-    _check_verifiable(folder, plan, weighted, verify=verify)
+        say(f"onto       {onto}: {REASONS[onto]}")
+    if verify:
+        _check_verifiable(folder, plan, weighted, onto)
     identity = BaseIdentity(files, template=_common_template(weighted))
-    _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, mismatch=allow_base_mismatch)
-    settings = [dtype, untie, allow_base_mismatch, onto, requantize]
-    inputs = _inputs(files, weighted, settings)
-    with staged(out, inputs) as staging:
-        lines = _write_shards(plan, staging, out, check_base=not allow_base_mismatch, say=say)
-        _check_ledger(plan, shapes, weighted, lines)
-        write_config_and_tokenizer(files, plan, staging.model, identity.template)
-        if quantization is not None and requantize:
-            requantize_folder(staging.model, quantization, linear)
-        ledger: dict[str, Any] = {
-            "lorakit": VERSION, "base": str(base), "revision": revision, "allow_base_mismatch": allow_base_mismatch,
-            "dtype": dtype, "untied": plan.untied, "onto": onto, "requantized": requantize, "merged": lines,
-            "adapters": _adapter_lines(weighted), "prompting": _prompting(weighted, say),
-        }  # fmt: skip
-        if quantization is not None:
-            ledger["error"] = _measured(folder, weighted, staging.model, plan, quantization, say) if measure else None
-        if verify:
-            ledger["verified"] = verify_merge(folder, weighted, staging.model, lines, say)
-        write_json(staging.model / MERGE_LEDGER, ledger)
-        if _inputs(files, weighted, settings) != inputs:
-            raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
-        staging.commit()
+    _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
+    inputs = _inputs(files, weighted)
+    try:
+        with atomic_folder(out) as model:
+            lines = _write_shards(plan, model, out, check_base="base" not in allow, say=say)
+            _check_ledger(plan, shapes, weighted, lines)
+            write_config_and_tokenizer(files, plan, model, identity.template)
+            ledger: dict[str, Any] = {
+                "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
+                "untied": plan.untied, "onto": onto, "merged": lines, "adapters": _adapter_lines(weighted),
+                "prompting": _prompting(weighted, say),
+            }  # fmt: skip
+            if verify and onto != DEQUANTIZED:
+                ledger["verified"] = verify_merge(folder, weighted, model, lines, say)
+            if verify and quantization is not None:
+                ledger["error"] = measure_error(folder, weighted, model, quantization, say)
+            write_json(model / MERGE_LEDGER, ledger)
+            if _inputs(files, weighted) != inputs:
+                raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
+    except FileExistsError:  # another merge was faster
+        raise MergeError(f"out: {out} exists already; choose another folder, or remove it") from None
     return out
 
 
-def _check_options(
-    onto: str | None, quantization: TrainedQuantization | None, dtype: str | None, *, requantize: bool, verify: bool
-) -> None:
-    if requantize and quantization is None:
-        raise MergeError("requantize: no patch was trained on a quantised base; merge without --requantize")
-    if requantize and dtype is not None:
-        raise MergeError("requantize: quantised weights have their own dtype; leave --dtype out")
-    if verify and onto == DEQUANTIZED:
-        raise MergeError(
-            "verify: compares with the base in floats; a merge onto dequantized weights measures its error instead"
-        )
-    if verify and requantize:
-        raise MergeError("verify: quantisation loses more than rounding; its error is measured instead")
-
-
-def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], *, verify: bool) -> None:
-    if verify and plan.vocabulary is not None and not plan.vocabulary.new_tokens:
+def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], onto: str | None) -> None:
+    """Raise MergeError unless base and patches can be run beside the merged model."""
+    if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
             " the base cannot run beside; leave --verify out"
         )
-    if verify:
+    if onto != DEQUANTIZED:  # dequantised weights are not compared layer by layer
         check_comparable(weighted)
-        try:
-            check_stored_tensors(folder)
-        except BaseModelError as problem:
-            raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
+    elif any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
+        raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
+    try:
+        check_stored_tensors(folder)
+    except BaseModelError as problem:
+        raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
 
 
 def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
@@ -187,37 +170,19 @@ def _check_bases(
     say: Callable[[str], None],
     *,
     full: bool,
-    mismatch: bool,
+    allow: Collection[Allow],
 ) -> None:
-    """Check that the patches were trained on this base, and report those that hold no digests.
+    """Raise PatchError unless the patches were trained on this base, and report those that hold no digests.
 
     ``full``: compare every value now, because the merge reads dequantised values and cannot compare them.
     """
     for one in weighted:
-        if not mismatch:
-            check_base(
-                one.patch, identity, full=full and full_digests(one.patch) is not None, allow_template_change=True
-            )
+        every_value = full and full_digests(one.patch) is not None
+        check_base(one.patch, identity, full=every_value, allow={*allow, "template"})
         if changed := changed_prompting(one.patch, identity):
             say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
         if (note := unverified_note(one.patch, base)) is not None:
             say(note)
-
-
-def _measured(
-    base: Path,
-    weighted: Sequence[WeightedPatch],
-    merged: Path,
-    plan: MergePlan,
-    quantization: TrainedQuantization,
-    say: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Measure the error against the trained forward pass; None where base and adapters cannot be run together."""
-    experts = any(layer.num_experts for one in weighted for layer in one.patch.layers.values())
-    if experts or plan.vocabulary is not None:
-        say(f"error      not measured: {'experts are changed' if experts else 'the vocabulary changes'}")
-        return None
-    return measure_error(base, weighted, merged, quantization, say)
 
 
 def _check_out(out: Path, base: Path) -> None:
@@ -227,9 +192,7 @@ def _check_out(out: Path, base: Path) -> None:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
 
-def _open(
-    adapters: Sequence[str | Path | tuple[str | Path, float]], *, allow_edited_config: bool
-) -> list[WeightedPatch]:
+def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
     """Open the patches.
 
     Raises:
@@ -237,34 +200,32 @@ def _open(
     """
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
-    weighted = open_weighted(adapters, allow_edited_config=allow_edited_config)
+    weighted = open_weighted(adapters)
     for one in weighted:
         if one.patch.digest in {other.patch.digest for other in weighted[: one.index]}:
             raise MergeError(f"{one.folder}: named twice; to apply it with weight 2 write {one.folder}:2")
     return weighted
 
 
-def _write_shards(
-    plan: MergePlan, staging: Staging, out: Path, *, check_base: bool, say: Callable[[str], None]
-) -> Lines:
+def _write_shards(plan: MergePlan, model: Path, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
     """Write every file of the model; returns the ledger's lines. One file is synced while the next is computed."""
     lines: Lines = []
-    _check_space(plan, staging, out)
+    free = shutil.disk_usage(model).free
+    if free < plan.num_bytes * 1.02:
+        raise TemporaryFailure(
+            f"{out}: {plan.num_bytes} bytes are needed, {free} are free; free some space and run again"
+        )
     with ThreadPoolExecutor(1) as disk:
-        finishing: Future[None] | None = None
+        syncing: Future[None] | None = None
         for number, (name, tensors) in enumerate(plan.shards.items(), 1):
-            done = staging.finished(name)
-            before = "" if done is None else "finished before, "
-            if done is None:
-                part = staging.folder / f"{name}.part"
-                done = write_shard(part, plan.files[name], tensors, check_base=check_base)
-                if finishing is not None:
-                    finishing.result()
-                finishing = disk.submit(staging.finish, part, name, done)
-            say(f"{number}/{len(plan.shards)}  {name}  {before}{len(done)} updates merged")
+            done = write_shard(model / name, plan.files[name], tensors, check_base=check_base)
+            if syncing is not None:
+                syncing.result()
+            syncing = disk.submit(sync_file, model / name)
+            say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
             lines += done
-        if finishing is not None:
-            finishing.result()
+        if syncing is not None:
+            syncing.result()
     return lines
 
 
@@ -294,19 +255,7 @@ def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[Weight
         )
 
 
-def _check_space(plan: MergePlan, staging: Staging, out: Path) -> None:
-    done = sum(path.stat().st_size for path in staging.model.iterdir())
-    needed, free = plan.num_bytes - done, shutil.disk_usage(staging.folder).free
-    if free < needed * 1.02:
-        raise TemporaryFailure(f"{out}: {needed} bytes are needed, {free} are free; free some space and run again")
-
-
-def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch], settings: list[Any]) -> str:
-    """Return a digest of everything that the merge depends on; only a merge with the same digest is resumed."""
-    base = {path.name: file_signature(path) for path in sorted(files.folder.iterdir()) if path.is_file()}
-    patches = [
-        (one.patch.digest, one.patch.config.raw, one.weight, file_signature(one.folder / TENSOR_FILE))
-        for one in weighted
-    ]
-    inputs = [VERSION, str(files.folder.resolve()), base, patches, settings]
-    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch]) -> dict[Path, list[int] | None]:
+    """Return numbers that change with every file that the merge reads."""
+    paths = [*files.folder.iterdir(), *(one.folder / TENSOR_FILE for one in weighted)]
+    return {path: file_signature(path) for path in paths if path.is_file()}

@@ -17,7 +17,8 @@ from lorakit.quant.bnb import QuantScheme
 from lorakit.quant.files import quantized_entries
 
 CPU: Final = torch.device("cpu")
-ORIGINAL, DEQUANTIZED = "original", "dequantized"
+ORIGINAL = "original"
+DEQUANTIZED = "dequantized"
 REASONS: Final = {
     ORIGINAL: "the stored weights; training used quantised ones",
     DEQUANTIZED: "the weights used in training, dequantised; nothing but their rounding is lost",
@@ -80,7 +81,7 @@ def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, on
     if onto == ORIGINAL and stored_quantized:
         raise MergeError(
             f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; name the base they were made from"
-            " (and say --allow-base-mismatch: the patch's digests are of the quantised one)"
+            " (and pass --allow base: the patch's digests are of the quantised one)"
         )
     return onto or (None if quantization is None else DEQUANTIZED)
 

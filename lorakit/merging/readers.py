@@ -57,7 +57,9 @@ class DequantizedWeights:
     """Reads quantised layers as the values they had in training, one full tensor at a time, and the rest as stored."""
 
     def __init__(self, files: BaseFiles, quantization: TrainedQuantization) -> None:
-        self.files, self._quantization, self._plain = files, quantization, StoredWeights(files)
+        self.files = files
+        self._quantization = quantization
+        self._plain = StoredWeights(files)
         self._stored = quantized_entries(files, CPU)
         self._names = {*self._stored, *(files.weight_name(module) for module in quantization.layers)}
         self.entries: Mapping[str, TensorEntry] = {
@@ -78,7 +80,8 @@ class DequantizedWeights:
         yield lambda start, stop: flat[start:stop]
 
     def _dequantized(self, name: str) -> Tensor:
-        scheme, dtype = self._quantization.scheme, self._quantization.dtype
+        scheme = self._quantization.scheme
+        dtype = self._quantization.dtype
         if name in self._stored:
             entry = self._stored[name]
             return dequantize(stored_tensors(self.files, entry), entry.scheme, entry.shape, dtype)

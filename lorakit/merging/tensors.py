@@ -59,7 +59,8 @@ class ExpertMerger:
     needs_all_rows = False
 
     def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...]) -> None:
-        self._parts, self._shape = parts, shape
+        self._parts = parts
+        self._shape = shape
         self.squared_changes = [0.0] * len(parts)
         """squared Frobenius norm of each part's change"""
 

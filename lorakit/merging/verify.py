@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import load_base, load_tokenizer, vocabulary_size
-from lorakit.base.quantized import QuantConfig, load_quantized, materialize
+from lorakit.base.loading import load_full
+from lorakit.base.quantized import QuantConfig
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.inference.bind import build_adapter
@@ -114,17 +115,17 @@ def measure_error(
     Returns KL divergence, largest logit difference and number of equal next tokens of each. All models run in the dtype
     of training.
     """
-    trained = _load_quantized(base, quantization)
+    config = None if is_quantized(base) else QuantConfig(quantization.scheme, only=quantization.layers)
+    trained = load_full(base, quantization.dtype, CPU, config)
     ids = prompt_ids(base, vocabulary_size(trained))
     with torch.no_grad():
         bare = _logits(trained, ids)
         with with_patches(trained, weighted):
             expected = _logits(trained, ids)
         del trained  # before the merged model is loaded, so that only one is in memory
-        quantized = is_quantized(merged)
-        model = _load_quantized(merged, quantization) if quantized else load_base(merged, quantization.dtype, CPU)
-        actual = _logits(model, ids)
-    with_patch, without = _error(expected, actual), _error(expected, bare)
+        actual = _logits(load_base(merged, quantization.dtype, CPU), ids)
+    with_patch = _error(expected, actual)
+    without = _error(expected, bare)
     say(
         f"error      against the trained forward pass on {expected.shape[0]} tokens: KL {with_patch['kl']:.3g}, largest"
         f" logit difference {with_patch['largest']:.3g}, next token the same at {with_patch['same']} (the base without"
@@ -137,7 +138,8 @@ class _Comparison:
     """Compares each adapted layer's output with the output of the merged tensor for the same input."""
 
     def __init__(self, merged: BaseFiles, rounding: dict[str, float]) -> None:
-        self._merged, self._rounding = merged, rounding
+        self._merged = merged
+        self._rounding = rounding
         self.shares: dict[str, float] = {}
         """largest difference of each layer, as a share of its bound"""
 
@@ -155,7 +157,8 @@ class _Comparison:
             bias = None
             if getattr(layer, "bias", None) is not None:
                 stored_bias = self._merged.tensor_name(name, "bias")
-                bias, error_norm = self._read(stored_bias), error_norm + self._rounding.get(stored_bias, 0.0)
+                bias = self._read(stored_bias)
+                error_norm = error_norm + self._rounding.get(stored_bias, 0.0)
             merged = kind.product(x, W, bias)
         difference = (merged - y).reshape(-1, y.shape[-1]).norm(dim=1)
         bound = norms * error_norm + FLOAT32_SLACK * (norms * W.norm() + 1)
@@ -186,7 +189,8 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
     shapes = BaseShapes.of(model)
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
-    bank, number = AdapterBank(), next(adapter_numbers)
+    bank = AdapterBank()
+    number = next(adapter_numbers)
     adapters = [(one, build_adapter(one.patch, model, bank)) for one in weighted]
     names = dict.fromkeys(name for _, adapter in adapters for name in adapter.slots)
     slots = {
@@ -245,15 +249,9 @@ def _sum_slots(name: str, slots: Sequence[tuple[WeightedPatch, Slot]], bank: Ada
     replacement = replacements[0][1] if replacements else None
     if not factors:
         return Slot(replacement=replacement)
-    A, B = torch.cat([own.A for _, own in factors]), torch.cat([s * own.B for s, own in factors])
+    A = torch.cat([own.A for _, own in factors])
+    B = torch.cat([s * own.B for s, own in factors])
     return Slot(bank.add(name, A, B.T, 1.0, next(adapter_numbers)), replacement)
-
-
-def _load_quantized(folder: Path, quantization: TrainedQuantization) -> nn.Module:
-    """Load a model whose weights are quantised in its files, or quantise them as during training."""
-    config = None if is_quantized(folder) else QuantConfig(quantization.scheme, only=quantization.layers)
-    model, tensors = load_quantized(folder, quantization.dtype, config, CPU)
-    return materialize(model, tensors, CPU)
 
 
 def _logits(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
@@ -261,7 +259,8 @@ def _logits(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _error(expected: Tensor, actual: Tensor) -> dict[str, Any]:
-    p, q = expected.log_softmax(-1), actual.log_softmax(-1)
+    p = expected.log_softmax(-1)
+    q = actual.log_softmax(-1)
     return {
         "kl": float((p.exp() * (p - q)).sum(-1).mean()), "largest": float((expected - actual).abs().max()),
         "same": int((expected.argmax(-1) == actual.argmax(-1)).sum()),

@@ -26,7 +26,8 @@ class Vocabulary:
 
     def resized(self, base: BaseShapes) -> BaseShapes:
         """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
-        layers, parameters = dict(base.layers), dict(base.parameters)
+        layers = dict(base.layers)
+        parameters = dict(base.parameters)
         for name in self.parameters:
             parameters[name] = (self.vocabulary_size, *parameters[name][1:])
             module = name.rpartition(".")[0]

@@ -15,12 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lorakit.errors import MergeError, PatchError
+from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import Rounding, RowMerger, Update, norm_of_sum, row_blocks, squared_norm
+from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, row_blocks
+from lorakit.lora.rounding import Rounding, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
-from lorakit.patch.fingerprint import full_digests, mismatch_message
+from lorakit.patch.fingerprint import full_digests, mismatch
 from lorakit.patch.read import LazyPatchTensors
 from lorakit.patch.weight_digest import ReadElements, WeightDigest
 
@@ -84,7 +85,9 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
             copied = os.pwrite(target, os.pread(source, min(count, COPY_BYTES), start), offset)
         if not copied:
             raise MergeError("the base's files became shorter while they were read")
-        start, offset, count = start + copied, offset + copied, count - copied
+        start = start + copied
+        offset = offset + copied
+        count = count - copied
 
 
 def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
@@ -103,7 +106,9 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
     checks = _BaseChecks(tensor if check_base else None)
-    rounding, squared_change, squared_loss = Rounding(tensor.dtype), 0.0, 0.0
+    rounding = Rounding(tensor.dtype)
+    squared_change = 0.0
+    squared_loss = 0.0
     changed = starting.resized
     with tensor.base.open(tensor.stored) as read:
         for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
@@ -176,8 +181,10 @@ class _StartingRows:
         """Return some rows of the base, with zeros for those of new tokens; None if a full tensor replaces them all."""
         if self.resized and self.parts:
             return None
-        width, num_rows = self.shape[1], self.tensor.stored_shape[0] if self.resized else self.shape[0]
-        first, last = min(rows.start, num_rows), min(rows.stop, num_rows)
+        width = self.shape[1]
+        num_rows = self.tensor.stored_shape[0] if self.resized else self.shape[0]
+        first = min(rows.start, num_rows)
+        last = min(rows.stop, num_rows)
         values = read(first * width, last * width).view(last - first, width)
         num_new = rows.stop - rows.start - len(values)
         return torch.cat([values, values.new_zeros(num_new, width)]) if num_new else values
@@ -193,7 +200,7 @@ class _StartingRows:
             return new
         total = before.to(torch.float64, copy=True)
         for index, (part, _) in enumerate(self.parts):
-            new = self._part(index, rows).double()
+            new = self._part(index, rows).to(torch.float64, copy=True)  # the caller may overwrite these rows
             difference = new - before.double()
             self.squared_changes[index] += squared_norm(difference)
             total += part.source.weight * difference
@@ -251,9 +258,7 @@ class _BaseChecks:
         digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, expected, rounded_to in self._expected:
             if digests[rounded_to] != expected and self._tensor is not None:
-                raise PatchError(
-                    mismatch_message(part.source.patch, self._tensor.base.files.folder, f"values of {part.name}")
-                )
+                raise mismatch(part.source.patch, self._tensor.base.files.folder, f"values of {part.name}")
 
 
 def _in_file(tensor: OutputTensor, file: SafetensorsFile) -> bool:
@@ -264,7 +269,8 @@ def _in_file(tensor: OutputTensor, file: SafetensorsFile) -> bool:
 def _write_all(target: int, content: memoryview, offset: int) -> None:
     while content:
         written = os.pwrite(target, content, offset)
-        content, offset = content[written:], offset + written
+        content = content[written:]
+        offset = offset + written
 
 
 def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:

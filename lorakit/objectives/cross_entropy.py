@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
-from lorakit.ops.varlen import KernelProbe, VarlenKernel
+from lorakit.ops.varlen import VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
 """device type -> bytes of one chunk's float32 logits"""
@@ -69,7 +69,7 @@ class LossModel(nn.Module):
         self.head = loss_head(model, device_type)
         self.chunked = self.head is not None
         self.packed_attention = False
-        self.kernel: VarlenKernel | KernelProbe | None = None
+        self.kernel: VarlenKernel | None = None
         self.kernel_problem: str | None = None
 
     def forward(

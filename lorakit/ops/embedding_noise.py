@@ -28,7 +28,8 @@ def has_noise(embedding: nn.Module) -> bool:
 
 
 def _add_noise(alpha: float, embedding: nn.Module, _: Any, x: Tensor) -> Tensor | None:
-    num_tokens, width = x.shape[:-1].numel(), x.shape[-1]
+    num_tokens = x.shape[:-1].numel()
+    width = x.shape[-1]
     keys = current_keys(num_tokens)
     if not embedding.training or keys is None:
         return None

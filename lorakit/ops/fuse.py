@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from lorakit.ops import gated_mlp, rms_norm, rope
+from lorakit.ops import gated_mlp, rms_norm
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class PartKind:
 PART_KINDS: Final[Mapping[str, PartKind]] = {
     "mlp": PartKind(gated_mlp.resembles_gated_mlp, gated_mlp.is_gated_mlp, gated_mlp.fused_mlp_forward),
     "rms_norm": PartKind(rms_norm.resembles_rms_norm, rms_norm.is_rms_norm, rms_norm.fused_norm_forward),
-    "rope": PartKind(rope.resembles_rope, rope.uses_rope, rope.fused_rope_forward),
 }
 
 
@@ -55,7 +54,7 @@ class FuseReport:
     parts: Mapping[str, FusedParts]
 
     def __str__(self) -> str:
-        """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65, rope none`."""
+        """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65`."""
         return ", ".join(f"{kind} {part}" for kind, part in self.parts.items())
 
     def facts(self) -> dict[str, Any]:

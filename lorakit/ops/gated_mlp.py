@@ -50,7 +50,9 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.act, ctx.activated, ctx.recompute = act, None, _recompute
+        ctx.act = act
+        ctx.activated = None
+        ctx.recompute = _recompute
         # act.forward, not act(): hooks of an engine gather a module's parameters, and an activation has none to gather
         activated = act.forward(gate)
         # multiply in place to save one tensor, but not where the activation returned `gate` itself, which is saved

@@ -34,7 +34,8 @@ class OneDnnForward:
         self._layer = layer  # a copied layer gets a forward of its own, because deepcopy copies this with it
 
     def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self._layer.weight, self._layer.bias
+        weight = self._layer.weight
+        bias = self._layer.bias
         if torch.is_grad_enabled() or input.dtype != weight.dtype:
             return F.linear(input, weight, bias)
         return onednn_linear(input, weight, bias)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.ops._internals import attention_implementation, can_set_attention
-from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, Window, row_bounds
+from lorakit.ops.varlen import CAUSAL, VarlenKernel, Window, row_bounds
 
 PREFIX: Final = "rows_"
 SUPPORTED: Final = ("sdpa", "eager")
@@ -41,7 +41,7 @@ class RowLengths:
     the model is called with other tokens or heads than the full line's.
     """
 
-    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | KernelProbe | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | None = None) -> None:
         self.lengths = tuple(lengths)
         self.kernel = kernel
         self.was_used = False

@@ -59,7 +59,8 @@ class _RMSNorm(torch.autograd.Function):
         squares = x32.pow(2)
         inverse_rms = torch.rsqrt(squares.mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(x, inverse_rms, weight)
-        ctx.rounded_last, ctx.recompute = rounded_last, _recompute
+        ctx.rounded_last = rounded_last
+        ctx.recompute = _recompute
         # write into `squares`, not into x32: where x is float32 already, x32 is x itself
         return _weighted(torch.mul(x32, inverse_rms, out=squares), weight, x.dtype, rounded_last)
 
@@ -68,7 +69,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         # with n = x / rms and d = w dy:  dx = (d - n mean(d n)) / rms
         x, inverse_rms, weight = ctx.saved_tensors
-        d, normed = outer[0].to(torch.float32) * weight, x.to(torch.float32) * inverse_rms
+        d = outer[0].to(torch.float32) * weight
+        normed = x.to(torch.float32) * inverse_rms
         mean = (d * normed).mean(-1, keepdim=True)
         return d.addcmul_(normed, mean, value=-1).mul_(inverse_rms).to(x.dtype), None, None, None
 

@@ -8,7 +8,7 @@ config, of the tokenizer and of how prompts are written (prompting.py). An adapt
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
+from lorakit.patch.allow import Allow, RefusedBaseError
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import chat_template_digest, template_digest, tokenizer_settings_digest, trained_form
 from lorakit.patch.weight_digest import Source, sample_digest, value_digests
@@ -157,22 +158,20 @@ def fingerprint(
     }  # fmt: skip
 
 
-def check_base(
-    patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow_template_change: bool = False,
-    names_options: bool = True,
-) -> None:  # fmt: skip
-    """Raise an error if ``base`` is not the base that the patch was trained on.
+def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
+    """Raise PatchError unless ``base`` is the base that the patch was trained on.
 
     A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
-    adapted weights, not of samples. ``allow_template_change``: accept a base whose prompts are written in another way.
-    ``names_options``: False if the caller has no option to accept another base, so that the message names none.
+    adapted weights, not of samples. ``allow``: accept another base, or prompts that are written in another way.
 
     Raises:
         PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
     """
+    if "base" in allow:
+        return
     recorded = patch.metadata.get("base")
     if recorded is None:
-        _check_prompting(patch, base, allow=allow_template_change, names_options=names_options)
+        _check_prompting(patch, base, allow)
         return
     if recorded["scheme"] != SCHEME:
         raise PatchError(
@@ -197,23 +196,20 @@ def check_base(
     if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
         parts.append(changed)
     if parts:
-        message = mismatch_message(patch, identity.files.folder, " and ".join(parts), names_options=names_options)
-        raise PatchError(message)
-    _check_prompting(patch, identity, allow=allow_template_change, names_options=names_options)
+        raise mismatch(patch, identity.files.folder, " and ".join(parts))
+    _check_prompting(patch, identity, allow)
 
 
-def _check_prompting(patch: Patch, identity: Path | BaseIdentity, *, allow: bool, names_options: bool) -> None:
-    """Return if prompts are written here as in training, as far as that is known; raises as ``check_base``."""
-    if allow or not isinstance(identity, BaseIdentity):
+def _check_prompting(patch: Patch, identity: Path | BaseIdentity, allow: Collection[Allow]) -> None:
+    """Raise PatchError unless prompts are written here as in training, as far as that is known."""
+    if "template" in allow or not isinstance(identity, BaseIdentity):
         return
     if changed := changed_prompting(patch, identity):
-        option = " (data.chat_template: its file)" if "chat template" in changed else ""
-        if names_options:
-            option = ", or say --allow-template-change (in Python allow_template_change=True)"
         here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
-        raise PatchError(
-            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt"
-            f" is another text; put the trained one back{option}"
+        raise RefusedBaseError(
+            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text; put"
+            " the trained one back",
+            "template",
         )
 
 
@@ -259,12 +255,11 @@ def full_digests(patch: Patch) -> Mapping[str, str] | None:
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
-def mismatch_message(patch: Patch, base: Path, differing: str, *, names_options: bool = True) -> str:
-    """Return the error message for a patch on a base that it was not trained on. ``differing``: the parts that do."""
-    option = "; to use it here all the same, say --allow-base-mismatch (in Python allow_base_mismatch=True)"
-    return (
-        f"{patch.folder}: trained on another base than {base}: {differing} differ."
-        f" It was made for {patch.made_for}{option if names_options else ''}"
+def mismatch(patch: Patch, base: Path, differing: str) -> RefusedBaseError:
+    """Return the error of a patch on a base that it was not trained on. ``differing``: the parts that do."""
+    return RefusedBaseError(
+        f"{patch.folder}: trained on another base than {base}: {differing} differ. It was made for {patch.made_for}",
+        "base",
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakit.errors import PatchError
 from lorakit.files.dtypes import dtype_name, parse_dtype
+from lorakit.patch.allow import RefusedBaseError
 from lorakit.patch.fingerprint import FULL_SCHEME, SCHEME
 from lorakit.patch.patch import Patch
 from lorakit.patch.weight_digest import sample_digest, value_digests
@@ -54,10 +54,11 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
         if recorded["weights"].get(name) != actual:
             differing.append(name)
     if differing:
-        raise PatchError(
+        raise RefusedBaseError(
             f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(names)} adapted"
             f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
-            " training, counts as another. If you mean it all the same: allow_base_mismatch=True"
+            " training, counts as another",
+            "base",
         )
 
 

@@ -76,30 +76,30 @@ class LazyPatchTensors(Mapping[str, Tensor]):
         return len(self.keys_in_file)
 
 
-def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS, *, allow_edited_config: bool = False) -> Patch:
+def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     """Return a patch whose tensors are read when they are used, so that one layer at a time fits in any memory.
 
     Raises:
         PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
     """
     path, config = _tensor_file(Path(folder), caps)
-    recorded = _recorded_digests(path, config, allow_edited_config=allow_edited_config)
+    recorded = _recorded_digests(path, config)
     patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
     return replace(patch, digest=_check_digest(path, _blocks(path), recorded))
 
 
-def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS, *, allow_edited_config: bool = False) -> Patch:
+def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     """Return a patch folder written by lorakit or PEFT, with all tensors in memory.
 
     Header and config are checked before anything is allocated. Then the file is read once, so that the checked bytes
-    are the bytes that are used. ``allow_edited_config``: accept a rank or alpha other than those that were saved.
+    are the bytes that are used.
 
     Raises:
         PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
         tensor.
     """
     path, config = _tensor_file(Path(folder), caps)
-    recorded = _recorded_digests(path, config, allow_edited_config=allow_edited_config)
+    recorded = _recorded_digests(path, config)
     stored = open_tensors(path, caps.header_bytes, caps.file_bytes)
     patch = build_patch(Path(folder), config, stored, caps)
     file = stored.into_memory()
@@ -136,7 +136,7 @@ def _blocks(path: Path) -> Iterator[memoryview]:
             yield block[:size]
 
 
-def _recorded_digests(path: Path, config: PatchConfig, *, allow_edited_config: bool) -> dict[str, str]:
+def _recorded_digests(path: Path, config: PatchConfig) -> dict[str, str]:
     """Return the digests of a tensor file in its sidecar, by algorithm; none without one, as other programs write none.
 
     The sidecar's settings are compared with the config's.
@@ -157,11 +157,11 @@ def _recorded_digests(path: Path, config: PatchConfig, *, allow_edited_config: b
         edited = [] if saved is None else [key for key in ARITHMETIC if saved.get(key) != actual.get(key)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
-    if edited and not allow_edited_config:
+    if edited:
         changes = "; ".join(f"{key} {actual.get(key)}, saved with {saved.get(key)}" for key in edited)
         raise PatchError(
             f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. Write the saved values"
-            " back, or say --allow-edited-config (in Python allow_edited_config=True)"
+            f" back, or delete {sidecar} to use the new ones"
         )
     return digests
 

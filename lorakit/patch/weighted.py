@@ -25,10 +25,8 @@ class WeightedPatch:
         return self.patch.folder
 
 
-def open_weighted(
-    adapters: Sequence[str | Path | tuple[str | Path, float]], *, allow_edited_config: bool = False
-) -> list[WeightedPatch]:
-    """Open patch folders given as a path (weight 1) or as (path, weight); ``allow_edited_config`` as in ``open_patch``.
+def open_weighted(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
+    """Open patch folders given as a path (weight 1) or as (path, weight).
 
     Raises:
         MergeError: a weight is not a finite number. PatchError: a patch is damaged.
@@ -38,6 +36,5 @@ def open_weighted(
         if not isinstance(weight, int | float) or not math.isfinite(weight):
             raise MergeError(f"{path}: the weight must be a finite number, got {weight!r}")
     return [
-        WeightedPatch(index, open_patch(find_patch(path), allow_edited_config=allow_edited_config), float(weight))
-        for index, (path, weight) in enumerate(pairs)
+        WeightedPatch(index, open_patch(find_patch(path)), float(weight)) for index, (path, weight) in enumerate(pairs)
     ]

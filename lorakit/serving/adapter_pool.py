@@ -7,7 +7,7 @@ refused until it is loaded again.
 import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -16,6 +16,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.lora.routing import Adapter
 from lorakit.patch import Patch, read_patch
+from lorakit.patch.allow import ALLOW, Allow
 
 
 @final
@@ -71,21 +72,20 @@ class AdapterPool:
         folder: str | Path,
         *,
         replace: bool = False,
-        allow_edited_config: bool = False,
-        **allowed: bool,
+        allow: Collection[Allow] = (),
     ) -> None:
         """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
-        patch = read_patch(folder, allow_edited_config=allow_edited_config)
-        self.add(name, patch, replace=replace, **allowed)
+        patch = read_patch(folder)
+        self.add(name, patch, replace=replace, allow=allow)
 
-    def add(self, name: str, patch: Patch, *, replace: bool = False, **allowed: bool) -> None:
+    def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
         with self._changing:
             if name in self._on_disk and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
             if not self.is_resident(name):
                 self._evict(num_new=1)
-            self._model.add_patch(name, patch, replace=replace, **allowed)
+            self._model.add_patch(name, patch, replace=replace, allow=allow)
             self._on_disk.pop(name, None)
             self._loaded[name] = None
             self._touch(name)
@@ -132,12 +132,12 @@ class AdapterPool:
 
     def _read(self, name: str) -> None:
         source = self._on_disk[name]
-        patch = read_patch(source.folder, allow_edited_config=True)
+        patch = read_patch(source.folder)
         if patch.identity != source.identity:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
         self._evict(num_new=1)
         # everything is allowed, because tensors and settings are those that were accepted for this base before
-        self._model.add_patch(name, patch, allow_base_mismatch=True, allow_template_change=True)
+        self._model.add_patch(name, patch, allow=ALLOW)
         del self._on_disk[name]
 
     def _touch(self, name: str) -> None:

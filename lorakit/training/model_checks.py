@@ -18,7 +18,7 @@ from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
-from lorakit.ops.varlen import KernelProbe, varlen_kernel
+from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
@@ -128,20 +128,23 @@ def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.d
 def _packed_attention_works(
     loss_model: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device
 ) -> bool:
-    """True if attention within each row gives the logits `alone`. If so, also choose the kernel, or None."""
+    """True if attention within each row gives the logits `alone`: in one kernel call if there is a kernel, or not."""
     rows = RowLengths([row["input_ids"].shape[1] for row in probe])
+    difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
+    works = difference <= _tolerance(alone) and rows.was_used
     kernel = varlen_kernel(device)
-    kernel_probe = loss_model.kernel = None if kernel is None else KernelProbe(kernel)
-    logits = _logits(loss_model, probe, row_lengths=rows)
-    works = _relative_difference(logits, alone) <= _tolerance(alone) and rows.was_used
-    loss_model.kernel = None
-    if works and kernel_probe is not None:
-        # run on every rank, also after a problem: forward is collective where the base is sharded
-        loss_model.kernel = kernel if kernel_probe.problem is None else None
-        difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
-        if not difference <= _tolerance(alone):
-            loss_model.kernel, kernel_probe.problem = None, f"is off by {difference:.1%} on this model"
-        loss_model.kernel_problem = kernel_probe.problem
+    if kernel is None:
+        return works
+    loss_model.kernel = kernel  # on every rank, also where rows do not work: forward is collective for a sharded base
+    difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
+    if not works:
+        loss_model.kernel = None
+    elif kernel.num_calls == 0:
+        loss_model.kernel_problem = "does not take this model's attention, or its dtype"
+    elif not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
+        loss_model.kernel_problem = f"is off by {difference:.1%} on this model"
+    if loss_model.kernel_problem is not None:
+        loss_model.kernel = None
     return works
 
 

@@ -134,7 +134,8 @@ def run_or_launch(
     hooks.check_launch(parallel.processes)
     find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from every process
     command = [
-        *(sys.executable, "-m", "lorakit.cli", "train", str(path)),
+        # -P: without the current folder in sys.path, whose numpy.py or torch.py the workers would run
+        *(sys.executable, "-P", "-m", "lorakit.cli", "train", str(path)),
         *overrides,
         *(f"{key}={value}" for key, value in values.items()),
         *(["--fresh"] if fresh else []),

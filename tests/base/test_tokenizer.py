@@ -67,7 +67,7 @@ def test_a_base_without_a_tokenizer_takes_and_gives_token_ids(
 ) -> None:
     patch = make_patch(base, tmp_path / "patch")
     bare = lorakit.load(without_tokenizer, dtype="float32")
-    bare.load_adapter("a", patch, allow_base_mismatch=True)
+    bare.load_adapter("a", patch, allow={"base"})
     usual = lorakit.load(base, {"a": patch}, dtype="float32")
     named = lorakit.load(without_tokenizer, {"a": patch}, tokenizer=base, dtype="float32")
 

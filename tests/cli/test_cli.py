@@ -10,10 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
-from lorakit.cli import convert, generate, main, merge
+from lorakit.cli import generate, main, merge
 from lorakit.derive.combine import DENSITIES
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.formats.convert import FORMATS
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
 from tests.helpers.patches import make_patch
@@ -37,7 +36,7 @@ def test_check_says_what_a_recipe_would_do(run: Any, recipe: Any, rows: Path) ->
     for part in (
         "q_proj                      2      2",
         "lm_head                     0      1",
-        "fused      mlp 2/2, rms_norm 5/5, rope 2/2",
+        "fused      mlp 2/2, rms_norm 5/5",
         "steps      12, with up to 6 rows each; 2 of the steps are warm-up",
     ):
         assert part in out, out
@@ -228,7 +227,6 @@ def test_the_root_script_and_the_module_are_the_same_program() -> None:
 def test_the_choices_of_the_options_are_those_of_the_workflows() -> None:
     keys = {name: get_args(field.annotation) for name, field in BaseSection.model_fields.items()}
 
-    assert tuple(FORMATS) == convert.FORMATS
     assert tuple(DENSITIES) == merge.COMBINE_METHODS
     assert tuple(MODEL_DTYPES) == merge.DTYPES
     assert keys["quantize"] == generate.QUANTIZE

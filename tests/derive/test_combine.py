@@ -302,19 +302,19 @@ def test_patches_of_different_bases_are_refused_by_name(
 
     with pytest.raises(
         PatchError,
-        match=r"(?s)one and .*foreign were made for different bases: the weights of 2 of 2 shared layers \(model.layers.0.self_attn.q_proj first\) differ.*allow_base_mismatch",
+        match=r"(?s)one and .*foreign were made for different bases: the weights of 2 of 2 shared layers \(model.layers.0.self_attn.q_proj first\) differ.*--allow base",
     ):
         combine(two[0], foreign, out=out)
     with pytest.raises(PatchError, match="different bases: config differ"):
         combine(labelled, configured, out=out)
     with pytest.raises(PatchError, match=r"down_proj is linear, \(32, 48\) \(out, in\) in .*one, linear, \(32, 64\)"):
-        combine(two[0], shaped, out=out, allow_base_mismatch=True)
+        combine(two[0], shaped, out=out, allow={"base"})
     with pytest.raises(PatchError, match="unknown scheme 'sampled-9'"):
         combine(late, two[1], out=out)
     assert not out.exists()
 
-    patch = read_patch(combine(two[0], foreign, out=out, allow_base_mismatch=True))
-    assert patch.metadata["combined"]["allow_base_mismatch"] is True
+    patch = read_patch(combine(two[0], foreign, out=out, allow={"base"}))
+    assert patch.metadata["combined"]["allow"] == ["base"]
     assert "different bases" in patch.metadata["combined"]["bases_differ"][0]
     assert "base" not in patch.metadata  # no base has all of these weights
 

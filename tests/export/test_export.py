@@ -1,6 +1,5 @@
 """What is exported is what the other program computes the same with; the rest is refused by name."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -174,18 +173,6 @@ def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, 
         sources = re.findall(r"^(?:FROM|ADAPTER) \./(.*)$", file.read_text(), re.MULTILINE)
         assert len(sources) == 2 - merged
         assert all((out / source).is_file() for source in sources)
-
-
-def test_an_edited_config_is_refused_until_it_is_allowed(run: Run, base: Path, tmp_path: Path) -> None:
-    patch = make_patch(base, tmp_path / "one")
-    config = patch / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 3}))
-    for number, flags in enumerate((["--vllm"], ["--gguf-ready", "--merged"])):
-        words = [base, "--adapter", f"one={patch}", *flags, "--out", tmp_path / str(number)]
-        code, _, err = run(*words)
-        assert (code, "lora_alpha" in err) == (2, True)
-        assert run(*words, "--allow-edited-config")[0] == 0
-        assert (tmp_path / str(number)).exists()
 
 
 @pytest.mark.parametrize(

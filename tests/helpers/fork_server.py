@@ -355,9 +355,10 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     """
 
     def __init__(self, args: Any, *rest: Any, **options: Any) -> None:
-        if isinstance(args, list | tuple) and list(args[:2]) == [sys.executable, "-m"] and args[2] in FORKED:
+        plain = [argument for argument in args if argument != "-P"] if isinstance(args, list | tuple) else []
+        if plain[:2] == [sys.executable, "-m"] and plain[2] in FORKED:
             environment = options.get("env") or dict(os.environ)
-            options["preexec_fn"] = functools.partial(_become, args[1:], environment, options.get("pass_fds", ()))
+            options["preexec_fn"] = functools.partial(_become, plain[1:], environment, options.get("pass_fds", ()))
         super().__init__(args, *rest, **options)
 
 

@@ -212,11 +212,11 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
     with pytest.raises(PatchError, match="trained on another base"):
         model.load_adapter("foreign", foreign)
     with pytest.raises(PatchError, match="does not fit"):
-        model.load_adapter("wide", wide, allow_base_mismatch=True)
+        model.load_adapter("wide", wide, allow={"base"})
     assert model.adapters == ("one", "two")
     assert hashes(model) == before
     assert torch.equal(model(IDS).logits, plain)
-    model.load_adapter("foreign", foreign, allow_base_mismatch=True)
+    model.load_adapter("foreign", foreign, allow={"base"})
 
 
 def test_a_layer_that_sees_mixed_rows_is_refused_for_several_adapters(model: Any) -> None:

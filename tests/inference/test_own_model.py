@@ -143,7 +143,7 @@ def test_a_model_is_unchanged_by_a_patch_that_it_refuses(base: Path, tmp_path: P
 
     assert repr(model) == shown
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trainable
-    assert lorakit.load_patch(model, tmp_path / "patch", allow_base_mismatch=True) is model
+    assert lorakit.load_patch(model, tmp_path / "patch", allow={"base"}) is model
 
 
 def test_a_patch_with_a_part_that_the_adapter_has_not_leaves_the_base_to_the_bit(base: Path, tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ def test_patches_that_cannot_be_merged_exactly_are_refused_and_leave_nothing(
     with pytest.raises(
         PatchError, match=r"does not fit .*: 6 of 14 places\n.*down_proj is \(32, 64\) \(out, in\) in the base"
     ):
-        lorakit.merge(wide, patch, out=out, allow_base_mismatch=True)
+        lorakit.merge(wide, patch, out=out, allow={"base"})
     with pytest.raises(MergeError, match="changes lm_head and not model.embed_tokens in the same way"):
-        lorakit.merge(tied, head, out=out, allow_base_mismatch=True)
+        lorakit.merge(tied, head, out=out, allow={"base"})
     with pytest.raises(MergeError, match="no adapter to merge"):
         lorakit.merge(base, out=out)
     overflowing = shutil.copytree(patch, tmp_path / "overflowing")
@@ -107,8 +107,8 @@ def test_patches_that_cannot_be_merged_exactly_are_refused_and_leave_nothing(
     assert not out.exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
-    accepted = lorakit.merge(other, patch, out=out, allow_base_mismatch=True)
-    assert json.loads((accepted / "merge.json").read_text())["allow_base_mismatch"] is True
+    accepted = lorakit.merge(other, patch, out=out, allow={"base"})
+    assert json.loads((accepted / "merge.json").read_text())["allow"] == ["base"]
     with pytest.raises(MergeError, match="exists already"):
         lorakit.merge(base, patch, out=out)
 
@@ -137,10 +137,10 @@ def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises((MergeError, BaseModelError), match=message):
-            lorakit.merge(folder, patch, out=tmp_path / "merged", allow_base_mismatch=True)
+            lorakit.merge(folder, patch, out=tmp_path / "merged", allow={"base"})
 
 
-def test_a_full_disk_leaves_finished_files_and_the_same_call_resumes(
+def test_a_full_disk_leaves_nothing_and_the_same_call_starts_over(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_finished_files_and_the_same_call_resumes(
     with pytest.raises(LorakitError, match="the disk is full") as caught:
         lorakit.merge(base, patch, out=tmp_path / "merged")
     assert caught.value.exit_code == 75
-    assert not (tmp_path / "merged").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["patch"]
     monkeypatch.setattr(os, "fsync", fsync)
     lorakit.merge(base, patch, out=tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "patch"]

@@ -20,12 +20,11 @@ LAYERS = SMALL["num_hidden_layers"]
 def test_the_report_counts_what_was_replaced_and_names_what_was_not() -> None:
     assert fuse_model(build("llama")).parts == {
         "mlp": FusedParts(LAYERS, LAYERS), "rms_norm": FusedParts(2 * LAYERS + 1, 2 * LAYERS + 1),
-        "rope": FusedParts(LAYERS, LAYERS),
     }  # fmt: skip
     unknown = "0/2 (the code of Phi3{} is not known)"
-    expected = f"mlp {unknown.format('MLP')}, rms_norm 5/5, rope {unknown.format('Attention')}"
+    expected = f"mlp {unknown.format('MLP')}, rms_norm 5/5"
     assert str(fuse_model(build("phi3"))) == expected
-    assert str(fuse_model(build("gpt2"))) == "mlp none, rms_norm none, rope none"
+    assert str(fuse_model(build("gpt2"))) == "mlp none, rms_norm none"
 
 
 def test_a_second_call_counts_the_same_and_replaces_nothing() -> None:
@@ -40,7 +39,7 @@ def test_replaced_parts_are_visible_and_still_of_their_class() -> None:
     model = build("llama")
     fuse_model(model)
     shown = repr(model)
-    assert all(f"Fused{name}(" in shown for name in ("LlamaMLP", "LlamaRMSNorm", "LlamaAttention"))
+    assert all(f"Fused{name}(" in shown for name in ("LlamaMLP", "LlamaRMSNorm"))
     assert isinstance(model.model.layers[0].mlp, modeling_llama.LlamaMLP)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(input_ids=IDS).logits, model(input_ids=IDS).logits)
@@ -74,6 +73,6 @@ def test_a_patch_of_the_models_module_made_later_is_obeyed(name: str, monkeypatc
 
 
 def test_a_report_reads_as_one_line_and_as_facts() -> None:
-    report = FuseReport({"mlp": FusedParts(1, 3, ("A", "B")), "rope": FusedParts(0, 0)})
-    assert str(report) == "mlp 1/3 (the code of A, B is not known), rope none"
+    report = FuseReport({"mlp": FusedParts(1, 3, ("A", "B")), "rms_norm": FusedParts(0, 0)})
+    assert str(report) == "mlp 1/3 (the code of A, B is not known), rms_norm none"
     assert report.facts()["mlp"] == {"fused": 1, "total": 3, "unknown": ("A", "B")}

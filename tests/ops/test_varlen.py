@@ -18,7 +18,7 @@ from lorakit.data import RowSettings, tokenize_rows
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
-from lorakit.ops.varlen import CAUSAL, KernelProbe, VarlenKernel, row_bounds, varlen_kernel
+from lorakit.ops.varlen import CAUSAL, VarlenKernel, row_bounds, varlen_kernel
 from lorakit.training import model_checks
 from lorakit.training.model_checks import enable_packing
 from lorakit.training.summary import _fallbacks
@@ -193,7 +193,10 @@ def test_heads_share_keys_in_either_form_of_the_kernel(function: Any, scale: flo
     torch.testing.assert_close(logits, torch.cat(alone, 2).transpose(1, 2))
 
 
-def test_torchs_own_function_takes_the_arguments_and_has_a_gradient() -> None:
+def test_torchs_own_function_takes_the_arguments_and_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert varlen_kernel(CUDA) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     kernel = varlen_kernel(CUDA)
     assert kernel is not None
     query, key, value = (part.to(META, torch.bfloat16).requires_grad_() for part in heads())
@@ -259,20 +262,7 @@ def test_a_model_with_eager_attention_has_no_kernel() -> None:
     assert calls.windows == []
 
 
-def test_a_kernel_that_fails_on_some_heads_has_failed() -> None:
-    def picky(query: Any, *rest: Any, enable_gqa: bool = False, **more: Any) -> Any:
-        return varlen_attn(query, *rest, enable_gqa=enable_gqa, **more) * (1.5 if query.shape[2] == 16 else 1.0)
-
-    probe = KernelProbe(a_kernel(picky))
-    problems = []
-    for size in (8, 16, 8):
-        probe(*heads(size=size), row_bounds(LENGTHS, CPU), max(LENGTHS), CAUSAL, None)
-        problems.append(probe.problem)
-
-    assert problems == [None, "is off by 50.0% on this device", "is off by 50.0% on this device"]
-
-
-# --- a run probes a kernel before it relies on it --------------------------------------------------------------------
+# --- a run compares its logits with the kernel before it relies on it --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,51 +302,14 @@ def test_a_run_uses_a_kernel_that_is_right(base: Path, batches: BatchSampler, mo
     assert packing_notes(called) == packing_notes(plain) == []
 
 
-def raises(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-
-
-def has_a_wider_window(*args: Any, window_size: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Attend to one token too many."""
-    left = window_size[0] if window_size[0] < 0 else window_size[0] + 1
-    return varlen_attn(*args, window_size=(left, 0), enable_gqa=enable_gqa, **more)
-
-
-def has_wrong_gradients(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Compute the right output with wrong gradients."""
-    outputs = varlen_attn(*args, enable_gqa=enable_gqa, **more)
-    return outputs.detach() + 1.5 * (outputs - outputs.detach())
-
-
-def returns_nan(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    return varlen_attn(*args, enable_gqa=enable_gqa, **more) * float("nan")
-
-
-def is_right_for_the_probe_only(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    """Compute the right output for rows of a probe, and for no others."""
-    outputs = varlen_attn(*args, enable_gqa=enable_gqa, **more)
-    return outputs if args[5] == 200 else outputs.flip(0)
-
-
-def refuses_some_lengths(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
-    if args[5] != 200:
-        raise RuntimeError("no")
-    return varlen_attn(*args, enable_gqa=enable_gqa, **more)
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (refuses_some_lengths, r"does not run on this device \(no\)"),
-        (raises, r"does not run on this device \(FlashAttention only supports Ampere GPUs or newer.\)"),
-        (has_a_wider_window, r"is off by \d+.\d% on this device"), (has_wrong_gradients, r"is off by 50.0% on this device"),
-        (returns_nan, r"is off by nan% on this device"), (is_right_for_the_probe_only, r"is off by \d+.\d% on this model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("factor", [1.5, float("nan")])
 def test_a_kernel_that_is_wrong_is_not_used_and_a_run_notes_it(
-    function: Any, why: str, base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
+    factor: float, base: Path, batches: BatchSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = with_packing(base, batches, monkeypatch, a_kernel(function))
+    def wrong(*args: Any, enable_gqa: bool = False, **more: Any) -> Any:
+        return varlen_attn(*args, enable_gqa=enable_gqa, **more) * factor
+
+    called = with_packing(base, batches, monkeypatch, a_kernel(wrong))
     plain = with_packing(base, batches, monkeypatch, None)
     batch = collate(batches.rows, [0, 3, 7], packing=True)
 
@@ -364,7 +317,8 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_run_notes_it(
     assert called.packed_attention
     assert called.kernel is None
     ((_, text),) = packing_notes(called)
-    assert re.fullmatch(f"rows attend one by one: the kernel that takes all at once {why}", text), text
+    why = "rows attend one by one: the kernel that takes all at once is off by "
+    assert re.fullmatch(rf"{why}(\d+\.\d|nan)% on this model", text), text
 
 
 def test_a_model_that_separates_rows_by_a_mask_has_no_kernel(
@@ -399,15 +353,21 @@ def test_a_run_notes_where_a_kernel_is_for_another_dtype(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("shared", [1, 4])
-def test_torchs_kernel_gives_what_rows_give_one_by_one(dtype: torch.dtype, size: int, shared: int) -> None:
-    kernel = varlen_kernel(CUDA)
+@pytest.mark.parametrize("window", [CAUSAL, (3, 0)])
+def test_torchs_kernel_gives_what_rows_give_one_by_one(
+    dtype: torch.dtype, size: int, shared: int, window: tuple[int, int]
+) -> None:
+    kernel, exact = varlen_kernel(CUDA), VarlenKernel(varlen_attn, (torch.float32,))
     assert kernel is not None
-    probe = KernelProbe(kernel)
-    query, key, value = (part.to(dtype) for part in heads(8, 8 // shared, size, device=CUDA))
+    parts = [part.to(dtype).requires_grad_() for part in heads(8, 8 // shared, size, device=CUDA)]
+    results = []
+    for function, inputs in ((kernel, parts), (exact, [part.detach().float().requires_grad_() for part in parts])):
+        output = function(*inputs, row_bounds(LENGTHS, CUDA), max(LENGTHS), window, 0.11)
+        gradients = torch.autograd.grad(output.float().square().sum(), inputs)
+        results.append([tensor.float() for tensor in (output.detach(), *gradients)])
 
-    probe(query, key, value, row_bounds(LENGTHS, CUDA), max(LENGTHS), CAUSAL, 0.11)
-
-    assert probe.problem is None
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm()  # rounding to bfloat16 makes 0.007
 
 
 @on_a_gpu

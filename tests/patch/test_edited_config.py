@@ -1,4 +1,4 @@
-"""A patch whose config was edited after it was saved is refused by name, and accepted on request."""
+"""A patch whose config was edited after it was saved is refused by name; without its record it is read as it is."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import lorakit
 from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.patch import read_patch
@@ -38,7 +37,8 @@ def test_an_edited_setting_is_named_with_both_values(
         with pytest.raises(PatchError, match="was edited after the patch was saved") as caught:
             read(patch)
         assert names in str(caught.value)
-        assert read(patch, allow_edited_config=True).config.raw != saved.config.raw
+    (patch / "lorakit.json").unlink()  # the message's remedy
+    assert read_patch(patch).config.raw != saved.config.raw
 
 
 def test_settings_that_multiply_nothing_may_be_edited(base: Path, tmp_path: Path) -> None:
@@ -58,16 +58,13 @@ def test_a_patch_without_the_record_is_read_as_it_is(base: Path, tmp_path: Path)
         read_patch(patch)
 
 
-def test_commands_and_python_accept_it_on_request(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_name_the_remedy(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     patch = edit(make_patch(base, tmp_path / "patch"), lora_alpha=64)
     asked = ["generate", str(base), "--adapter", f"a={patch}", "--prompt", "say", "--max-new-tokens", "2"]
     merged = ["merge", str(base), str(patch), "--out", str(tmp_path / "merged")]
-    for command in (asked, merged):
+    exported = ["export", str(base), "--adapter", f"a={patch}", "--vllm", "--out", str(tmp_path / "vllm")]
+    for command in (asked, merged, exported):
         assert main(command) == 2
-        assert "lora_alpha 64, saved with" in capsys.readouterr().err
-        assert main([*command, "--allow-edited-config"]) == 0
-    model = lorakit.load(base, {"a": patch}, allow_edited_config=True)
-    with model.merged("a") as alone:
-        assert alone.adapters == ()
+        assert f"delete {patch / 'lorakit.json'} to use the new ones" in capsys.readouterr().err
+    (patch / "lorakit.json").unlink()
+    assert [main(command) for command in (asked, merged, exported)] == [0, 0, 0]

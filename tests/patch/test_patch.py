@@ -110,7 +110,7 @@ def test_a_patch_that_does_not_fit_counts_places_of_base_and_patch(base: Path, t
     }
     (patch / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(PatchError, match=r"does not fit .* \(LlamaForCausalLM\): 7 of 9 places"):
-        lorakit.merge(other, patch, out=tmp_path / "merged", allow_base_mismatch=True)
+        lorakit.merge(other, patch, out=tmp_path / "merged", allow={"base"})
 
 
 def test_a_patch_is_not_overwritten_unless_asked(base: Path, patch: Path) -> None:
@@ -173,8 +173,10 @@ def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: P
 def test_a_setting_that_would_mean_something_else_is_refused_by_name(
     patch: Path, changes: dict[str, Any], message: str
 ) -> None:
+    edited = edit(patch, **changes)
+    (edited / "lorakit.json").unlink(missing_ok=True)
     with pytest.raises(PatchError) as caught:
-        read_patch(edit(patch, **changes), allow_edited_config=True)
+        read_patch(edited)
     assert message in str(caught.value)
 
 

@@ -78,7 +78,7 @@ def test_a_base_that_differs_where_nothing_is_adapted_is_another_base(
     kind = "weights that it does not adapt" if is_matrix else "embedding, norms or head"
     with pytest.raises(PatchError, match=f"{kind} differ"):
         lorakit.load(other, {"a": patch})
-    lorakit.load(other, {"a": patch}, allow_base_mismatch=True)
+    lorakit.load(other, {"a": patch}, allow={"base"})
 
 
 def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, base: Path, other: Path) -> None:
@@ -120,7 +120,11 @@ def test_a_base_that_writes_prompts_in_another_way_is_refused_for_answers_and_to
     asked = ["generate", str(other), "--adapter", f"a={patch}", "--prompt", "say", "--raw", "--max-new-tokens", "2"]
     assert main(asked) == 2
     assert names in capsys.readouterr().err
-    assert main([*asked, "--allow-template-change"]) == 0
+    with pytest.raises(SystemExit):
+        main([*asked, "--allow", "templates"])
+    assert "argument --allow: 'templates' is none of base, template. Nearest: 'template'" in capsys.readouterr().err
+    assert main([*asked, "--allow", "base"]) == main([*asked, "--allow", "template, base"]) == 0
+    assert main([*asked, "--allow", "template"]) == 0
     capsys.readouterr()
     assert main(["merge", str(other), str(patch), "--out", str(tmp_path / "merged")]) == 0
     assert f"note: {patch} was trained with another" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """More adapters than memory has room for: those used least recently wait on disk, and answer as before."""
 
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.http_server import serving
-from tests.helpers.patches import make_patch
+from tests.helpers.patches import make_patch, without_facts
 
 NAMES = ("a", "b", "c", "d")
 
@@ -160,13 +159,14 @@ def test_an_adapter_that_was_unloaded_before_its_turn_is_404(
     assert httpx.post(f"{address}/v1/completions", json=body | {"model": "d"}).status_code == 200
 
 
-def test_what_was_allowed_once_is_allowed_when_it_is_read_again(empty: AdaptedModel, copies: dict[str, Path]) -> None:
-    config = copies["a"] / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 3}))
+def test_what_was_allowed_once_is_allowed_when_it_is_read_again(
+    empty: AdaptedModel, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    foreign = without_facts(copies["a"], tmp_path / "foreign", lambda facts: facts["base"].update(config="another"))
     pool = AdapterPool(empty, max_resident=1)
-    with pytest.raises(PatchError, match="lora_alpha"):
-        pool.load("a", copies["a"])
-    pool.load("a", copies["a"], allow_edited_config=True)
+    with pytest.raises(PatchError, match="trained on another base .* pass --allow base"):
+        pool.load("a", foreign)
+    pool.load("a", foreign, allow={"base"})
     pool.load("b", copies["b"])
     assert resident(pool) == {"b"}
     with pool.lease("a"):

@@ -141,7 +141,7 @@ def test_rows_of_the_base_and_of_adapters_with_other_new_tokens_share_a_batch_un
     for tensor in adapter_tensors(own).values():
         tensor.data.normal_(std=0.3)
     other = lorakit.save_patch(own, tmp_path / "other", base_model=str(trained.base))
-    template = {"chat_template": TEMPLATE, "allow_template_change": True}
+    template = {"chat_template": TEMPLATE, "allow": {"template"}}
     model = lorakit.load(trained.base, {"mine": trained.patch, "other": other}, dtype="float32", **template)
     prompts, names = ["say <|other|> 3"] * 3, ["mine", None, "other"]
 
@@ -173,7 +173,7 @@ def test_an_adapter_with_an_embedding_of_its_own_is_beside_one_with_new_tokens(
     adapter_tensors(own)["model.embed_tokens.weight"].data += 0.1
     full = lorakit.save_patch(own, tmp_path / "full", base_model=str(trained.base))
     model = lorakit.load(trained.base, {"mine": trained.patch}, dtype="float32", chat_template=TEMPLATE)
-    model.load_adapter("full", full, allow_template_change=True)
+    model.load_adapter("full", full, allow={"template"})
     rows = torch.tensor([[7, *trained.ids], [7, 8, 9, 10]])
 
     together = model(rows, adapters=["mine", "full"]).logits
@@ -260,7 +260,7 @@ def test_other_tokenizers_damaged_patches_and_two_sets_of_tokens_are_refused(
     with pytest.raises(PatchError, match=r"'<\|tool\|>' had the id \d+ in training, and this tokenizer gives it"):
         lorakit.load(
             trained.base, {"mine": trained.patch}, dtype="float32", tokenizer=tmp_path / "other",
-            chat_template=TEMPLATE, allow_base_mismatch=True,
+            chat_template=TEMPLATE, allow={"base"},
         )  # fmt: skip
     again = load_base(trained.base, torch.float32, CPU)
     lorakit.inject(again, rank=2, new_tokens={"<|b|>": trained.ids[0]})
