@@ -5,6 +5,7 @@ Whoever imports this has imported what any side needs; no recipe is read here, s
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torc
     inject(model, rank=RANK, alpha=2.0 * RANK)
     fuse_model(model)
     put(adapter, adapter_tensors(model))
-    engine = SingleEngine(device, Group(), "single")
+    engine = SingleEngine(SimpleNamespace(backend="single"), device, Group())  # type: ignore[arg-type] # no pydantic
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     loss_model = LossModel(model)
     engine.prepare(loss_model, build, StepSettings(0, CLIP, lambda step: RATE))

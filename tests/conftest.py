@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lorakit.base.find import find_base
-from lorakit.parallel.deepspeed_requirements import extensions_folder
+from lorakit.parallel.deepspeed_setup import extensions_folder
 from tests.helpers.bases import make_base
 from tests.helpers.rounding import nearest  # noqa: F401
 from tests.helpers.rows import chat, write_rows, write_uneven_rows  # noqa: F401

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import torch
 
+from lorakit.backends import BACKENDS
 from lorakit.base.device import UNTESTED, find_gpus
 from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
-from lorakit.parallel import BACKENDS
-from lorakit.parallel.deepspeed_config import STAGES
-from lorakit.parallel.deepspeed_requirements import deepspeed_is_installed
 from lorakit.run.record import versions
 
 EXTRAS = {
@@ -40,9 +38,10 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())
         untested = "; untested: no test of lorakit has run on one" if device.type in UNTESTED else ""
         say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}{untested}")
-    missing = [] if deepspeed_is_installed() else [name for name in BACKENDS if name in STAGES]
+    backends = [name for name, facts in BACKENDS.items() if facts.is_distributed]
+    missing = [name for name in backends if (package := BACKENDS[name].package) is not None and not _version(package)]
     say(
-        f"backends   {', '.join(name for name in BACKENDS if name not in missing)}"
+        f"backends   {', '.join(name for name in backends if name not in missing)}"
         + (f"; not installed: {', '.join(missing)} (pip install 'lorakit[deepspeed]')" if missing else "")
     )
     say(

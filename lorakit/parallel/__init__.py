@@ -1,10 +1,12 @@
 """Where training runs: one engine per backend, all behind the same interface."""
 
-from lorakit.parallel.backends import BACKENDS, open_engine
-from lorakit.parallel.engine import Engine, EngineState, LossReport, NonFiniteStep, StepReport, StepSettings
+from lorakit.parallel.adapter_state import AdapterState, EngineState, StepSettings
+from lorakit.parallel.backends import open_engine
+from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
+from lorakit.parallel.reports import LossReport, NonFiniteStep, StepReport
 
 __all__ = [
-    "BACKENDS", "Engine", "EngineState", "Group", "LossReport", "NonFiniteStep", "StepReport", "StepSettings",
+    "AdapterState", "Engine", "EngineState", "Group", "LossReport", "NonFiniteStep", "StepReport", "StepSettings",
     "open_engine",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Measure what a rank really stores and sends: bytes of tensors, and collectives of one step. Nothing is assumed."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -64,6 +64,23 @@ class Collectives:
                 total["bytes"] += self._bytes[message]
         return counts
 
+    def by_axis(self, axes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Return the collectives along each axis, and the groups that are none of the axes, for run.json.
+
+        axes: name -> ranks that this one exchanges messages with.
+        """
+        # by kind too, because the ranks of `sequence` may be those of `replicas`
+        along = {
+            axis: {
+                kind: count
+                for kind, count in self.counts(ranks).items()
+                if (kind == "all_to_all") == (axis == "sequence")
+            }
+            for axis, ranks in axes.items()
+        }
+        others = {ranks for ranks in self.groups() if len(ranks) > 1} - set(axes.values())
+        return {"collectives_by_axis": along, "groups_of_no_axis": sorted(map(list, others))}
+
     def groups(self) -> set[tuple[int, ...]]:
         """Return the ranks of every group that something was sent to, sorted in each."""
         return {ranks for _, ranks in self._calls}
@@ -77,7 +94,8 @@ class _CollectiveCounter(DispatchMode):
 
     def __init__(self, calls: Counter[Message], num_bytes: Counter[Message]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls, self._bytes = calls, num_bytes
+        self._calls = calls
+        self._bytes = num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -1,74 +1,51 @@
-"""The DDP backend: every rank has the full base, and the adapter's gradients are all-reduced during backward."""
+"""The DDP backend: every rank has the full base, and the adapter's gradients are summed in one message a step.
 
+An adapter's gradients are about 1 % of its base, so nothing is sent during backward, and torch's
+DistributedDataParallel, which overlaps the two, is not needed. With `pipeline` and `tensor`, "full" is the rank's part.
+"""
+
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.nn.utils import get_total_norm
 
 from lorakit.base.lazy import LazyBase
-from lorakit.launch.environment import World
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.engine import BuildOptimizer
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import make_mesh
-from lorakit.parallel.process_group import init_process_group, message_timeout
-from lorakit.parallel.resident import fill_resident
+from lorakit.parallel.materialize import materialize_resident
+from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
 
 
 class DdpEngine(SingleEngine):
-    """torch's DistributedDataParallel, prepared by accelerate. Clip and update run on every rank alike."""
+    """A full copy of the model on every rank. Clip and update run on every rank alike."""
 
-    def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
-        from accelerate.utils import DistributedDataParallelKwargs
-
-        # a step may give some tensors no gradient, such as an expert's; without this setting DDP raises an error then
-        # buffers are the base's own, equal on every rank: DDP would send them before each forward
-        settings = DistributedDataParallelKwargs(
-            find_unused_parameters=True, bucket_cap_mb=parallel.bucket_mb, broadcast_buffers=False
-        )
-        self._accelerator, group = init_process_group(world, parallel, device, [settings])
-        mesh = make_mesh(group, parallel, message_timeout(parallel))
-        super().__init__(device, group, parallel.backend, mesh)
+    def __init__(self, parallel: ParallelSection, device: torch.device, group: Group, mesh: Mesh) -> None:
+        super().__init__(parallel, device, group, mesh)
         self.shards_base = mesh.pipeline.size * mesh.tensor.size > 1
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
+    def wrap(
+        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         if weights is not None:  # of which this rank has a part
-            # without DDP: accelerate's is over all ranks, and its sums expect backward right after a forward
-            fill_resident(loss_model, weights, self.device)
-            self._optimizer = build(adapter_tensors(loss_model.model))
-            return loss_model
-        self._optimizer = build(adapter_tensors(loss_model.model))
-        prepared: nn.Module = self._accelerator.prepare(loss_model)
-        return prepared
+            materialize_resident(loss_model, weights, self.device)
+        return loss_model, build(adapter_tensors(loss_model.model))
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(self._wrapped, DistributedDataParallel):
-            return nullcontext()
-        return self._wrapped.no_sync()
-
-    def backward(self, loss: Tensor) -> None:
-        # times the ranks, because DDP averages gradients over ranks and the loss is divided by all ranks' labels
-        num_averaged = self.mesh.tokens.size if isinstance(self._wrapped, DistributedDataParallel) else 1
-        (loss * num_averaged).backward()
-
-    def update(self, rate: float) -> float:
-        if not isinstance(self._wrapped, DistributedDataParallel):
-            sum_gradients(list(adapter_tensors(self._model).values()), self.mesh.tokens)
-        return super().update(rate)
+    def reduce(self, adapter: AdapterState) -> float:
+        sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)
+        squares = self.axes.sum_gradients(lambda gradient: gradient)
+        norm = float(get_total_norm(adapter.gradients())) if squares is None else math.sqrt(squares)
+        return self.axes.norm_over_layers(norm)
 
     def describe(self) -> dict[str, Any]:
-        # read from the object, because accelerate alone decides whether it wraps the model
-        wrapped = isinstance(self._wrapped, DistributedDataParallel)
-        if (part := self.axes.describe()) is not None:
-            return {"engine": part, "backend": "ddp"}
-        return {"engine": type(self._wrapped).__name__, "backend": "ddp" if wrapped else "single"}
+        return {"engine": self.axes.describe() or "DDP", "backend": "ddp"}
 
 
 def sum_gradients(tensors: Sequence[nn.Parameter], group: Group) -> None:

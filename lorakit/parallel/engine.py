@@ -1,159 +1,394 @@
-"""The interface between the training loop and the place where training runs.
+"""The engine: one process's model, adapter and optimizer, and one optimizer step, written once for every backend.
 
-The loop uses these names and no others, so it never contains a backend's name. There are no smaller verbs than
-`accumulate` and `update`, because DeepSpeed fuses unscaling, clipping and update.
+Law: the update equals that of one process given the micro-batches of all ranks, with the loss of
+`objectives.objective`: for `sft` the sum of token losses / the number of label tokens, over all micro-batches.
+
+The counts that divide are summed over the ranks before the first forward, because a rank's rows may have more labels
+than another's: a mean of the ranks' means would weight tokens unequally.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lorakit.backends import BACKENDS
 from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
+from lorakit.errors import RunError
+from lorakit.launch.quiet import quiet_libraries
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.dropout import TokenKeys, use_token_keys
+from lorakit.parallel.accounting import Collectives
+from lorakit.parallel.adapter_state import (
+    LOSS_SCALE_KEY,
+    AdapterState,
+    BuildOptimizer,
+    EngineState,
+    LossScale,
+    StepSettings,
+)
+from lorakit.parallel.axes import Axes
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.pipeline import FORWARD, StageForward
+from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
+from lorakit.parallel.sums import LossAccumulator, StepCounts, loss_terms, step_counts
+from lorakit.parallel.verify import ExpectedLayout, verify_layout
+
+if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
+    from lorakit.recipe import ParallelSection
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """The numbers of one optimizer step, over all ranks.
+class UnderWay:
+    """A micro-batch between its forward and its backward. loss: None where a later stage computes the loss."""
 
-    loss: of the objective; for `sft` the mean per label token. grad_norm: 2-norm of the adapter's gradient before
-    clipping. metrics: the objective's own, by name.
+    keys: TokenKeys
+    forward: StageForward
+    loss: Tensor | None
+
+
+class Engine(ABC):
+    """One process's part of a run. A backend implements the abstract methods: how it shards, sums and restores.
+
+    group: all ranks. mesh: the same ranks by axes; counts of rows are over `mesh.data`, of tokens over `mesh.replicas`.
+    set_phase: called with the current activity, for the watchdog's error messages. shards_base: True if the base must
+    be built on meta, because `prepare` reads only this rank's part of each tensor. adapter: the state that steps
+    update, from `prepare` on.
     """
 
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    num_label_tokens: int
-    metrics: Mapping[str, float]
+    adapter: AdapterState
 
+    def __init__(
+        self, parallel: "ParallelSection", device: torch.device, group: Group, mesh: Mesh | None = None
+    ) -> None:
+        """Store the ranks. mesh: of the ranks of `group`; None if only `data` is larger than 1."""
+        self.parallel = parallel
+        self.facts = BACKENDS[parallel.backend]
+        self.device = device
+        self.group = group
+        self.rank = group.rank
+        self.mesh = mesh or Mesh(data=group, replicas=group)
+        self.axes = Axes(self.mesh, group, device)
+        self.shards_base = self.facts.shards_base
+        self.set_phase: Callable[[str], None] = lambda phase: None
+        self._collectives = Collectives(group.size)
+        self._num_micro_batches = 0
+        self._num_tokens = 0
+        self._counted_step: dict[str, int] = {}
+        self._is_verified = False
+        self._all_had_gradient = False
 
-@dataclass(frozen=True)
-class LossReport:
-    """The objective's loss and metrics of some micro-batches, over all ranks."""
+    # --- hooks of a backend ------------------------------------------------------------------------------------------
 
-    loss: float
-    metrics: Mapping[str, float]
-    by_source: Mapping[str, "LossReport"] = field(default_factory=dict)
-    """name of a source of held-out rows -> loss and metrics of its rows"""
+    @abstractmethod
+    def wrap(
+        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard the model, fill its parameters and build the optimizer.
 
+        Returns the module to call for a forward pass, and the optimizer.
+        """
 
-@dataclass(frozen=True)
-class StepSettings:
-    """The settings of an optimizer step, the same for the whole run.
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Run backward of one micro-batch's loss."""
 
-    max_grad_norm: None means no clipping. learning_rate: maps a step, counted from 0, to its rate. scales_loss: True
-    for float16, whose small gradients would underflow unless the loss is scaled. label_share: share of the rows' tokens
-    that have a label, by which a pipeline's stages are cut.
-    """
+    @abstractmethod
+    def reduce(self, adapter: AdapterState) -> float:
+        """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
 
-    seed: int
-    max_grad_norm: float | None
-    learning_rate: Callable[[int], float]
-    scales_loss: bool = False
-    label_share: float = 1.0
+    @abstractmethod
+    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full adapter tensor) of this rank's layers, in float32 on the CPU. Collective."""
 
+    @abstractmethod
+    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (name, part of its optimizer state, full tensor) of the same tensors, on the CPU. Collective."""
 
-BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    @abstractmethod
+    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
+        """Load this rank's shard of a full adapter tensor."""
 
+    @abstractmethod
+    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
+        """Load this rank's shard of a part of an adapter tensor's optimizer state, such as `exp_avg`."""
 
-@dataclass(frozen=True)
-class EngineState:
-    """Full tensors on the CPU, so independent of backend and number of processes. The frozen base is never among them.
+    @abstractmethod
+    def resident(self) -> dict[str, int]:
+        """Return the bytes on this rank between steps, by category: base, adapter, gradients, optimizer."""
 
-    adapter: by tensor name, float32. optimizer: as `<tensor name>.<part>`.
-    """
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's class and backend, read from the objects that really run, not from the recipe."""
 
-    adapter: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context around a micro-batch's forward and backward. is_last: of the step."""
+        return nullcontext()
 
+    def shard_numel(self, tensor: Tensor) -> int:
+        """Return the most elements that one rank stores of a tensor that is sharded. Reads its shape before `wrap`."""
+        return tensor.numel()
 
-class NonFiniteStep(Exception):
-    """The loss or the gradient of a step is not finite, and nothing was updated. `rows`: the rows to suspect."""
+    def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
+        """Return the most bytes of the base that one rank stores between steps. Reads shapes before `wrap`."""
+        return sum(self.shard_numel(tensor) * tensor.itemsize for tensor in base)
 
-    def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
-        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
-        self.loss, self.grad_norm, self.rows = loss, grad_norm, rows
-
-
-class Engine(Protocol):
-    """One process's part of a run: model, optimizer and the messages between ranks.
-
-    group: all ranks. mesh: the same ranks by axes; what scales with rows asks `mesh.data`,
-    and with tokens `mesh.tokens`.
-    set_phase: called with the current activity, which the watchdog puts into error messages. shards_base: True if the
-    base must be built on meta, because `prepare` reads only this rank's part of each tensor.
-    """
-
-    rank: int
-    device: torch.device
-    group: Group
-    mesh: Mesh
-    set_phase: Callable[[str], None]
-    shards_base: bool
+    # --- verbs of the training loop ----------------------------------------------------------------------------------
 
     def prepare(
-        self,
-        loss_model: LossModel,
-        optimizer: BuildOptimizer,
-        settings: StepSettings,
-        weights: LazyBase | None = None,
+        self, loss_model: LossModel, optimizer: BuildOptimizer, settings: StepSettings, weights: LazyBase | None = None
     ) -> None:
         """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective.
 
         loss_model: the adapted model and the objective to minimise. weights: of a base on meta.
         """
+        model = loss_model.model
+        self._loss_model = loss_model.train()
+        self._model = model
+        self._objective = loss_model.objective
+        self._all_names = checkpoint_tensors(model).keys()
+        weights = self.axes.cut(loss_model, settings.label_share, weights)
+        self._expected = self._expected_layout(model)
+        with quiet_libraries():
+            self._wrapped, built = self.wrap(loss_model, optimizer, settings, weights)
+        self.adapter = AdapterState(
+            adapter_tensors(model), fixed_tensors(model), built, settings, LossScale(settings.scales_loss)
+        )
+        self._stage_steps = self.axes.steps(self._wrapped)
+        # accelerate can return another engine than the requested one, without an error
+        self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+        self.axes.check()
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         """Run optimizer step `index`, counted from 0, on this rank's micro-batches: `accumulate`, then `update`.
 
-        Collective. Law: the update equals that of one process given the micro-batches of every rank, with the loss of
-        `objectives.objective`: sums over all ranks and micro-batches, divided by counts over the same.
+        Collective.
 
         Raises:
             NonFiniteStep: on every rank. Nothing was updated.
         """
+        adapter = self.adapter
+        adapter.step = index
+        rate = adapter.settings.learning_rate(index)
+        while True:  # more than once only in float16, after an overflow
+            with self._collectives.counting():
+                report = self.accumulate(micro_batches)
+                grad_norm = self.update(rate)
+            if math.isfinite(grad_norm):
+                break
+            if not adapter.scale.back_off():
+                raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
+        adapter.scale.record_good_step()
+        if self._collectives.counts_are_new():
+            self._counted_step = {"micro_batches": self._num_micro_batches, "tokens": self._num_tokens}
+        if not self._is_verified:  # once more, because the optimizer has its state only now
+            self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+            self._is_verified = True
+        return StepReport(report.loss, grad_norm, rate, report.num_tokens, report.num_label_tokens, report.metrics)
 
-    def accumulate(self, index: int, micro_batches: Sequence[Batch]) -> LossReport:
-        """Compute the gradient of step `index`. Call it once before each `update`. Collective.
+    def accumulate(self, micro_batches: Sequence[Batch]) -> GradientReport:
+        """Compute the gradient of the adapter's step. Call it once before each `update`. Collective.
 
         Raises:
             NonFiniteStep: on every rank.
         """
+        counts = step_counts(self._objective, micro_batches, self.mesh.data)
+        sums = LossAccumulator(self._objective)
+        under_way: dict[int, UnderWay] = {}
+        self._num_micro_batches = len(micro_batches)
+        self._num_tokens = 0
+        for direction, number in self.axes.schedule(len(micro_batches)):
+            is_last = number == len(micro_batches) - 1
+            if direction == FORWARD:
+                under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
+            else:
+                self._backward(under_way.pop(number), is_last)
+        self._stage_steps.wait()
+        loss, metrics = sums.reduce(self.mesh)
+        if not math.isfinite(loss):  # raised before the update, so that the adapter stays as it was
+            raise NonFiniteStep(loss, math.nan, self._suspect_rows(micro_batches, sums.nonfinite(micro_batches)))
+        return GradientReport(loss, counts.num_tokens, counts.num_label_tokens, metrics)
+
+    def _forward(self, batch: Batch, counts: StepCounts, sums: LossAccumulator, is_last: bool) -> UnderWay:
+        """Run a micro-batch's forward; add its terms to the sums, and return its share of the step's loss."""
+        tokens = self.axes.slice(batch)
+        self._num_tokens += tokens.input_ids.numel()
+        keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
+        loss = None
+        with use_token_keys(keys), self.micro_batch(is_last):
+            forward = self._stage_steps.forward(tokens.to(self.device))
+            if forward.scores is not None:
+                terms = loss_terms(self._objective, forward.scores, batch)
+                shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
+                loss = reduce(torch.add, shares) * self.adapter.scale.value
+                sums.add(forward.scores, terms, batch)
+        return UnderWay(keys, forward, loss)
+
+    def _backward(self, micro_batch: UnderWay, is_last: bool) -> None:
+        with use_token_keys(micro_batch.keys), self.micro_batch(is_last):
+            self._stage_steps.backward(micro_batch.forward, micro_batch.loss, self.backward)
 
     def update(self, rate: float) -> float:
         """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
 
         Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
         """
+        self.adapter.unscale()
+        norm = self.reduce(self.adapter)
+        self.adapter.update(norm, rate)
+        return norm
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
+        sums = LossAccumulator(self._objective)
+        by_source: dict[str, LossAccumulator] = {}
+        self._wrapped.eval()
+        try:
+            with torch.no_grad():
+                sent = StageForward(None)
+                for number, batch in enumerate(micro_batches):
+                    # decided together: forward is collective where the base is sharded. Once for as many micro-batches
+                    # as can be under way, because all wait here for the last stage
+                    if number % self.axes.num_ahead == 0 and self.group.any(stop()):
+                        return None
+                    forward = self._stage_steps.forward(self.axes.slice(batch).to(self.device))
+                    sent.wait()
+                    sent = forward
+                    accumulators = [sums]
+                    if batch.source is not None:  # on every stage, because reducing is collective
+                        accumulators.append(by_source.setdefault(batch.source, LossAccumulator(self._objective)))
+                    if forward.scores is not None:
+                        terms = loss_terms(self._objective, forward.scores, batch)
+                        for accumulator in accumulators:
+                            accumulator.add(forward.scores, terms, batch)
+                sent.wait()
+        finally:
+            self._wrapped.train()
+        reports = {source: LossReport(*each.reduce(self.mesh)) for source, each in by_source.items()}
+        return LossReport(*sums.reduce(self.mesh), reports)
 
     def decoding(self) -> AbstractContextManager[None]:
-        """Return a context in which the model's own forward computes every token that it is called with.
+        """Return a context in which the model's own forward computes every token of its input.
 
         Ranks that share its weights call it alike, and get the same logits.
         """
+        return self.axes.decoding()
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""
+        # decided by the last exchange and not by this rank's set: a rank that skipped one alone would hang the others
+        if self._all_had_gradient:
+            return []
+        missing = set.intersection(*self.mesh.replicas.all_gather(self.adapter.without_gradient))
+        self.adapter.without_gradient = missing
+        of_stages = self.mesh.pipeline.all_gather(missing)
+        self._all_had_gradient = not any(of_stages)
+        return sorted(set.union(*of_stages))
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        """Return the full adapter tensors, by name, in float32 on the CPU. Never includes the base. Collective."""
+        """Return the full adapter tensors, by name, in float32 on the CPU, on rank 0; none on others. Collective.
+
+        The base is never among them.
+        """
+        return self._collect((name, name, value) for name, value in self.gather(self.adapter))
 
     def state_dict(self) -> EngineState:
-        """Return everything that a checkpoint holds of this engine. Collective."""
+        """Return everything that a checkpoint holds of this engine, on rank 0; no tensors on others. Collective."""
+        adapter = self.adapter_state_dict()
+        parts = self.gather_optimizer(self.adapter)
+        optimizer = self._collect((f"{name}.{part}", name, value) for name, part, value in parts)
+        return EngineState(adapter, optimizer | self.adapter.scale.state())
+
+    def _collect(self, gathered: Iterable[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        """Return key -> full value of (key, tensor name, value of this rank's layers) on rank 0; none on others."""
+        # the ranks of rank 0's pipeline collect their layers; all others drop each tensor at once
+        collects = self.mesh.replicas.rank == 0 and self.mesh.tensor.rank == 0
+        tensors = {}
+        for key, name, value in gathered:
+            full = self.axes.gather(name, value)
+            if collects:
+                tensors[key] = full
+        tensors = self.axes.gather_layers(tensors)
+        return tensors if self.group.is_rank_0 else {}
 
     def load_state_dict(self, state: EngineState) -> None:
-        """Load the result of `state_dict`, of any backend and number of processes."""
+        """Load the result of `state_dict`, of any backend and number of processes. Collective."""
+        if state.adapter.keys() != self._all_names:
+            raise RunError(f"the checkpoint holds other tensors: {sorted(state.adapter.keys() ^ self._all_names)[:4]}")
+        adapter = self.adapter
+        # each tensor is read once and in order, because reading may receive it from rank 0
+        for name, full in state.adapter.items():
+            if name in adapter.saved:  # not of another stage
+                self.scatter(adapter, name, self.axes.scatter(name, full))
+        for key, full in state.optimizer.items():
+            name, _, part = key.rpartition(".")
+            if key == LOSS_SCALE_KEY:
+                adapter.scale.restore(full)
+            elif name in adapter.tensors:
+                self.scatter_optimizer(adapter, name, part, self.axes.scatter(name, full))
+                adapter.record_gradient([name])  # an optimizer has state only for tensors that have had a gradient
 
     def layout(self) -> dict[str, Any]:
-        """Return the facts of this rank as they were measured: engine, device, and resident bytes by category."""
+        """Return the facts of this rank as they were measured: engine, device, resident bytes, and collectives."""
+        on_gpu = self.device.type == "cuda"
+        resident = self.resident()  # first, because FSDP2 frees what forward left gathered there
+        return {
+            **self.describe(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
+            "threads": torch.get_num_threads(),
+            "world_size": self.group.size,
+            "mesh": self.mesh.sizes,
+            "micro_batches": self._num_micro_batches,
+            **self.axes.facts(),
+            **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
+            **{f"{category}_bytes": size for category, size in resident.items()},
+            "counted_step": self._counted_step,
+            "collectives_of_a_step": self._collectives.counts(),
+            **self._collectives.by_axis(self.mesh.ranks),
+        }
+
+    def _expected_layout(self, model: nn.Module) -> ExpectedLayout:
+        base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        return ExpectedLayout(
+            self.parallel.backend,
+            self.group.size,
+            self.expected_base_bytes(base),
+            [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()],
+        )
+
+    def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
+        """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""
+        rows = [[row for batch in batches for row in batch.row_indices] for batches in (nonfinite, micro_batches)]
+        rows_by_rank = self.group.all_gather(rows)
+        suspects = tuple(row for suspect, _ in rows_by_rank for row in suspect)
+        # each once: ranks that share a line have the same rows
+        return tuple(dict.fromkeys(suspects or (row for _, all_rows in rows_by_rank for row in all_rows)))
+
+
+def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
+    """Return the keys of a micro-batch's dropout and noise.
+
+    They are functions of seed, step and row, so checkpoints need no state.
+    """
+    positions = batch.position_ids.flatten()
+    lengths = batch.lengths_of_tokens()
+    if not batch.row_indices:  # a rank without rows: its tokens have no label
+        return TokenKeys(torch.zeros_like(positions), positions, lengths)
+    seeds = torch.tensor([*(_row_seed(seed, step, row) for row in batch.row_indices), 0])  # 0: padding
+    return TokenKeys(seeds[batch.rows_of_tokens()], positions, lengths)
+
+
+def _row_seed(seed: int, step: int, row: int) -> int:
+    """Return a seed of 56 bits for a row in a step."""
+    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/row {row}".encode()).digest()[:7], "little")

@@ -1,129 +1,117 @@
-"""The FSDP2 backend: torch's `fully_shard`. Each rank stores a part of the rows of every tensor, the adapter included.
+"""The FSDP2 backend: torch's `fully_shard`. Each rank stores a part of every tensor, the adapter included.
 
 1. The base is built on meta. `wrap` shards it layer by layer and reads only this rank's rows from the base's files.
 2. Forward and backward gather one layer from all ranks, compute with it, and free it again.
-3. Backward reduce-scatters the adapter's gradients. Each rank updates its own rows of the adapter.
+3. Backward reduce-scatters the adapter's gradients. Each rank updates its own shards of the adapter.
 
 torch's function is called directly, because accelerate's FSDP plugin is ignored on CPUs without an error.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lorakit.base.layers import gather_groups
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
-from lorakit.launch.environment import World
-from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
+from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.engine import BuildOptimizer
-from lorakit.parallel.mesh import Mesh, make_mesh
-from lorakit.parallel.process_group import init_process_group, message_timeout
-from lorakit.parallel.resident import move_buffers
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
+from lorakit.parallel.group import Group
+from lorakit.parallel.materialize import move_buffers
+from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.single import SingleEngine
-from lorakit.parallel.stepping import to_cpu
-from lorakit.recipe import ParallelSection
 
 
 class Fsdp2Engine(SingleEngine):
-    """A model whose parameters are DTensors, sharded by rows. The optimizer's state follows the adapter's shards."""
+    """A model whose parameters are DTensors. The optimizer's state follows the adapter's shards."""
 
-    shards_base = True
-
-    def __init__(self, world: World, parallel: ParallelSection, device: torch.device) -> None:
-        self._accelerator, group = init_process_group(world, parallel, device)
-        self._parallel = parallel
-        mesh = make_mesh(group, parallel, message_timeout(parallel))
-        super().__init__(device, group, parallel.backend, mesh)
-
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
+    def wrap(
+        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
-        mesh = token_mesh(self.mesh, self.device)
-        offload = self._parallel.offloads.parameters == "cpu"
+        mesh = replica_mesh(self.mesh, self.device)
+        offload = self.parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, offload_policy=policy, shard_placement_fn=self._placement)
         for module in gather_groups(model):
-            fully_shard(
-                module, mesh=mesh, reshard_after_forward=self._parallel.reshard_after_forward, offload_policy=policy
-            )
-        fully_shard(loss_model, mesh=mesh, offload_policy=policy)  # last, for parameters outside the layers
+            shard(module, reshard_after_forward=self.parallel.reshard_after_forward)
+        shard(loss_model)  # last, for parameters outside the layers
         self._shard_device = torch.device("cpu") if offload else self.device
-        materialize_shards(loss_model, self._shard_device, self.mesh.tokens.rank, weights)
+        materialize_shards(loss_model, self._shard_device, self.mesh.replicas.rank, weights)
         move_buffers(model, self.device)  # with offload, materialize_shards has moved them to the CPU
-        self._optimizer = build(adapter_tensors(model))  # after sharding, because parameters are replaced by DTensors
-        return loss_model
+        return loss_model, build(adapter_tensors(model))  # after sharding, because DTensors replace the parameters
 
-    def shard_numel(self, shape: Sequence[int]) -> int:
-        return math.ceil(shape[0] / self.mesh.tokens.size) * math.prod(shape[1:])
+    def _placement(self, parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter, self.mesh.replicas.size))
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        self._wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
+    def shard_numel(self, tensor: Tensor) -> int:
+        sizes = list(tensor.shape)
+        dim = shard_dim(tensor, self.mesh.replicas.size)
+        sizes[dim] = math.ceil(sizes[dim] / self.mesh.replicas.size)
+        return math.prod(sizes)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         # times the ranks, because FSDP averages gradients over ranks and the loss is divided by all ranks' labels
-        (loss * self.mesh.tokens.size).backward()
+        (loss * self.mesh.replicas.size).backward()
 
-    def clip(self, tensors: Mapping[str, nn.Parameter], limit: float) -> float:
-        shards = [_local(tensor.grad) for tensor in tensors.values() if tensor.grad is not None]
+    def reduce(self, adapter: AdapterState) -> float:
         squares = self.axes.sum_gradients(_local)
         if squares is None:
             zero = torch.zeros((), device=self._shard_device)
-            squares = float(sum((shard.float().square().sum() for shard in shards), zero))
+            squares = float(sum((_local(each).float().square().sum() for each in adapter.gradients()), zero))
         # one message, not one per tensor
-        norm = self.axes.norm_over_layers(math.sqrt(self.mesh.tokens.all_reduce_sum(squares)[0]))
-        for shard in shards if norm > limit else ():
-            shard.mul_(limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        return norm
+        norm = math.sqrt(self.mesh.replicas.all_reduce_sum(squares)[0])
+        return self.axes.norm_over_layers(norm)
 
-    def stage_adapter(self) -> dict[str, Tensor]:
-        return {
-            name: self.join(name, _full_tensor(tensor, self.device))
-            for name, tensor in checkpoint_tensors(self._model).items()
-        }
+    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in adapter.saved.items():
+            yield name, _full_tensor(tensor, self.device)
 
-    def stage_optimizer_state(self) -> dict[str, Tensor]:
-        self._free_gathered()  # the optimizer knows the shards
-        return {
-            f"{name}.{part}": self.join(name, _full_tensor(value, self.device))
-            for name, tensor in adapter_tensors(self._model).items()
-            for part, value in self._optimizer.state[tensor].items()
-        }
+    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
+        for name, tensor in adapter.tensors.items():
+            for part, value in adapter.optimizer.state[tensor].items():
+                yield name, part, _full_tensor(value, self.device)
 
-    def load_state(self, adapter: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
         self._free_gathered()
-        for name, tensor in checkpoint_tensors(self._model).items():
-            assert isinstance(tensor, DTensor)
-            own = self.part(name, adapter[name])
-            _local(tensor.detach()).copy_(shard_rows(own, self.mesh.tokens.size, self.mesh.tokens.rank))
-            if name in state:
-                self._optimizer.state[tensor] = {
-                    part: self._shard_like(self.part(name, value), tensor) for part, value in state[name].items()
-                }
+        tensor = adapter.saved[name]
+        assert isinstance(tensor, DTensor)
+        _local(tensor.detach()).copy_(_local_shard(full, tensor, self.mesh.replicas))
 
-    def _shard_like(self, value: Tensor, like: DTensor) -> Tensor:
+    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
+        tensor = adapter.tensors[name]
+        adapter.optimizer.state[tensor][part] = self._shard_like(full, tensor)
+
+    def _shard_like(self, value: Tensor, like: Tensor) -> Tensor:
         """Return a full value of the optimizer's state as a DTensor sharded like `like`; a step count as it is."""
         if value.shape != like.shape:
             # AdamW's step count too: its fused kernel reads it on the parameter's device
             return value.to(self._shard_device, copy=True)
-        local = shard_rows(value, self.mesh.tokens.size, self.mesh.tokens.rank).to(self._shard_device)
-        # shape and stride are given, because from_local would assume that all ranks have equally many rows
+        assert isinstance(like, DTensor)
+        local = _local_shard(value, like, self.mesh.replicas).to(self._shard_device, copy=True)
+        # shape and stride are given, because from_local would assume that all ranks have equally large shards
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def resident_bytes(self) -> dict[str, int]:
+    def resident(self) -> dict[str, int]:
         self._free_gathered()
-        return super().resident_bytes()
+        return super().resident()
 
     def _free_gathered(self) -> None:
         """Put the shards back in the model: the outermost group stays gathered after a forward without backward."""
@@ -136,14 +124,14 @@ class Fsdp2Engine(SingleEngine):
         all_sharded = all(isinstance(p, DTensor) for p in self._model.parameters())
         return {
             "engine": f"FSDPModule ({num_groups} groups)" if num_groups else type(self._model).__name__,
-            "backend": "fsdp2" if num_groups and all_sharded else "single",
+            "backend": "fsdp2" if num_groups and all_sharded else "an engine without shards",
         }
 
 
-def token_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+def replica_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Return torch's mesh of the ranks with the same part of the model as this one. Collective over all ranks."""
-    ranks = mesh.grid.permute(1, 3, 0, 2).reshape(-1, mesh.tokens.size)  # pipeline, tensor; data, sequence
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("parts", "tokens"))["tokens"]
+    ranks = mesh.grid.permute(1, 3, 0, 2).reshape(-1, mesh.replicas.size)  # pipeline, tensor; data, sequence
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("parts", "replicas"))["replicas"]
 
 
 def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, weights: LazyBase | None) -> None:
@@ -167,14 +155,28 @@ def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, w
             weights.fill(name, start, shard.detach())
 
 
-def shard_rows(full: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """Return a rank's rows of a full tensor, split as `fully_shard` splits it. The last ranks may have none."""
-    shards = torch.chunk(full, num_ranks)
-    return shards[rank] if rank < len(shards) else full[:0]
+def shard_dim(tensor: Tensor, num_ranks: int) -> int:
+    """Return the dimension in which a tensor is sharded: columns for A, where its rows would be padded, else rows.
+
+    FSDP2 pads rows to a multiple of the ranks, which makes A (r, in) of r 8 on 256 ranks 32 times as large in every
+    message and in the optimizer. It shards columns only where all ranks get equally many.
+    """
+    if not tensor.requires_grad or tensor.dim() != 2:
+        return 0
+    rows, columns = tensor.shape
+    return int(rows < columns and rows % num_ranks != 0 and columns % num_ranks == 0)
+
+
+def _local_shard(full: Tensor, like: DTensor, group: Group) -> Tensor:
+    """Return a rank's shard of a full tensor, split as `fully_shard` splits `like`. The last ranks may have none."""
+    placement = like.placements[0]
+    assert isinstance(placement, Shard)
+    shards = torch.chunk(full, group.size, placement.dim)
+    return shards[group.rank].contiguous() if group.rank < len(shards) else full[:0]
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, as a view: writing to them changes the DTensor."""
+    """Return this rank's shard of a DTensor, as a view: writing to them changes the DTensor."""
     assert isinstance(value, DTensor)
     return value.to_local()
 

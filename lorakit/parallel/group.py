@@ -1,9 +1,9 @@
-"""Exchange small values between the ranks of a run: counts, flags, errors. Always through the CPU.
+"""Exchange small values between the ranks of a run, always through the CPU: counts, flags, errors.
 
 Every method is collective: all ranks call it, in the same order. With one process nothing is sent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import torch
@@ -31,7 +31,10 @@ class Group:
         group: dist.ProcessGroup | None = None,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self._group = rank, size, local_rank, group
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self._group = group
         self.device_group = device_group
 
     @property
@@ -78,6 +81,12 @@ class Group:
                 dist.broadcast(merged[name], group=self._group, group_src=rank)
         return merged
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor, on the CPU. On other ranks it is written into `tensor`, of the same form."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor
+
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.
 
@@ -107,7 +116,8 @@ class Group:
         Raises:
             LorakitError: on every rank, if `work` raised it on any: the problem of the first such rank.
         """
-        result, problem = None, None
+        result: T | None = None
+        problem: LorakitError | None = None
         try:
             result = work()
         except LorakitError as own:
@@ -134,11 +144,7 @@ class Group:
         return (first or others)[0]
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Return if every rank has the same facts.
-
-        Raises:
-            LorakitError: on every rank, with the facts that differ and each rank's value.
-        """
+        """Raise LorakitError on every rank unless all have the same facts, with those that differ and their values."""
         differing = disagreements(self.all_gather(facts))
         if differing:
             raise LorakitError(
@@ -146,6 +152,33 @@ class Group:
                 + "\n".join(f"  {line}" for line in differing)
                 + "\nGive every machine the same"
             )
+
+
+@final
+class SentTensors(Mapping[str, Tensor]):
+    """Tensors of rank 0, which each access sends to all ranks, one at a time.
+
+    All ranks iterate over them in the same order, so no rank but 0 has more than one in memory that it does not store.
+    """
+
+    def __init__(self, group: Group, tensors: Mapping[str, Tensor] | None) -> None:
+        """Send the names and shapes. tensors: on the CPU; None on the other ranks. Collective."""
+        self._group = group
+        self._tensors = tensors
+        forms = None if tensors is None else {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        self._forms: Mapping[str, Any] = group.run_on_rank_0(lambda: forms or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._tensors is not None:
+            return self._group.broadcast(self._tensors[name].contiguous())
+        shape, dtype = self._forms[name]
+        return self._group.broadcast(torch.empty(shape, dtype=dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
 
 
 def disagreements(facts_by_rank: Sequence[dict[str, Any]]) -> list[str]:

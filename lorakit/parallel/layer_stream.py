@@ -53,7 +53,8 @@ class StreamedLayer:
     """A layer's parameters that were on meta, and their layout in a slot. nbytes: what they take in a slot."""
 
     def __init__(self, names: dict[nn.Module, str], layer: nn.Module) -> None:
-        self.module, self.nbytes = layer, 0
+        self.module = layer
+        self.nbytes = 0
         self._tensors: list[StreamedTensor] = []
         for module in layer.modules():
             for key, meta in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -115,7 +116,8 @@ class FileSource:
     """
 
     def __init__(self, weights: LazyBase) -> None:
-        self._weights, self._reader = weights, ThreadPoolExecutor(1, "base")
+        self._weights = weights
+        self._reader = ThreadPoolExecutor(1, "base")
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
         return self._reader.submit(layer.read_into, slot, self._weights).result
@@ -165,7 +167,8 @@ class LayerStream:
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], source: Source, device: torch.device) -> None:
-        self._layers, self._source = layers, source
+        self._layers = layers
+        self._source = source
         size = max(layer.nbytes for layer in layers)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._slot_at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
@@ -253,7 +256,8 @@ class LayerStream:
     def _prefetch(self, index: int) -> None:
         """Start to read a layer into its slot, unless the layer is there or being read."""
         number = index % 2
-        loading, resident = self._loading[number], self._resident[number]
+        loading = self._loading[number]
+        resident = self._resident[number]
         if resident == index or (loading is not None and loading[0] == index):
             return
         if loading is not None:  # the slot must not be read into twice at a time

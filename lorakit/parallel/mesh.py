@@ -29,12 +29,12 @@ class Mesh:
 
     data: Group
     """ranks with other rows"""
-    tokens: Group
+    replicas: Group
     """ranks with other tokens and the same part of the model, `data` and `sequence` together: gradients and counts are
     summed over them, and a sharded base is sharded over them"""
     pipeline: Group = field(default_factory=Group)
     """ranks with other layers, in the layers' order"""
-    upstream: Group = field(default_factory=Group)
+    pipeline_backward: Group = field(default_factory=Group)
     """the ranks of `pipeline`, for messages against the layers' order"""
     grid: Tensor = field(default_factory=lambda: torch.arange(1).view(1, 1, 1, 1))
     """all ranks, by axes"""
@@ -50,12 +50,12 @@ class Mesh:
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that this one talks to, by axis. `data` is `tokens` here, unless ranks share lines."""
-        groups = {"tokens": self.tokens, **{axis: getattr(self, axis) for axis in AXES}}
+        """The ranks that this one talks to, by axis. `data` is `replicas` here, unless ranks share lines."""
+        groups = {"replicas": self.replicas, **{axis: getattr(self, axis) for axis in AXES}}
         return {
             name: group.ranks
             for name, group in groups.items()
-            if group.size > 1 and (name != "data" or group is not self.tokens)
+            if group.size > 1 and (name != "data" or group is not self.replicas)
         }
 
 
@@ -69,9 +69,9 @@ def make_mesh(world: Group, section: "ParallelSection", timeout: timedelta) -> M
     data = _make_group(world, grid, ("data",), timeout)
     return Mesh(
         data=data,
-        tokens=data if section.sequence == 1 else _make_group(world, grid, ("data", "sequence"), timeout),
+        replicas=data if section.sequence == 1 else _make_group(world, grid, ("data", "sequence"), timeout),
         **{axis: _make_group(world, grid, (axis,), timeout) for axis in AXES[1:]},
-        upstream=_make_group(world, grid, ("pipeline",), timeout),
+        pipeline_backward=_make_group(world, grid, ("pipeline",), timeout),
         grid=grid,
     )
 

@@ -1,6 +1,5 @@
-"""Build the optimizer of the adapter's tensors, and compute its learning rate at each step."""
+"""Build the optimizer of the adapter's tensors, and set its learning rate."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -11,7 +10,6 @@ from lorakit.errors import RunError
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.quant.bnb import bnb_optimizer
 
-SCHEDULES: Final = ("cosine", "linear", "polynomial", "wsd", "constant")
 RATE_RATIO: Final = "rate_ratio"  # key of a parameter group: its learning rate over the run's
 
 
@@ -58,11 +56,7 @@ def build_optimizer(
 
 
 def check_tensors(name: str, tensors: Mapping[str, nn.Parameter]) -> None:
-    """Return if an optimizer can update these tensors.
-
-    Raises:
-        RunError: muon, and a tensor that is not a matrix A or B.
-    """
+    """Raise RunError unless an optimizer can update these tensors: muon updates the matrices A and B alone."""
     others = [key for key, tensor in tensors.items() if tensor.dim() != 2 or not key.endswith(("lora_A", "lora_B"))]
     if name == "muon" and others:
         raise RunError(
@@ -75,37 +69,3 @@ def set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
     """Set the learning rate of every group of an optimizer."""
     for group in groups:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
-
-
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: str,
-    warmup_steps: int,
-    total_steps: int,
-    end: float = 0.0,
-    power: float = 2.0,
-    cycles: int = 1,
-    decay_ratio: float = 0.2,
-) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    The rate rises linearly over the warm-up, then follows the schedule. All schedules but `constant` reach `end` after
-    the last step. power: of `polynomial`. cycles: of `cosine`, each from peak to end (Loshchilov & Hutter 2017, arXiv
-    1608.03983). decay_ratio: share of the steps after warm-up in which `wsd` falls.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if schedule == "constant":
-        return peak
-    if schedule == "cosine":
-        # after the last step the last cycle is over, and no other begins
-        in_cycle = progress * cycles - min(math.floor(progress * cycles), cycles - 1)
-        share = 0.5 * (1 + math.cos(math.pi * in_cycle))
-    elif schedule == "wsd":
-        share = min(1.0, (1 - progress) / decay_ratio)
-    else:
-        share = (1 - progress) ** (power if schedule == "polynomial" else 1.0)
-    return end + (peak - end) * share

@@ -1,16 +1,13 @@
-"""Start and end torch's process group through accelerate, and choose its device, backend and network interface.
-
-Invariant: the group is checked after it has formed, because accelerate can form another one without an error.
-"""
+"""Start and end torch's process group, and choose its device, backend and network interface."""
 
 import contextlib
 import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -65,41 +62,32 @@ def message_timeout(parallel: "ParallelSection") -> timedelta:
     return timedelta(seconds=parallel.stuck_seconds + 60)
 
 
-def init_process_group(
-    world: World, parallel: "ParallelSection", device: torch.device, handlers: Sequence[Any] = (), **plugins: Any
-) -> tuple[Any, Group]:
-    """Start the process group; return accelerate's Accelerator and a Group of all ranks.
+def form_group(world: World, parallel: "ParallelSection", device: torch.device) -> Group:
+    """Start torch's process group, unless the program has; return the Group of all ranks. Waits for the others.
 
-    handlers, plugins: arguments for the Accelerator, such as DeepSpeed's plugin.
+    The environment has the variables of `torch_environment`.
 
     Raises:
-        RunError: the group's size, ranks or backend are not the requested ones.
+        RunError: as `collective_backend`, or the program's own group is another one.
     """
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
     backend = collective_backend(parallel, device)
     timeout = message_timeout(parallel)
-    # with a plugin cpu must be False, also on CPUs: Accelerator(cpu=True, deepspeed_plugin=...) trains with DDP. The
-    # backend must be given, or accelerate takes every process for rank 0 there (accelerate 1.15)
-    accelerator = Accelerator(
-        cpu=device.type == "cpu" and not plugins,
-        mixed_precision="no",
-        kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timeout), *handlers],
-        **plugins,
-    )
-    if not dist.is_initialized() or dist.get_world_size() != world.size or dist.get_rank() != world.rank:
-        raise RunError(f"the processes did not form a group of {world.size}: {accelerator.state}")
-    if dist.get_backend() != backend:
-        raise RunError(f"the processes talk through {dist.get_backend()}, not {backend}")
-    if (accelerator.process_index, accelerator.num_processes) != (world.rank, world.size):
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:  # each process would use all cores of the machine
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    if not dist.is_initialized():
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    formed = (dist.get_rank(), dist.get_world_size(), dist.get_backend())
+    if formed != (world.rank, world.size, backend):
         raise RunError(
-            f"accelerate takes this process for {accelerator.process_index} of {accelerator.num_processes},"
-            f" it is {world.rank} of {world.size}"
+            "this program's process group has rank {}, size {} and backend {}, the run needs {}, {} and {}".format(
+                *formed, world.rank, world.size, backend
+            )
         )
     # nccl sends tensors of GPUs only, and Group's are on the CPU
     on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    return accelerator, Group(world.rank, world.size, world.local_rank, on_cpu)
+    return Group(world.rank, world.size, world.local_rank, on_cpu)
 
 
 def destroy_process_group() -> None:

@@ -16,40 +16,45 @@ from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
-from lorakit.parallel.engine import BuildOptimizer
+from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
+from lorakit.parallel.group import Group
 from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_ids, streamed_layers
-from lorakit.parallel.resident import fill_resident
+from lorakit.parallel.materialize import materialize_resident
 from lorakit.parallel.single import SingleEngine
+from lorakit.recipe import ParallelSection
 
 
 class StreamingEngine(SingleEngine):
     """A model whose repeated layers have weights only while they compute."""
 
-    shards_base = True
+    def __init__(self, parallel: ParallelSection, device: torch.device, group: Group) -> None:
+        super().__init__(parallel, device, group)
+        self.shards_base = True
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> nn.Module:
+    def wrap(
+        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert weights is not None
         self._stream = stream_layers(loss_model, weights, self.device, in_host_memory=self.device.type == "cuda")
-        self._optimizer = build(adapter_tensors(loss_model.model))
-        return loss_model
+        return loss_model, build(adapter_tensors(loss_model.model))
 
-    def resident_base_bytes(self, base: Sequence[Tensor]) -> int:
+    def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
         streamed = streamed_ids(layers)
         resident = sum(p.nbytes for p in base if id(p) not in streamed)
         return resident + 2 * max((layer.nbytes for layer in layers), default=0)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         return self._stream.saved_tensors()
 
-    def resident_bytes(self) -> dict[str, int]:
+    def resident(self) -> dict[str, int]:
         # the slots count in full: a layer's parameters are views of them, and a slot's other bytes are memory too
-        adapter = {id(tensor) for tensor in adapter_tensors(self._model).values()}
+        adapter = {id(tensor) for tensor in self.adapter.tensors.values()}
         others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.contains(p))
-        return super().resident_bytes() | {"base": local_bytes(others) + self._stream.nbytes}
+        return super().resident() | {"base": local_bytes(others) + self._stream.nbytes}
 
     def describe(self) -> dict[str, Any]:
-        return {"engine": f"LayerStream ({len(self._stream)} layers, two at a time)", "backend": "single"}
+        return {**super().describe(), "engine": f"LayerStream ({len(self._stream)} layers, two at a time)"}
 
 
 def stream_layers(
@@ -66,5 +71,5 @@ def stream_layers(
     ids = streamed_ids(layers)
     source = HostSource(weights, layers) if in_host_memory else FileSource(weights)
     stream = LayerStream(layers, source, device)
-    fill_resident(loss_model, weights, device, ids)
+    materialize_resident(loss_model, weights, device, ids)
     return stream

@@ -24,7 +24,7 @@ class StepCounts:
     num_label_tokens: int
 
 
-def count_step(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> StepCounts:
+def step_counts(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> StepCounts:
     """Return the counts of a step, given this rank's micro-batches. Collective."""
     counts = [objective.counts(batch) for batch in micro_batches]
     num_tokens, num_label_tokens, *normalizers = group.all_reduce_sum(
@@ -35,13 +35,14 @@ def count_step(objective: Objective, micro_batches: Sequence[Batch], group: Grou
     return StepCounts(tuple(normalizers), int(num_tokens), int(num_label_tokens))
 
 
-def terms_of(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Tensor]:
+def loss_terms(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Tensor]:
     """Return the terms of an objective, which may be the caller's own.
 
     Raises:
         RunError: they are not one scalar for each of its counts, or have no gradient.
     """
-    terms, num_counts = objective.terms(scores), len(objective.counts(batch))
+    terms = objective.terms(scores)
+    num_counts = len(objective.counts(batch))
     if not isinstance(terms, Sequence) or len(terms) != num_counts:
         number = len(terms) if isinstance(terms, Sequence) else f"a {type(terms).__name__}"
         raise RunError(f"objective: `terms` gives {number}, and `counts` {num_counts}; one term for each count")
@@ -55,7 +56,7 @@ def terms_of(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Ten
 
 @final
 @dataclass
-class ScoreSums:
+class LossAccumulator:
     """Terms, metrics and counts of the micro-batches of this rank. They stay on the device until `reduce`."""
 
     objective: Objective
@@ -71,20 +72,25 @@ class ScoreSums:
         self._metrics.append([total for total, _ in metrics])
         self._counts.append([*self.objective.counts(batch), *(count for _, count in metrics)])
 
+    def nonfinite(self, micro_batches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches with a term that is not finite. Only the last stage of a pipeline has terms."""
+        pairs = zip(micro_batches, self.terms, strict=False)
+        return [batch for batch, terms in pairs if not all(map(torch.isfinite, terms))]
+
     def reduce(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
         """Return loss and metrics over all ranks. Collective.
 
         Every rank has added equally many micro-batches, or none where the last stage is another's.
         """
-        return mesh.pipeline.all_gather(self._over_tokens(mesh) if self.terms else (math.nan, {}))[-1]
+        return mesh.pipeline.all_gather(self._over_replicas(mesh) if self.terms else (math.nan, {}))[-1]
 
-    def _over_tokens(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
+    def _over_replicas(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
         """Return loss and metrics over the ranks with the same stage."""
         columns = [*zip(*self.terms, strict=True), *zip(*self._metrics, strict=True)]
         # all in one tensor, because each transfer from a GPU waits for it
         totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()
         counts = [sum(column) for column in zip(*self._counts, strict=True)]
-        summed = mesh.tokens.all_reduce_sum(*totals, *counts)
+        summed = mesh.replicas.all_reduce_sum(*totals, *counts)
         copies = mesh.sequence.size  # ranks that share the tokens of a micro-batch count all of it
         means = [
             total / (count / copies) if count else math.nan

@@ -1,20 +1,33 @@
-"""ZeRO-3's parameters: shard a base that is on meta, and read or write full tensors of a sharded model.
+"""ZeRO-3's parameters: shard a base that is on meta, read or write full tensors, and save weights for backward.
 
 Invariant: no rank ever reads a full tensor of the base. DeepSpeed shards a parameter as equal ranges of its flattened
-elements, the last ones padded.
+elements, the last ones padded. `_read_own_range` reads a rank's range from the base's files.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel._internals import gather_after_updates, partition_parameter, set_persistent, shard_of
+from lorakit.parallel._internals import (
+    base_of_view,
+    full_shape,
+    gather_after_updates,
+    is_persistent,
+    is_zero3_parameter,
+    partition_parameter,
+    set_persistent,
+    shard_of,
+)
 from lorakit.parallel.group import Group
+
+MAX_COPIED_ELEMENTS: Final = 100_000  # of a 1-D weight
 
 
 def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weights: LazyBase | None) -> None:
@@ -107,3 +120,48 @@ def _frozen_dtype(model: nn.Module) -> torch.dtype:
         if not parameter.requires_grad and parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+@dataclass(frozen=True)
+class _WeightReference:
+    """A view of a sharded parameter, to be made once the parameter is gathered. Sizes are in elements."""
+
+    parameter: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def save_weights_by_reference() -> AbstractContextManager[None]:
+    """Return a context that saves a reference to a frozen weight for backward instead of its gathered copy.
+
+    Needed around a micro-batch's forward and backward. DeepSpeed frees a layer's weights after its forward and gathers
+    them once more before its backward; a saved copy would keep the full base in memory in between. 1-D weights (norms)
+    are saved as copies, because ops/recompute.py recomputes a norm's output before that norm's weights are gathered.
+    """
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    return hooks
+
+
+def _pack(saved: Tensor) -> Tensor | _WeightReference:
+    """Return what autograd stores for a saved tensor. A view of a weight, such as W.T, is traced to its parameter."""
+    parameter = saved if is_zero3_parameter(saved) else base_of_view(saved)
+    if parameter is None or not is_zero3_parameter(parameter) or is_persistent(parameter):
+        return saved
+    if saved.dim() == 1 and saved.numel() <= MAX_COPIED_ELEMENTS:
+        return saved.detach().clone()
+    return _WeightReference(parameter, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+
+
+# ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
+_pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
+
+
+def _unpack(saved: Tensor | _WeightReference) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    gathered: Tensor = saved.parameter.data
+    shape = full_shape(saved.parameter)
+    if gathered.numel() != shape.numel():  # as_strided over a freed weight would read other memory
+        raise RuntimeError(f"parameter {tuple(shape)} was not gathered for backward")
+    return gathered.as_strided(saved.shape, saved.stride, saved.offset)

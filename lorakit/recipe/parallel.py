@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from lorakit.backends import BACKENDS, Backend, BackendName, backends_with
 from lorakit.recipe.section import Count, Name, Section
 
 NEIGHBOURS = ("sequence", "tensor")
@@ -33,7 +34,7 @@ class ElasticSection(Section):
 
 
 class ParallelSection(Section):
-    backend: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "single"
+    backend: BackendName = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
     optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the fastest that fits,
     with `pipeline`, `sequence` or `tensor` where no backend alone fits (`lorakit plan`)."""
@@ -60,7 +61,7 @@ class ParallelSection(Section):
     communication: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Communication library between processes; `auto` is nccl on GPUs and gloo on CPUs."""
     bucket_mb: float = Field(25.0, gt=0, le=4096)
-    """Megabytes of gradients that are reduced in one message during backward."""
+    """zero1-3: megabytes of gradients that are reduced in one message during backward."""
     prefetch_mb: float = Field(100.0, ge=0, le=65536)
     """Megabytes of the base that zero3 gathers before they are used."""
     reshard_after_forward: bool = True
@@ -99,29 +100,36 @@ class ParallelSection(Section):
     @property
     def is_distributed(self) -> bool:
         """True if the run has worker processes of its own, even a single one."""
-        return self.backend != "single"
+        return self.is_auto or self.facts.is_distributed
+
+    @property
+    def facts(self) -> Backend:
+        """The facts of the backend, which is not `auto`."""
+        return BACKENDS[self.backend]
 
     @property
     def offloads(self) -> OffloadSection:
         """Memory for optimizer and parameters, with a single word expanded to all that the backend can offload."""
         if isinstance(self.offload, OffloadSection):
             return self.offload
-        parameters = self.offload if self.backend in ("single", "zero3", "fsdp2") else "none"
+        parameters = "none" if self.is_auto or not self.facts.base_memory else self.offload
         optimizer = "none" if self.offload == "stream" else self.offload
         return OffloadSection(optimizer=optimizer, parameters=parameters)
 
 
 def _axis_problems(section: ParallelSection) -> Iterator[str]:
-    local, shared = section.processes // section.nodes, [axis for axis in NEIGHBOURS if getattr(section, axis) > 1]
-    inner = section.sequence * section.tensor
-    if section.sequence > 1 and section.backend in ("auto", "single"):
-        yield f"sequence: {section.sequence} goes with ddp, zero1-3 or fsdp2, got backend `{section.backend}`"
-    for axis in ("pipeline", "tensor"):
-        if getattr(section, axis) > 1 and section.backend not in ("ddp", "fsdp2"):
-            why = " (DeepSpeed shards over all processes alike)" if section.backend.startswith("zero") else ""
-            yield f"{axis}: {getattr(section, axis)} goes with ddp or fsdp2, got backend `{section.backend}`{why}"
-    if section.backend in ("auto", "single"):
+    backend = None if section.is_auto else section.facts
+    for axis in ("sequence", "pipeline", "tensor"):
+        size = getattr(section, axis)
+        if size > 1 and (backend is None or axis not in backend.axes):
+            names = backends_with(lambda other, axis=axis: axis in other.axes)  # type: ignore[misc]
+            why = " (DeepSpeed shards over all processes alike)" if backend and backend.zero_stage else ""
+            yield f"{axis}: {size} goes with {names}, got backend `{section.backend}`{why}"
+    if backend is None or not backend.is_distributed:
         return
+    local = section.processes // section.nodes
+    inner = section.sequence * section.tensor
+    shared = [axis for axis in NEIGHBOURS if getattr(section, axis) > 1]
     if local % inner:
         names = " x ".join(f"{axis}: {getattr(section, axis)}" for axis in shared)
         yield (
@@ -142,17 +150,19 @@ def _auto_problems(section: ParallelSection) -> Iterator[str]:
 
 
 def _parallel_problems(section: ParallelSection) -> Iterator[str]:
-    backend = section.backend
-    zero = backend in ("zero1", "zero2", "zero3")
-    if backend == "single" and section.processes > 1:
-        yield f"backend `single` has one process, got processes: {section.processes}; choose ddp, zero1-3 or fsdp2"
+    name = section.backend
+    backend = section.facts
+    if not backend.is_distributed and section.processes > 1:
+        others = backends_with(lambda other: other.is_distributed)
+        yield f"backend `{name}` has one process, got processes: {section.processes}; choose {others}"
     if section.processes % section.nodes:
         yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
     if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):
         yield f"rendezvous: host:port, got {section.rendezvous!r}"
-    if section.deepspeed and not zero:
-        yield f"deepspeed: goes with zero1, zero2 or zero3, got backend `{backend}`"
-    yield from _offload_problems(section, section.offloads)
+    if section.deepspeed and backend.zero_stage is None:
+        names = backends_with(lambda other: other.zero_stage is not None)
+        yield f"deepspeed: goes with {names}, got backend `{name}`"
+    yield from _offload_problems(section, backend, section.offloads)
 
 
 def _elastic_problems(section: ParallelSection) -> Iterator[str]:
@@ -171,17 +181,21 @@ def _elastic_problems(section: ParallelSection) -> Iterator[str]:
         yield f"elastic.min: {section.elastic.min} is more than processes: {section.processes}"
 
 
-def _offload_problems(section: ParallelSection, offloads: OffloadSection) -> Iterator[str]:
-    backend, kinds = section.backend, {offloads.optimizer, offloads.parameters}
-    if "stream" in (section.offload, offloads.parameters) and backend != "single":
-        yield f"offload: stream goes with backend single, got `{backend}`"
-    if kinds & {"cpu", "nvme"} and backend in ("single", "ddp"):
-        yield f"offload: backend `{backend}` keeps everything where it computes; choose zero1-3 or fsdp2, or `stream`"
-    if offloads.parameters != "none" and backend in ("zero1", "zero2"):
-        yield f"offload.parameters: `{backend}` holds a whole base in each process; zero3 and fsdp2 can offload it"
-    if "nvme" in kinds and backend != "zero3":
-        yield f"offload: only zero3 offloads to nvme, got backend `{backend}`"
-    if backend == "fsdp2" and offloads.optimizer != offloads.parameters:
-        yield "offload: fsdp2 offloads parameters and optimizer together: `cpu` or `none`"
-    if ("nvme" in kinds) != (section.nvme_path is not None):
+def _offload_problems(section: ParallelSection, backend: Backend, offloads: OffloadSection) -> Iterator[str]:
+    name = section.backend
+    for key, requested, possible, others in (
+        ("optimizer", offloads.optimizer, backend.optimizer_memory, lambda other: other.optimizer_memory),
+        ("parameters", _requested_parameters(section), backend.base_memory, lambda other: other.base_memory),
+    ):
+        if requested != "none" and requested not in possible:
+            can = backends_with(lambda other, others=others, requested=requested: requested in others(other))  # type: ignore[misc]
+            yield f"offload: `{requested}` for the {key} goes with backend {can}, got `{name}`"
+    if backend.offloads_together and offloads.optimizer != offloads.parameters:
+        yield f"offload: {name} offloads parameters and optimizer together: `cpu` or `none`"
+    if ("nvme" in (offloads.optimizer, offloads.parameters)) != (section.nvme_path is not None):
         yield "nvme_path goes with offload: nvme, and that needs it"
+
+
+def _requested_parameters(section: ParallelSection) -> str:
+    """Return the memory requested for the base; `stream` also where a single word names it for another backend."""
+    return "stream" if section.offload == "stream" else section.offloads.parameters

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from lorakit.backends import BACKENDS, backends_with
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.data import DataSection
@@ -271,10 +272,11 @@ class Recipe(Section):
             return self
         if not self.data.has_eval:
             raise ValueError("train.eval_generate needs held-out rows: set data.eval")
-        backend, reason = self.parallel.backend, None
+        backend = self.parallel.backend
+        reason = None
         if self.parallel.offloads.streams:
             reason = "offload: stream reads the base for every token"
-        elif self.parallel.offloads.parameters != "none" or backend not in ("single", "ddp", "auto"):
+        elif self.parallel.offloads.parameters != "none" or not (backend == "auto" or BACKENDS[backend].generates):
             reason = f"backend {backend} shards or moves what every token needs"
         elif self.parallel.pipeline > 1:
             reason = "no process has all layers with pipeline"
@@ -282,7 +284,8 @@ class Recipe(Section):
             reason = "train.compile compiles layers for steps"
         if reason is not None:
             raise ValueError(
-                f"train.eval_generate: {reason}; it goes with backend single or ddp. Leave it out, and score"
+                f"train.eval_generate: {reason}; it goes with backend"
+                f" {backends_with(lambda other: other.generates)}. Leave it out, and score"
                 " checkpoints beside the run (lorakit score)"
             )
         return self
@@ -291,11 +294,12 @@ class Recipe(Section):
     def _compiled_layers_are_unsharded(self) -> "Recipe":
         if not self.train.compile:
             return self
-        if self.parallel.backend != "single" or self.parallel.offloads.streams:
+        backend = self.parallel.backend
+        if backend == "auto" or not BACKENDS[backend].compiles or self.parallel.offloads.streams:
             offload = ", offload: stream" if self.parallel.offloads.streams else ""
             raise ValueError(
-                f"train.compile: goes with backend single and layers that stay in memory, got {self.parallel.backend}"
-                f"{offload}: engines that bring layers in parts stop the compiler at every one"
+                f"train.compile: goes with backend {backends_with(lambda other: other.compiles)} and layers that stay"
+                f" in memory, got {backend}{offload}: engines that bring layers in parts stop the compiler at every one"
             )
         if self.base.quantize != "none":
             raise ValueError(f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}")

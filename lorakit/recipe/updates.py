@@ -6,6 +6,8 @@ Invariant: a key that the chosen optimizer or schedule does not read is an error
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lorakit.backends import BACKENDS, backends_with
+
 if TYPE_CHECKING:
     from lorakit.recipe.schema import TrainSection
 
@@ -16,13 +18,6 @@ READ: Final[Mapping[str, tuple[str, ...]]] = {
 """optimizer -> those of OPTIMIZER_KEYS that it reads; one that is not here reads all"""
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {"lion": {"beta2": 0.99}, "muon": {"beta1": 0.95}}
 """optimizer -> its own defaults, from the papers; of all others they are those of the schema"""
-BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {
-    # works on parts of tensors, but the ZeRO backends save and restore AdamW's state alone
-    "sgd": ("single", "ddp", "fsdp2"),
-    # work on full tensors
-    **dict.fromkeys(("adafactor", "lion", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit"), ("single", "ddp")),
-}
-"""optimizer -> backends that it goes with; one that is not here goes with all"""
 FULL_TENSORS: Final[Mapping[str, str]] = {
     "adafactor": "whose state is of full rows and columns of a tensor",
     "muon": "whose updates are of full matrices",
@@ -62,10 +57,10 @@ def update_problems(train: "TrainSection") -> Iterator[str]:
 
 def backend_problem(optimizer: str, backend: str) -> str | None:
     """Return why an optimizer does not go with a backend; None if it does."""
-    backends = BACKENDS.get(optimizer)
-    if backends is None or backend in (*backends, "auto"):
+    optimizers = BACKENDS[backend].optimizers if backend in BACKENDS else None
+    if optimizers is None or optimizer in optimizers:
         return None
-    names = f"{', '.join(backends[:-1])} or {backends[-1]}"
+    names = backends_with(lambda other: other.optimizers is None or optimizer in other.optimizers)
     return f"train.optimizer: {optimizer} goes with backend {names}, got {backend}; adamw goes with every backend"
 
 

@@ -91,7 +91,7 @@ class Answers:
     def measure(self, engine: Engine, step: int, stop: Callable[[], bool]) -> dict[str, float] | None:
         """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective."""
         group, rows = engine.group, self.rows.rows
-        copies = engine.mesh.tokens  # ranks that share the weights answer the same rows, each with its part
+        copies = engine.mesh.replicas  # ranks that share the weights answer the same rows, each with its part
         own, answers = rows[copies.rank :: copies.size], list[str]()
         longest = math.ceil(len(rows) / copies.size)
         for start in range(0, longest, CHUNK_ROWS):  # as often on every rank

@@ -26,7 +26,7 @@ from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel.axes import check_axes
-from lorakit.parallel.deepspeed_requirements import check_prerequisites
+from lorakit.parallel.backends import check_prerequisites
 from lorakit.parallel.optimizer import check_tensors
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe

@@ -20,6 +20,7 @@ from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine, EngineState
+from lorakit.parallel.group import SentTensors
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
 from lorakit.training.progress import Progress
@@ -79,21 +80,25 @@ class Checkpoints:
     def restore(self, engine: Engine) -> Progress | None:
         """Load the newest checkpoint that verifies into the engine, and return its progress; None if there is none.
 
-        Only rank 0 reads files, because the folder need not exist on other machines. Collective.
+        Only rank 0 reads files, because the folder need not exist on other machines. It sends them tensor by tensor,
+        because a process may store a small part of each. Collective.
         """
-        newest = engine.group.run_on_rank_0(self._read_newest)
-        if newest is None:
-            return None
-        progress, state = newest
-        engine.load_state_dict(state)
-        return progress
+        read: list[EngineState] = []  # on rank 0
 
-    def _read_newest(self) -> tuple[Progress, EngineState] | None:
-        newest = self.newest()
-        if newest is None:
-            return None
-        progress, folder = newest
-        return progress, EngineState(self._read_adapter(folder), _read(folder / "optimizer.safetensors"))
+        def read_newest() -> Progress | None:
+            newest = self.newest()
+            if newest is None:
+                return None
+            progress, folder = newest
+            read.append(EngineState(self._read_adapter(folder), _read(folder / "optimizer.safetensors")))
+            return progress
+
+        progress = engine.group.run_on_rank_0(read_newest)
+        if progress is not None:
+            state = read[0] if read else None
+            adapter = SentTensors(engine.group, state.adapter if state else None)
+            engine.load_state_dict(EngineState(adapter, SentTensors(engine.group, state.optimizer if state else None)))
+        return progress
 
     def adapter_of(self, step: int) -> dict[str, Tensor] | None:
         """Return the adapter tensors of a step's checkpoint; None if there is none."""

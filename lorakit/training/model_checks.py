@@ -167,7 +167,7 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
     full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
     difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)
     loss_model.train(was_training)
-    if mesh.tokens.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
+    if mesh.replicas.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
         raise RunError(
             f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
             f" {difference:.1%} here); its tokens meet outside of attention. Leave it out"
@@ -196,7 +196,7 @@ def check_stages(
         ) from problem
     loss_model.train(was_training)
     difference = 0.0
-    if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.tokens.rank == 0:
+    if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.replicas.rank == 0:
         base = load()
         assert base.weights is not None
         full = LossModel(base.model).eval()

@@ -1,11 +1,12 @@
 """Read from a recipe how the adapter is updated: its optimizer, and the learning rate of every step."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
-from lorakit.parallel.engine import BuildOptimizer
-from lorakit.parallel.optimizer import build_optimizer, learning_rate
+from lorakit.parallel.adapter_state import BuildOptimizer
+from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_warmup_steps
 
@@ -48,6 +49,40 @@ def rate_of(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
         cycles=settings.schedule_cycles,
         decay_ratio=settings.decay_ratio,
     )
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    schedule: str,
+    warmup_steps: int,
+    total_steps: int,
+    end: float = 0.0,
+    power: float = 2.0,
+    cycles: int = 1,
+    decay_ratio: float = 0.2,
+) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    The rate rises linearly over the warm-up, then follows the schedule. All schedules but `constant` reach `end` after
+    the last step. power: of `polynomial`. cycles: of `cosine`, each from peak to end (Loshchilov & Hutter 2017, arXiv
+    1608.03983). decay_ratio: share of the steps after warm-up in which `wsd` falls.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if schedule == "constant":
+        return peak
+    if schedule == "cosine":
+        # after the last step the last cycle is over, and no other begins
+        in_cycle = progress * cycles - min(math.floor(progress * cycles), cycles - 1)
+        share = 0.5 * (1 + math.cos(math.pi * in_cycle))
+    elif schedule == "wsd":
+        share = min(1.0, (1 - progress) / decay_ratio)
+    else:
+        share = (1 - progress) ** (power if schedule == "polynomial" else 1.0)
+    return end + (peak - end) * share
 
 
 def rate_note(recipe: Recipe, num_parameters: int) -> str | None:

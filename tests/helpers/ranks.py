@@ -41,6 +41,7 @@ from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
+from tests.parallel.axis_bounds import message_problems
 
 Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
@@ -136,7 +137,7 @@ def build(engine: Engine, base: Path, case: Case) -> None:
         loaded.weights,
     )
     if "loss_scale" in case:
-        engine._scale.value = case["loss_scale"]  # type: ignore[attr-defined]
+        engine.adapter.scale.value = case["loss_scale"]
 
 
 def add_mean(norm: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -159,7 +160,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     """Take the case's steps and return their losses, the tensors after them, and what every rank counted."""
     build(engine, base, case)
     batches = sampler(engine, rows, case)
-    loss_model = engine._loss_model  # type: ignore[attr-defined]
+    loss_model = engine._loss_model
     if engine.mesh.pipeline.size > 1:
         if case.get("broken"):
             loss_model.model.model.norm.register_forward_hook(add_mean)  # on the last stage alone
@@ -185,13 +186,15 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
             losses.append(report.loss)
             norms.append(report.grad_norm)
             metrics.append(list(report.metrics.values()))
+    problems = message_problems(engine)
+    assert not problems, problems
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
         "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
         "untrained": untrained,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
-        "scale": engine._scale.value,  # type: ignore[attr-defined]
+        "scale": engine.adapter.scale.value,
         "recomputed": sum(recomputed),
     }  # fmt: skip
 

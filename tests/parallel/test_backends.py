@@ -182,7 +182,7 @@ def test_resident_and_sent_bytes_are_those_of_the_backend(results: Results, back
     for rank in ranks:
         assert rank["backend"] == backend
         assert rank["base_bytes"] == (pytest.approx(base / 2, rel=0.02) if splits_base else base)
-        assert rank["collectives_by_axis"] == {"tokens": rank["collectives_of_a_step"]}
+        assert rank["collectives_by_axis"] == {"replicas": rank["collectives_of_a_step"]}
         assert rank["groups_of_no_axis"] == []
         sent = {kind: count["bytes"] for kind, count in rank["collectives_of_a_step"].items()}
         added = sent.get("all_reduce", 0) + sent.get("reduce_scatter", 0)

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from lorakit.errors import RunError
 from lorakit.parallel.messages import Messages
-from lorakit.parallel.verify import ExpectedLayout, verify_step
 from tests.helpers.fork_server import start_python
+from tests.parallel.axis_bounds import differences
 
 RANK = """
 import json, sys
 import torch
 import torch.distributed as dist
 from lorakit.parallel.accounting import Collectives
-from lorakit.parallel.group import Group
+from lorakit.parallel.group import Group, SentTensors
 from lorakit.parallel.mesh import Mesh
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)
@@ -27,9 +26,14 @@ def mine(*choices):
     ranks = next(ranks for ranks in choices if rank in ranks)
     return Group(ranks.index(rank), 2, rank, groups[ranks])
 data = mine((0, 2), (1, 3))
-mesh = Mesh(data=data, tokens=data, tensor=mine((0, 1), (2, 3)))
+mesh = Mesh(data=data, replicas=data, tensor=mine((0, 1), (2, 3)))
 counted = Collectives(4)
-for _ in range(3):
+if sys.argv[3] == "tensors":
+    saved = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor(7)}
+    with counted.counting():
+        received = dict(SentTensors(Group(rank, 4, rank), saved if rank == 0 else None))
+        assert received.keys() == saved.keys() and all(torch.equal(received[name], saved[name]) for name in saved)
+for _ in range(3 if sys.argv[3] != "tensors" else 0):
     with counted.counting():
         mesh.data.all_reduce_sum(1.0, 2.0)
         mesh.tensor.all_reduce_sum(1.0)
@@ -55,9 +59,9 @@ def run_ranks(folder: Path, choice: str) -> list[dict[str, Any]]:
 @pytest.mark.spread
 def test_messages_are_counted_by_the_axis_they_go_along(tmp_path: Path) -> None:
     for rank, answer in enumerate(run_ranks(tmp_path, "along")):
-        assert answer["ranks"] == {"tokens": [rank % 2, rank % 2 + 2], "tensor": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        assert answer["ranks"] == {"replicas": [rank % 2, rank % 2 + 2], "tensor": [rank // 2 * 2, rank // 2 * 2 + 1]}
         assert answer["axes"] == {
-            "tokens": {"all_reduce": {"calls": 1, "bytes": 16}}, "tensor": {"all_reduce": {"calls": 2, "bytes": 16}},
+            "replicas": {"all_reduce": {"calls": 1, "bytes": 16}}, "tensor": {"all_reduce": {"calls": 2, "bytes": 16}},
         }  # fmt: skip
         assert answer["all"] == {"all_reduce": {"calls": 3, "bytes": 32}}
         assert answer["others"] == []
@@ -65,37 +69,28 @@ def test_messages_are_counted_by_the_axis_they_go_along(tmp_path: Path) -> None:
         assert answer["others"] == [[0, 3] if rank in (0, 3) else [1, 2]]
 
 
-def test_a_message_that_goes_along_no_axis_ends_the_run() -> None:
-    sent = {"all_reduce": {"calls": 1, "bytes": 800}}
-    layout = {
-        "engine": "DDP", "backend": "ddp", "mesh": {"data": 2, "sequence": 1}, "optimizer_bytes": 0,
-        "collectives_by_axis": {"tokens": sent}, "groups_of_no_axis": [],
-    }  # fmt: skip
-    expected = ExpectedLayout("ddp", 2, 2, 1000, 800, 1000)
-    verify_step(expected, {}, layout)
-    with pytest.raises(RunError, match=r"among ranks \[\[0, 3\]\], which no axis"):
-        verify_step(expected, {}, layout | {"groups_of_no_axis": [[0, 3]]})
-    with pytest.raises(RunError, match="800 bytes should meet in a step, 0 bytes do"):
-        verify_step(expected, {}, layout | {"collectives_by_axis": {"tokens": {}}})
+@pytest.mark.spread
+def test_a_checkpoints_tensors_are_sent_one_at_a_time(tmp_path: Path) -> None:
+    """Not all of them in one pickle, of which a process would have several copies to store a part."""
+    for answer in run_ranks(tmp_path, "tensors"):
+        sent = answer["all"]["broadcast"]
+        assert sent["calls"] == 2 + 2  # names and shapes (their size before them), and two tensors
+        assert sent["bytes"] < 6 * 4 + 8 + 1000
 
 
-def test_messages_that_layers_do_not_need_or_that_are_missing_end_the_run() -> None:
-    """Along an axis, in number or in bytes, of a kind too many or too few."""
-    expected = ExpectedLayout("ddp", 2, 1, 1000, 800, 1000)
+def test_messages_outside_their_bounds_are_named_by_axis_and_kind() -> None:
     least = {"all_gather": Messages(3, 300), "all_reduce": Messages(1, 8)}
-    bounds = {"tensor": (least, least | {"all_reduce": Messages(2, 16)})}
+    most = least | {"all_reduce": Messages(2, 16)}
 
-    def layout(**sent: tuple[int, int]) -> dict[str, Any]:
-        by_kind = {kind: {"calls": calls, "bytes": num_bytes} for kind, (calls, num_bytes) in sent.items()}
-        return {"engine": "DDP", "collectives_by_axis": {"tensor": by_kind}, "groups_of_no_axis": []}
+    def problems(**sent: tuple[int, int]) -> list[str]:
+        counts = {kind: {"calls": calls, "bytes": num_bytes} for kind, (calls, num_bytes) in sent.items()}
+        return list(differences("tensor", least, most, counts))
 
-    for reduced in ((1, 8), (2, 16)):
-        verify_step(expected, bounds, layout(all_gather=(3, 300), all_reduce=reduced))
-    for sent, message in (
-        ({"all_gather": (3, 300)}, "along the axis `tensor` layers need 1 to 2 messages of the kind all_reduce in a step, 8 to 16"),
-        ({"all_gather": (2, 300), "all_reduce": (1, 8)}, "3 messages of the kind all_gather in a step, 300 bytes, and 2 of 300 bytes are sent"),
-        ({"all_gather": (3, 301), "all_reduce": (1, 8)}, "and 3 of 301 bytes are sent"),
-        ({"all_gather": (3, 300), "all_reduce": (1, 8), "send": (1, 8)}, "layers need 0 messages of the kind send"),
-    ):  # fmt: skip
-        with pytest.raises(RunError, match=message):
-            verify_step(expected, bounds, layout(**sent))
+    assert problems(all_gather=(3, 300), all_reduce=(1, 8)) == problems(all_gather=(3, 300), all_reduce=(2, 16)) == []
+    assert problems(all_gather=(3, 300)) == ["along tensor: 0 all_reduce of 0 bytes, not 1 to 2 of 8 to 16"]
+    assert problems(all_gather=(3, 301), all_reduce=(1, 8)) == [
+        "along tensor: 3 all_gather of 301 bytes, not 3 to 3 of 300 to 300"
+    ]
+    assert problems(all_gather=(3, 300), all_reduce=(1, 8), send=(1, 8)) == [
+        "along tensor: 1 send of 8 bytes, not 0 to 0 of 0 to 0"
+    ]

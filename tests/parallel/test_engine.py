@@ -60,10 +60,11 @@ def prepared(base: Path) -> tuple[Engine, LossModel]:
 
 
 def test_a_step_is_accumulate_and_update(base: Path, batches: Any) -> None:
-    by_step, by_verbs = prepared(base)[0], prepared(base)[0]
+    by_step, _ = prepared(base)
+    by_verbs, _ = prepared(base)
     for index in range(3):
         report = by_step.step(index, batches(3).step(index))
-        parts = by_verbs.accumulate(index, batches(3).step(index))
+        parts = by_verbs.accumulate(batches(3).step(index))
         assert (parts.loss, parts.metrics) == (report.loss, report.metrics)
         assert by_verbs.update(0.01) == report.grad_norm
     for name, tensor in by_step.adapter_state_dict().items():
@@ -271,20 +272,21 @@ def test_a_step_count_is_restored_beside_its_parameter() -> None:
     zero._stage = 3
     inner = SimpleNamespace(state=defaultdict(dict))
     zero._zero = SimpleNamespace(optimizer=inner, fp32_partitioned_groups_flat=[master])
-    zero._create_state(torch.tensor(3.0))
+    zero._create_state()
+    zero._set_steps(torch.tensor(3.0))
     assert {value.device for value in inner.state[master].values()} == {elsewhere}
 
 
 def test_only_the_axis_of_rows_is_larger_than_one() -> None:
     world = Group(2, 4, 0)
-    mesh = Mesh(data=world, tokens=world)
+    mesh = Mesh(data=world, replicas=world)
     assert mesh.sizes == {"data": 4, "pipeline": 1, "sequence": 1, "tensor": 1}
     assert (mesh.data.rank, mesh.data, mesh.tensor.rank) == (2, world, 0)
 
 
 def test_bases_whose_tokens_meet_elsewhere_are_not_cut(base: Path, batches: Any) -> None:
     model = LossModel(load_base(base, torch.float32, CPU))
-    mesh = Mesh(data=Group(), tokens=Group(0, 2), sequence=Group(0, 2))
+    mesh = Mesh(data=Group(), replicas=Group(0, 2), sequence=Group(0, 2))
     with pytest.raises(RunError, match="LlamaForCausalLM has an attention of its own"):
         check_sequence(model, batches(4), CPU, mesh)
     enable_packing(model, batches(4), CPU)

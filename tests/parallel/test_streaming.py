@@ -123,7 +123,7 @@ def test_two_layers_are_there_and_the_others_cannot_be_read(saved: Any) -> None:
 def test_an_engine_that_held_all_layers_would_not_pass_for_one_that_streams(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamingEngine, "resident_bytes", lambda engine: {"base": 10**9})
+    monkeypatch.setattr(StreamingEngine, "resident", lambda engine: {"base": 10**9})
 
     with pytest.raises(Exception, match="a process holds 1,000,000,000 bytes of the base"):
         engine_on(saved("llama"), STREAM)
@@ -266,9 +266,15 @@ def test_a_base_several_times_larger_than_the_memory_trains(tmp_path: Path, toke
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"backend": "zero3", "offload": "stream", "processes": 2}, "stream goes with backend single, got `zero3`"),
-        ({"backend": "ddp", "offload": {"parameters": "stream"}, "processes": 2}, "stream goes with backend single"),
-        ({"offload": "cpu"}, "choose zero1-3 or fsdp2, or `stream`"),
+        (
+            {"backend": "zero3", "offload": "stream", "processes": 2},
+            "`stream` for the parameters goes with backend single, got `zero3`",
+        ),
+        (
+            {"backend": "ddp", "offload": {"parameters": "stream"}, "processes": 2},
+            "`stream` for the parameters goes with backend single",
+        ),
+        ({"offload": "cpu"}, "`cpu` for the optimizer goes with backend zero1, zero2, zero3 or fsdp2, got `single`"),
         ({"offload": {"optimizer": "stream"}}, "offload"),
         ({"backend": "auto", "offload": "stream"}, "goes with a backend that is named"),
     ],

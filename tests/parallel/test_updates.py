@@ -18,13 +18,13 @@ from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.dropout import use_token_keys
 from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer, learning_rate, set_rate
-from lorakit.parallel.seeds import dropout_keys
+from lorakit.parallel.engine import dropout_keys
+from lorakit.parallel.optimizer import build_optimizer, set_rate
 from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, load_recipe
 from lorakit.recipe.schema import count_warmup_steps
 from lorakit.training import updates
-from lorakit.training.updates import rate_note, rate_of, step_notes
+from lorakit.training.updates import learning_rate, rate_note, rate_of, step_notes
 from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ class PipelineAxis(Axis):
         model: Any = loss_model.model
         width = model.config.get_text_config().hidden_size
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-        groups = (self.group.device_group, self.mesh.upstream.device_group)
+        groups = (self.group.device_group, self.mesh.pipeline_backward.device_group)
         link = StageLink(self.group.rank, self.group.size, width, dtype, self.device, *groups)
         self.stage = self.world.run_on_all(lambda: cut_stage(model, link, label_share))
         StageLossModel.of(loss_model, self.stage)

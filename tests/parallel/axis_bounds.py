@@ -1,11 +1,11 @@
-"""The least and the most that a rank sends along each axis in a step, read from its part of the model.
+"""The least and the most that a rank sends along each axis in a step, read from its part of the model, for tests.
 
 They differ, because the first layer that is trained needs gradients in some of its parts alone, methods differ in what
 goes along with a gradient, and parts are padded to one size.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,7 @@ from lorakit.lora import LoraLinear, adapter_tensors
 from lorakit.lora.inject import adapted_layers
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axes import Axes
+from lorakit.parallel.engine import Engine
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.messages import (
     ByKind,
@@ -36,6 +37,31 @@ Bounds = tuple[ByKind, ByKind]
 """the least and the most of each kind"""
 SMALL: Final = {kind: Messages(math.inf, 65536) for kind in ("all_gather", "all_reduce", "broadcast")}
 """losses, norms and flags, which go along an axis that has all ranks"""
+
+
+def message_problems(engine: Engine) -> list[str]:
+    """Return the differences between the messages that a rank has counted in a step and those that its axes need."""
+    layout = engine.layout()
+    if not layout["counted_step"]:  # a single process, or a single step
+        return []
+    bounds = expected_messages(engine._loss_model, engine.axes, engine.mesh, *layout["counted_step"].values())
+    problems = [f"messages among ranks {ranks}, which are no axis" for ranks in layout["groups_of_no_axis"]]
+    for axis, (least, most) in bounds.items():
+        problems += differences(axis, least, most, layout["collectives_by_axis"].get(axis, {}))
+    return problems
+
+
+def differences(axis: str, least: ByKind, most: ByKind, sent: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Yield a line for each kind of message along an axis that is not within its bounds."""
+    none = Messages(0, 0)
+    for kind in sorted({*most, *sent}):
+        low, high = least.get(kind, none), most.get(kind, none)
+        calls, num_bytes = (sent.get(kind, {}).get(key, 0) for key in ("calls", "bytes"))
+        if not (low.calls <= calls <= high.calls and low.num_bytes <= num_bytes <= high.num_bytes):
+            yield (
+                f"along {axis}: {calls} {kind} of {num_bytes} bytes, not {low.calls:g} to {high.calls:g} of"
+                f" {low.num_bytes:g} to {high.num_bytes:g}"
+            )
 
 
 def expected_messages(

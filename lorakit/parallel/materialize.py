@@ -1,4 +1,4 @@
-"""Fill the part of a model that stays in a process's memory, for engines that build the base on meta."""
+"""Allocate and read the part of a model that stays in memory, for engines that build the base on meta."""
 
 from collections.abc import Container
 
@@ -9,7 +9,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
 
 
-def fill_resident(
+def materialize_resident(
     loss_model: LossModel, weights: LazyBase, device: torch.device, streamed: Container[int] = ()
 ) -> None:
     """Allocate and read every parameter on meta that is not streamed, and move the others to the device.

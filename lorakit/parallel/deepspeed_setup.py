@@ -1,14 +1,21 @@
-"""Make DeepSpeed's configuration from a recipe, and merge the recipe's own `parallel.deepspeed` keys into it.
+"""Set DeepSpeed up: its configuration from a recipe, and what it needs on this machine.
 
-Every value that changes the result is set here, because DeepSpeed's and accelerate's defaults would change it.
+Every value that changes the result is set here, because DeepSpeed's and accelerate's defaults would change it. A
+missing requirement is an error here, with its remedy, and never a hang or a traceback later.
 """
 
+import importlib.util
+import os
+import sys
+from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import RecipeError
+import torch
+
+from lorakit.errors import RecipeError, RunError
+from lorakit.parallel._internals import forbid_operation
 from lorakit.recipe import ParallelSection
 
-STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}
 MEGABYTE: Final = 1_000_000
 BYTES_PER_VALUE: Final = 4  # gradients are float32
 
@@ -19,7 +26,8 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
     Raises:
         RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
     """
-    stage, offloads = STAGES[parallel.backend], parallel.offloads
+    stage = parallel.facts.zero_stage
+    offloads = parallel.offloads
     bucket = max(1, round(parallel.bucket_mb * MEGABYTE / BYTES_PER_VALUE))
     zero: dict[str, Any] = {
         "stage": stage,
@@ -101,3 +109,71 @@ def _offload(device: str, parallel: ParallelSection) -> dict[str, Any]:
     if device == "nvme":
         section["nvme_path"] = parallel.nvme_path
     return section
+
+
+def deepspeed_is_installed() -> bool:
+    """True if DeepSpeed can be imported; nothing is imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def check_deepspeed(parallel: ParallelSection) -> None:
+    """Raise an error unless DeepSpeed can run this recipe here.
+
+    Raises:
+        RunError: not installed; a compile left its lock; or nvme offload lacks its folder or libaio.
+        RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
+    """
+    deepspeed_config(parallel, parallel.processes)
+    if not deepspeed_is_installed():
+        raise RunError(
+            f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
+            " fsdp2, which need nothing more"
+        )
+    if parallel.nvme_path is not None:
+        _check_compile_lock()
+        _check_nvme(Path(parallel.nvme_path))
+
+
+def extensions_folder() -> Path:
+    """Return the folder of torch's compiled extensions, DeepSpeed's among them. The folder need not exist."""
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from torch.utils.cpp_extension import get_default_build_root
+
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return Path(get_default_build_root()) / f"{python}_{kind}"
+
+
+def disable_shm_comm() -> None:
+    """Stop DeepSpeed from compiling its collectives through shared memory, which only its inference calls."""
+    forbid_operation("deepspeed_shm_comm")
+
+
+def _check_compile_lock() -> None:
+    """Raise RunError if the lock of an earlier compile is there: torch would wait for its end, for ever if it is dead.
+
+    Only nvme offload compiles anything, async_io, and no process of this run has begun to.
+    """
+    lock = extensions_folder() / "async_io" / "lock"
+    if lock.exists():
+        raise RunError(
+            f"{lock}: another run compiles DeepSpeed's async_io, or such a compile was cut off and left this lock, for"
+            f" which every later run would wait for ever. If no other run is starting, remove it: rm {lock}"
+        )
+
+
+def _check_nvme(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise RunError(f"parallel.nvme_path: {folder}: {problem.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise RunError(f"parallel.nvme_path: {folder} cannot be written")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise RunError(
+            "parallel.offload: nvme needs libaio and a C++ compiler (Debian: apt-get install libaio-dev g++);"
+            " offload: cpu needs neither"
+        )

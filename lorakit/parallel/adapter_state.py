@@ -1,0 +1,162 @@
+"""The state that training updates: one adapter's tensors with their optimizer, clipping norm, loss scale and step.
+
+An engine reads the tensors from here and never searches the model for them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from lorakit.parallel.optimizer import set_rate
+
+BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+# the words are those of torch.amp.GradScaler
+INITIAL_SCALE: Final = 2.0**16
+MIN_SCALE: Final = 2.0**-14
+MAX_SCALE: Final = 2.0**24
+GROWTH_INTERVAL: Final = 1000  # steps without an overflow before the scale is doubled
+LOSS_SCALE_KEY: Final = "loss_scale"  # in a checkpoint's optimizer state
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of an optimizer step, the same for the full run.
+
+    max_grad_norm: None means no clipping. learning_rate: maps a step, counted from 0, to its rate. scales_loss: True
+    for float16, whose small gradients would underflow unless the loss is scaled. label_share: share of the rows' tokens
+    that have a label, by which a pipeline's stages are cut.
+    """
+
+    seed: int
+    max_grad_norm: float | None
+    learning_rate: Callable[[int], float]
+    scales_loss: bool = False
+    label_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Full tensors on the CPU, so independent of backend and number of processes. The frozen base is never among them.
+
+    adapter: by tensor name, float32. optimizer: as `<tensor name>.<part>`.
+    """
+
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+
+@final
+class LossScale:
+    """The factor S of a float16 run's loss, so that small gradients do not underflow. If not `dynamic`, S is always 1.
+
+    After an overflow the same step runs once more with half the scale. Other trainers skip the step's rows instead.
+    """
+
+    def __init__(self, dynamic: bool) -> None:
+        self.dynamic = dynamic
+        self.value = INITIAL_SCALE if dynamic else 1.0
+        self._good_steps = 0
+
+    def back_off(self) -> bool:
+        """Halve the scale after an overflow. False if the scale is fixed or already the smallest."""
+        if not self.dynamic or self.value <= MIN_SCALE:
+            return False
+        self.value /= 2
+        self._good_steps = 0
+        return True
+
+    def record_good_step(self) -> None:
+        """Count a step without overflow, and double the scale after GROWTH_INTERVAL of them."""
+        self._good_steps += 1
+        if self.dynamic and self._good_steps >= GROWTH_INTERVAL and self.value < MAX_SCALE:
+            self.value *= 2
+            self._good_steps = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors to save in a checkpoint. Empty if the scale is fixed."""
+        if not self.dynamic:
+            return {}
+        return {LOSS_SCALE_KEY: torch.tensor([self.value, self._good_steps], dtype=torch.float32)}
+
+    def restore(self, state: Tensor) -> None:
+        """Load [scale, steps since its last change] from a checkpoint, unless the scale is fixed."""
+        if self.dynamic:
+            self.value = float(state[0])
+            self._good_steps = int(state[1])
+
+
+@final
+@dataclass
+class AdapterState:
+    """One adapter on an engine.
+
+    tensors: name -> tensor that learns, of this rank's layers; a shard where the engine shards. fixed: tensors of the
+    adapter that do not learn (LoRA-FA's A). step: updates so far, which is the index of the step under way.
+    without_gradient: names of the tensors that have had no gradient in any step.
+    """
+
+    tensors: Mapping[str, nn.Parameter]
+    fixed: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    settings: StepSettings
+    scale: LossScale
+    step: int = 0
+    without_gradient: set[str] = field(init=False)
+    saved: Mapping[str, nn.Parameter] = field(init=False)
+    """the tensors that checkpoints and patches hold"""
+
+    def __post_init__(self) -> None:
+        self.without_gradient = set(self.tensors)
+        self.saved = {**self.tensors, **self.fixed}
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the tensors that have one."""
+        return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale."""
+        if self.scale.dynamic:
+            for gradient in self.gradients():
+                gradient.div_(self.scale.value)
+
+    def record_gradient(self, names: Iterable[str]) -> None:
+        """Note that these tensors have had a gradient."""
+        self.without_gradient -= set(names)
+
+    def update(self, norm: float, rate: float) -> None:
+        """Clip the gradients, whose norm over all ranks is given, update the tensors, and free the gradients.
+
+        A norm that is not finite updates nothing.
+        """
+        self.record_gradient(name for name, tensor in self.tensors.items() if tensor.grad is not None)
+        if math.isfinite(norm):
+            limit = self.settings.max_grad_norm
+            if limit is not None:
+                clip_grads_with_norm_(self.tensors.values(), limit, torch.tensor(norm))
+            set_rate(self.optimizer.param_groups, rate)
+            self.optimizer.step()
+            self.step += 1
+        self.optimizer.zero_grad()
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Return a float32 copy in host memory."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def state_to_cpu(value: Any) -> Tensor:
+    """Return a value of an optimizer's state as a tensor in host memory: floats in float32, others in their dtype."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value)
+    return to_cpu(value) if value.is_floating_point() else value.detach().to("cpu", copy=True)
+
+
+def state_to_device(value: Tensor, device: torch.device) -> Tensor | int:
+    """Undo `state_to_cpu`: a scalar int64 becomes an int, because bitsandbytes counts its steps in Python ints."""
+    return int(value) if value.dtype is torch.int64 and value.dim() == 0 else value.to(device, copy=True)

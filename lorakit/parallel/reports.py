@@ -1,0 +1,50 @@
+"""The numbers that an engine reports of a step or of held-out rows, over all ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of one optimizer step, over all ranks.
+
+    loss: of the objective; for `sft` the mean per label token. grad_norm: 2-norm of the adapter's gradient before
+    clipping. metrics: the objective's own, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_label_tokens: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The numbers of a step's forward and backward passes, over all ranks."""
+
+    loss: float
+    num_tokens: int
+    num_label_tokens: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The objective's loss and metrics of some micro-batches, over all ranks."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    by_source: Mapping[str, "LossReport"] = field(default_factory=dict)
+    """name of a source of held-out rows -> loss and metrics of its rows"""
+
+
+class NonFiniteStep(Exception):
+    """The loss or the gradient of a step is not finite, and nothing was updated. `rows`: the rows to suspect."""
+
+    def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
+        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
+        self.loss = loss
+        self.grad_norm = grad_norm
+        self.rows = rows

@@ -1,0 +1,146 @@
+"""A run's own checks at real sizes: one process with the view of rank k of n, through torch's fake process group.
+
+Shapes, shards and bytes are those of Llama-3-8B's layers; values are zeros, because nothing arrives from other ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lorakit.backends import BACKENDS
+from lorakit.data.batch import Batch
+from lorakit.errors import RunError
+from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel import Group, StepSettings
+from lorakit.parallel.ddp import DdpEngine
+from lorakit.parallel.fsdp2 import Fsdp2Engine
+from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.single import SingleEngine
+from lorakit.parallel.verify import ExpectedLayout, verify_layout
+from lorakit.recipe import ParallelSection
+
+CPU = torch.device("cpu")
+ATTENTION = ("q_proj", "v_proj")
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYER_OF_LLAMA_3_8B = LlamaConfig(
+    vocab_size=512, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
+    num_key_value_heads=8, tie_word_embeddings=False,
+)  # fmt: skip
+TWO_TOKENS = Batch(
+    torch.tensor([[1, 2]]), torch.tensor([[2, -100]]), torch.tensor([[0, 1]]), None, (0,), 2, 1, row_lengths=(2,)
+)
+
+
+SIZES = {
+    "q_proj": (4096, 4096), "k_proj": (4096, 1024), "v_proj": (4096, 1024), "o_proj": (4096, 4096),
+    "gate_proj": (4096, 14336), "up_proj": (4096, 14336), "down_proj": (14336, 4096),
+}  # fmt: skip
+"""targets -> (columns of A, rows of B)"""
+
+
+class Zeros:
+    """The weights of a base that is nowhere."""
+
+    def fill(self, name: str, start: int, out: Tensor) -> None:
+        out.zero_()
+
+    def read_weight(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+@contextmanager
+def one_of(num_ranks: int, rank: int) -> Iterator[tuple[Group, Mesh]]:
+    """Give this process the group and mesh of one rank. What it sends goes nowhere, and it receives nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        group = Group(rank, num_ranks)
+        yield group, Mesh(data=group, replicas=group, grid=torch.arange(num_ranks).view(-1, 1, 1, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+def adapted_llama(r: int, targets: tuple[str, ...]) -> nn.Module:
+    """One layer of Llama-3-8B, on meta, with an adapter."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LAYER_OF_LLAMA_3_8B).to(torch.bfloat16).requires_grad_(False)
+    for name in ("inv_freq", "original_inv_freq"):
+        setattr(model.model.rotary_emb, name, torch.ones(64))
+    spec = AdapterSpec(rank=r, alpha=1.0, targets=targets)
+    attach(model, find_targets(model, spec), spec, 0, None)
+    return model
+
+
+def layout_after_a_step(engine: SingleEngine, r: int, targets: tuple[str, ...] = ATTENTION) -> dict[str, Any]:
+    """Take one step, which verifies the engine before and after, and return what the rank stores then."""
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    loss_model = LossModel(adapted_llama(r, targets))
+    engine.prepare(loss_model, optimizer, StepSettings(0, 1.0, lambda step: 0.01), Zeros())
+    engine.step(0, [TWO_TOKENS])
+    return engine.layout()
+
+
+def assert_accepted(num_ranks: int, rank: int, r: int, targets: tuple[str, ...]) -> None:
+    with one_of(num_ranks, rank) as (group, mesh):
+        engine = Fsdp2Engine(ParallelSection(backend="fsdp2", processes=num_ranks), CPU, group, mesh)
+        layout = layout_after_a_step(engine, r, targets)
+    num_tensors = 2 * len(targets)
+    assert layout["backend"] == "fsdp2"
+    assert layout["optimizer_bytes"] == 2 * layout["adapter_bytes"] + 4 * num_tensors
+    # the ranks divide the columns of every A and the rows of every B, so nothing is padded
+    assert layout["adapter_bytes"] * num_ranks == sum(4 * r * sum(SIZES[name]) for name in targets)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "r", "targets"),
+    [(8, 0, 2, ATTENTION), (16, 15, 8, ATTENTION), (64, 0, 4, ALL_LINEAR), (256, 255, 8, ATTENTION)],
+)
+def test_fsdp2_is_accepted_with_many_ranks_for_r(num_ranks: int, rank: int, r: int, targets: tuple[str, ...]) -> None:
+    """FSDP2 pads the rows of a tensor to the number of ranks: A of r 8 on 256 ranks would be 32 times as large."""
+    assert_accepted(num_ranks, rank, r, targets)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_ranks", [8, 16, 64, 256])
+@pytest.mark.parametrize("targets", [ATTENTION, ALL_LINEAR])
+def test_fsdp2_is_accepted_for_every_r_and_number_of_ranks(num_ranks: int, targets: tuple[str, ...]) -> None:
+    for rank, r in product((0, num_ranks - 1), (1, 2, 4, 8, 16, 32, 64)):
+        assert_accepted(num_ranks, rank, r, targets)
+
+
+@pytest.mark.parametrize("requested", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
+    """By its name, as accelerate returns it for DeepSpeed, and where it had the other's name, by its bytes."""
+    with one_of(16, 3) as (group, mesh):
+        layout = layout_after_a_step(DdpEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh), 8)
+        with pytest.raises(RunError, match=f"requests {requested} with 16 processes, .* it runs as ddp"):
+            layout_after_a_step(DdpEngine(ParallelSection(backend=requested, processes=16), CPU, group, mesh), 8)
+    shards = [8 * columns // 16 for name in ATTENTION for columns in SIZES[name]]
+    shards_base = BACKENDS[requested].shards_base
+    expected = ExpectedLayout(requested, 16, layout["base_bytes"] // (16 if shards_base else 1), shards)
+
+    with pytest.raises(RunError) as caught:
+        verify_layout(expected, {**layout, "backend": requested})
+
+    assert "851,984 bytes of optimizer state, 53,264 would be its part" in str(caught.value)
+    assert ("bytes of the base" in str(caught.value)) == shards_base
+
+
+def test_ddp_sends_the_adapters_gradients_in_one_message() -> None:
+    with one_of(16, 3) as (group, mesh):
+        layout = layout_after_a_step(DdpEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh), 8)
+    counts = {"calls": 3, "bytes": layout["adapter_bytes"]}  # of tokens, of gradients, of losses
+    sent = layout["collectives_of_a_step"]
+    assert list(sent) == ["all_reduce"]
+    assert sent["all_reduce"]["calls"] == counts["calls"]
+    assert counts["bytes"] < sent["all_reduce"]["bytes"] < counts["bytes"] + 128
