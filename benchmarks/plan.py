@@ -1,6 +1,7 @@
 """What `lorakit plan` predicts beside what runs take: peak memory of a process, on CPUs.
 
     python -m benchmarks.plan [--only fsdp2] [--keep]
+    python -m benchmarks.plan --process               # the constants of a process in lorakit/planning/memory.py
 
 Every run is a whole `lorakit train` of 200 steps in processes of its own, on the built-in base or a random Llama, with
 rows of varied lengths, because in 16 bits memory grows with the number of shapes. Measured is the most that any of them
@@ -8,6 +9,7 @@ held (VmHWM), predicted is the plan made before it from config, headers and rows
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -125,6 +127,47 @@ def run(recipe: Path) -> list[int]:
     return [rank["peak_memory_bytes"] for rank in (record["engine"], *record["ranks"])]
 
 
+def measure_process(dtype: str) -> dict[str, int]:
+    """Resident bytes of this process after a step with the built-in base, and what optional packages add to them."""
+    from lorakit.launch.kernel_caches import limit_kernel_caches
+
+    num_kernels = limit_kernel_caches()  # before the first product
+    import lorakit.training.loop  # noqa: F401 - what a run imports
+    from lorakit.base.find import find_base
+    from lorakit.base.load import load_base, load_tokenizer
+    from lorakit.data.batch import Batch
+    from lorakit.files.dtypes import MODEL_DTYPES
+    from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+    from lorakit.objectives.cross_entropy import LossModel, token_scores
+    from lorakit.ops.fuse import fuse_model
+    from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.run.process_memory import rss_bytes
+
+    folder = find_base("builtin:tiny")
+    tokenizer = load_tokenizer(folder)
+    model = load_base(folder, MODEL_DTYPES[dtype], torch.device("cpu"))
+    attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
+    fuse_model(model)
+    optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    positions = torch.arange(128).repeat(2)[None]
+    ids = torch.ones_like(positions)
+    token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), 256, 256)).losses.sum().backward()
+    optimizer.step()
+    # as a run of many steps: more shapes of products than the matrix library stores kernels of
+    weight = torch.ones(64, 64, dtype=MODEL_DTYPES[dtype])
+    for num_rows in range(1, 2 * num_kernels):
+        _ = torch.ones(num_rows, 64, dtype=weight.dtype) @ weight
+    # the matrix library allocates its buffers for larger products only, and never frees them
+    _ = torch.ones(256, 1024, dtype=weight.dtype) @ torch.ones(1024, 1024, dtype=weight.dtype)
+    measured = {"plain": rss_bytes()}
+    for package in ("bitsandbytes", "deepspeed"):
+        before = rss_bytes()
+        importlib.import_module(package)
+        measured[package] = rss_bytes() - before
+    del tokenizer
+    return measured
+
+
 def measure(case: Case) -> dict[str, Any]:
     """A plan, then the run it is of."""
     from lorakit.planning import make_plan as plan_of
@@ -135,7 +178,7 @@ def measure(case: Case) -> dict[str, Any]:
     folder.mkdir()
     recipe = make_recipe(case, folder)
     plan = plan_of(load_recipe(recipe))
-    way = next(row.candidate for row in plan.advice.backends if row.candidate.backend == case.backend)
+    way = next(candidate for candidate in plan.advice.backends if candidate.backend == case.backend)
     began = time.perf_counter()
     peaks = run(recipe)
     return {
@@ -174,7 +217,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="cases whose name holds this")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/")
+    parser.add_argument(
+        "--process", metavar="DTYPE", nargs="?", const="all", help="the bytes of a process without base"
+    )
     options = parser.parse_args()
+    if options.process == "all":
+        for dtype in ("float32", "bfloat16"):  # each in a process of its own
+            subprocess.run(python("-m", "benchmarks.plan", "--process", dtype), check=True)
+        return
+    if options.process is not None:
+        print(options.process, measure_process(options.process))
+        return
     found = []
     for case in (Case(*fields) for fields in CASES):
         if options.only is None or options.only in case.name():

@@ -5,7 +5,7 @@ masks would depend on how rows are packed and cut into micro-batches. Noise on t
 kind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -37,7 +37,7 @@ def disable_dropout(model: nn.Module) -> dict[str, float]:
     return rates or hard_coded
 
 
-def dropout_notes(rates: dict[str, float]) -> tuple[str, ...]:
+def dropout_notes(rates: Mapping[str, float]) -> tuple[str, ...]:
     """Return what to tell the user about the result of ``disable_dropout``: at most one sentence."""
     if not rates:
         return ()

@@ -1,27 +1,97 @@
-"""Quantise the layers of a model on meta without any weights, as a run would: for plans and checks.
+"""Build the base of a recipe with its adapter on meta, as a run would: for `check`, `plan` and the start of `train`.
 
-Invariant: the same layers become ``QuantLinear`` as in ``load_quantized``, so that sizes and allocations are a run's.
+Invariant: the same layers are quantised, adapted and fused as in a run, so that refusals, sizes and allocations are a
+run's. No weight is read.
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lorakit.base.quantized import QuantConfig, layers_to_quantize, linear_layers, quant_config, replace_with_quantized
-from lorakit.lora.targets import embedding_and_head
+from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.dropout import disable_dropout
+from lorakit.base.find import find_tokenizer
+from lorakit.base.load import load_skeleton
+from lorakit.base.quantized import (
+    QuantConfig,
+    count_parameters,
+    layers_to_quantize,
+    linear_layers,
+    quant_config,
+    replace_with_quantized,
+)
+from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.lora.coverage import Coverage, coverage_of
+from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.lora.targets import Target, embedding_and_head
+from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizationInfo, QuantScheme, code_tables
 from lorakit.quant.files import quantization_config
-from lorakit.recipe import BaseSection
+from lorakit.recipe import AdapterSection, BaseSection
 
 META: Final = torch.device("meta")
 FOUR_BIT_WORK_BYTES: Final = 64  # for each of the PIECE_ELEMENTS values that are quantised at a time
 INT8_WORK_BYTES: Final = 10  # for each value: one float16, and two products in float32
 
 
-def quantize_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+@dataclass(frozen=True)
+class AdaptedSkeleton:
+    """A base on meta with an untrained adapter.
+
+    num_parameters: of the base. num_targets: layers and experts with an adapter, of which `targets` are the layers.
+    dropout: the base's own settings that were switched off, name -> rate. fused: the parts that would run fused.
+    """
+
+    model: nn.Module
+    spec: AdapterSpec
+    targets: Sequence[Target]
+    num_targets: int
+    coverage: Coverage
+    num_parameters: int
+    dropout: Mapping[str, float]
+    fused: FuseReport
+
+
+def adapted_skeleton(
+    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32
+) -> AdaptedSkeleton:
+    """Build the base in a folder on meta with the adapter of a recipe: quantised, adapted, its parts fused.
+
+    Raises:
+        BaseModelError: no config, an architecture unknown to transformers, or an unsupported quantisation.
+        TargetError: the adapter does not fit the base.
+    """
+    spec = adapter_spec(adapter, find_tokenizer(base.tokenizer, folder))
+    model = load_skeleton(folder)
+    dropout = disable_dropout(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    _quantize(model, base, folder, dtype)
+    targets = find_targets(model, spec)
+    experts = find_extra_targets(model, spec, targets).experts
+    # before `attach`, which adds parameters that are not the base's
+    coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
+    num_parameters = count_parameters(model)
+    with torch.device("meta"):
+        attach(model, targets, spec, seed=0)
+    fused = fuse_model(model)
+    return AdaptedSkeleton(model, spec, targets, len(targets) + len(experts), coverage, num_parameters, dropout, fused)
+
+
+def quantizing_bytes(weight: QuantizationInfo) -> int:
+    """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
+    size = weight.shape[0] * weight.shape[1]
+    four_bits = weight.scheme.name in FOUR_BITS
+    working = FOUR_BIT_WORK_BYTES * min(size, PIECE_ELEMENTS) if four_bits else INT8_WORK_BYTES * size
+    return size * weight.dtype.itemsize + working + weight.scheme.num_bytes(*weight.shape)
+
+
+def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
     """Replace the layers that a run would quantise, by the base's config.json or else by the recipe.
 
     Raises:
@@ -35,14 +105,6 @@ def quantize_skeleton(model: nn.Module, section: BaseSection, folder: Path, dtyp
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():
             replace_with_quantized(model, name, weight)
     return model
-
-
-def quantizing_bytes(weight: QuantizationInfo) -> int:
-    """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
-    size = weight.shape[0] * weight.shape[1]
-    four_bits = weight.scheme.name in FOUR_BITS
-    working = FOUR_BIT_WORK_BYTES * min(size, PIECE_ELEMENTS) if four_bits else INT8_WORK_BYTES * size
-    return size * weight.dtype.itemsize + working + weight.scheme.num_bytes(*weight.shape)
 
 
 def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:

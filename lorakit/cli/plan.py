@@ -10,14 +10,16 @@ from lorakit.errors import LorakitError, RunError
 
 def add_plan_command(add_command: AddCommand) -> None:
     """Add `plan`."""
-    plan = add_command("plan", _plan, "show the memory a recipe needs with every backend, what fits, what to change")
+    plan = add_command(
+        "plan", _plan, "show the memory a recipe needs with every backend, the simplest that fits, what to change"
+    )
     add_recipe_arguments(plan)
     plan.add_argument("--gpu", metavar="NAME", help="plan for machines with this GPU, such as H200 (default: this one)")
     plan.add_argument(
         "--gpu-memory-gb",
         type=positive_int,
         metavar="N",
-        help="plan for GPUs of this memory; speed is assumed (with --gpu: speed is that GPU's)",
+        help="plan for GPUs of this memory (with --gpu: instead of that GPU's)",
     )
     plan.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs in each machine (with --gpu; default 1)")
     plan.add_argument("--nodes", type=positive_int, metavar="N", help="machines (with --gpu; default 1)")
@@ -44,10 +46,9 @@ def _plan(options: argparse.Namespace) -> int:
 
     machine = None
     if described:
-        host, memory = (
-            None if size is None else size * 1_000_000_000 for size in (options.host_memory_gb, options.gpu_memory_gb)
-        )
-        machine = machine_with_gpu(options.gpu, options.gpus or 1, options.nodes or 1, host, memory)
+        host_memory = _bytes(options.host_memory_gb)
+        gpu_memory = _bytes(options.gpu_memory_gb)
+        machine = machine_with_gpu(options.gpu, options.gpus or 1, options.nodes or 1, host_memory, gpu_memory)
     plan = make_plan(recipe, machine)
     print(plan.text)
     if options.json is not None:
@@ -55,3 +56,7 @@ def _plan(options: argparse.Namespace) -> int:
     if plan.refusal is not None:
         raise RunError(plan.refusal)
     return 0
+
+
+def _bytes(gigabytes: int | None) -> int | None:
+    return None if gigabytes is None else gigabytes * 1_000_000_000

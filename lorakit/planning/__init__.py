@@ -1,4 +1,4 @@
-"""The memory and time of a recipe before it is run: per process, by category, for every backend, with advice."""
+"""The memory of a recipe before it is run: per process, by category, for every backend, with advice."""
 
 from lorakit.planning.auto import Choice, resolve_auto
 from lorakit.planning.machine import Machine, detect_machine, machine_with_gpu

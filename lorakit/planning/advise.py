@@ -1,95 +1,68 @@
-"""Compare the candidates of a recipe: which fit, which is fastest and why, and which cheapest change makes one fit."""
+"""Choose among the candidates of a recipe: the simplest that fits, in a fixed order, or the change that makes one fit.
+
+The order is that of BACKENDS, then layouts with axes: the fewest axes, the fewest processes along them, then by AXES.
+"""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from lorakit.planning.backends import LAYOUTS, SIMPLEST_FIRST, offloads_of, sharing_weights
+from lorakit.base.skeleton import adapted_skeleton
+from lorakit.errors import RunError
+from lorakit.parallel.axes import check_axes
+from lorakit.planning.backends import BACKENDS, offloads_of, why_refused
 from lorakit.planning.estimate import Candidate, Changes, Estimator
-from lorakit.planning.gpus import GB
-from lorakit.planning.layouts import layouts, sharing_backends
-from lorakit.planning.sharding import adapter_bytes, base_bytes
-from lorakit.planning.stages import num_stages
+from lorakit.recipe.parallel import NEIGHBOURS
 
-EQUALLY_FAST: Final = 1.03
-"""Step times within this factor count as equal, because estimates are no better; the simplest backend then wins."""
+AXES: Final = ("sequence", "pipeline", "tensor")
+"""Simplest first: `sequence` leaves the model as it is, `pipeline` sends between stages, `tensor` in every layer."""
 RECOMPUTE: Final[Changes] = {"train.activation_checkpointing": "layers"}
 MAX_PROCESSES: Final = 4096  # the search for more processes ends here
 
 
 @dataclass(frozen=True)
-class BackendEstimate:
-    """A backend with the recipe as written, and the cheapest change with which it fits."""
-
-    candidate: Candidate
-    cheapest_change: Candidate | None
-    """None if the candidate fits, if its package is missing, or if no change helps."""
-
-
-@dataclass(frozen=True)
 class Advice:
-    """The estimates of all backends and the recommended candidate."""
+    """The estimates of a recipe and the recommended candidate."""
 
-    backends: tuple[BackendEstimate, ...]
+    backends: tuple[Candidate, ...]
+    """All backends with the recipe as written."""
     best: Candidate | None
-    """None if nothing fits as the recipe is written. With backend `auto` it may have axes besides."""
-    why: str
-    cheapest: Candidate | None
-    """If nothing fits: the fastest changed candidate that does."""
+    """The simplest that fits; None if nothing fits as the recipe is written. With backend `auto` it may have axes."""
+    change: Candidate | None = None
+    """If nothing fits: the first changed candidate that does."""
     layouts: tuple[Candidate, ...] = ()
-    """With axes besides `data`, for a recipe that names none."""
+    """The layouts with axes that were tried, because no backend alone fits."""
+    refused_axes: Mapping[str, str] = field(default_factory=dict)
+    """Axis -> why recipe or base refuse it, if layouts were tried."""
 
 
 def advise(estimator: Estimator) -> Advice:
     """Estimate every backend and recommend one."""
-    num_processes = estimator.num_processes
-    estimates = []
-    for backend in estimator.backends:
-        candidate = as_written(estimator, backend, num_processes)
-        change = None if candidate.fits or candidate.missing_package else cheapest_change(estimator, candidate)
-        estimates.append(BackendEstimate(candidate, change))
-    candidates = [estimate.candidate for estimate in estimates]
-    best = fastest([c for c in candidates if c.can_run and _has_requested_processes(c, num_processes)])
-    with_layouts = with_axes(estimator, num_processes, search=best is None)
+    backends = tuple(as_written(estimator, name, estimator.num_processes) for name in _backends(estimator))
+    requested = [candidate for candidate in backends if candidate.num_processes == estimator.num_processes]
+    best = next((candidate for candidate in requested if candidate.can_run), None)
     if best is not None:
-        why = reason(estimator, best, candidates) + alone_is_faster(best, candidates)
-        return Advice(tuple(estimates), best, why, None, with_layouts)
-    with_layout = fastest([layout for layout in with_layouts if layout.can_run])
-    if with_layout is not None and estimator.recipe.parallel.is_auto:
-        return Advice(tuple(estimates), with_layout, layout_reason(with_layout, candidates), None, with_layouts)
-    changes = [estimate.cheapest_change for estimate in estimates if estimate.cheapest_change is not None]
-    changes = [change for change in changes if _has_requested_processes(change, num_processes)]
-    cheapest = fastest(changes if with_layout is None else [*changes, with_layout])
-    return Advice(tuple(estimates), None, "", cheapest or more_processes(estimator, num_processes), with_layouts)
-
-
-def with_axes(estimator: Estimator, num_processes: int, *, search: bool) -> tuple[Candidate, ...]:
-    """Estimate the layouts with one axis besides `data`; none for a recipe that names axes itself.
-
-    search: as long as nothing fits, also those with two axes, then three, because each axis makes a run send more.
-    """
-    parallel = estimator.recipe.parallel
-    if num_processes == 1 or max(parallel.axes.values()) > 1 or parallel.offload != "none":
-        return ()
-    (allowed, heads), local = estimator.allowed(), max(1, num_processes // estimator.machine.nodes)
-    tried: list[Candidate] = []
-    for num_axes in (1, 2, 3):
-        for sizes in layouts(allowed.sizes, num_axes, num_processes, local, heads):
-            changes = {f"parallel.{axis}": size for axis, size in sizes.items()}
-            for backend in sharing_backends(estimator.recipe, sizes, num_processes):
-                tried.append(as_written(estimator, backend, num_processes, changes))
-        if not search or any(candidate.can_run for candidate in tried):
-            break
-    return tuple(tried)
+        return Advice(backends, best)
+    is_auto = estimator.recipe.parallel.is_auto
+    change = None if is_auto else _first_change(estimator, requested)
+    if change is not None:
+        return Advice(backends, None, change)
+    layouts, refused = _try_layouts(estimator)
+    fitting = next((layout for layout in layouts if layout.can_run), None)
+    if fitting is not None and is_auto:
+        return Advice(backends, fitting, None, layouts, refused)
+    change = fitting or (_first_change(estimator, requested) if is_auto else None) or _more_processes(estimator)
+    return Advice(backends, None, change, layouts, refused)
 
 
 def as_written(
     estimator: Estimator, backend: str, num_processes: int, changes: Changes = MappingProxyType({})
 ) -> Candidate:
     """Estimate the recipe with this backend. `activation_checkpointing: auto` recomputes only if that makes it fit."""
-    count = 1 if LAYOUTS[backend].single_process else num_processes
+    count = 1 if BACKENDS[backend].single_process else num_processes
     if estimator.recipe.train.activation_checkpointing != "auto":
         return estimator.estimate(backend, count, changes)
     saving_all = estimator.estimate(backend, count, {**changes, "train.activation_checkpointing": "none"})
@@ -99,139 +72,135 @@ def as_written(
     return recomputing if recomputing.fits else saving_all
 
 
-def fastest(candidates: list[Candidate]) -> Candidate | None:
-    """Return the candidate with the shortest step; None if there are no candidates.
+def _backends(estimator: Estimator) -> list[str]:
+    return [name for name in BACKENDS if name not in estimator.refusals]
 
-    Among equally fast ones the fewest changes win, then the simplest backend.
+
+def _first_change(estimator: Estimator, requested: list[Candidate]) -> Candidate | None:
+    """Return the first combination of changes with which a backend fits, and the simplest such backend.
+
+    No change alters the trained result but another dtype, which is tried last.
     """
-    if not candidates:
-        return None
-    shortest = min(candidate.step.total for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.step.total <= EQUALLY_FAST * shortest]
-    return min(near, key=lambda candidate: (len(candidate.changes), SIMPLEST_FIRST.index(candidate.backend)))
-
-
-def cheapest_change(estimator: Estimator, candidate: Candidate) -> Candidate | None:
-    """Return the fastest candidate that fits with the same backend and some changes; None if no change helps."""
-    backend, num_processes = candidate.backend, candidate.num_processes
-    for dtype in _dtypes(estimator):  # another dtype changes the computed numbers: only when nothing else helps
-        changed = [
-            estimator.estimate(backend, num_processes, changes) for changes in _changes(estimator, candidate, dtype)
-        ]
-        if fitting := [candidate for candidate in changed if candidate.can_run]:
-            return fastest(fitting)
+    can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
+    dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
+    installed = [candidate for candidate in requested if candidate.missing_package is None]
+    for dtype, changes in itertools.product(dtypes, _changes(estimator)):
+        for candidate in installed:
+            merged = {**dtype, **changes}
+            if merged and _goes_with(estimator, candidate.backend, merged):
+                changed = estimator.estimate(candidate.backend, candidate.num_processes, merged)
+                if changed.can_run:
+                    return changed
     return None
 
 
-def more_processes(estimator: Estimator, num_processes: int) -> Candidate | None:
-    """Return the candidate with the fewest processes, doubling, that fits with a sharded base; None beyond the limit.
+def _changes(estimator: Estimator) -> Iterator[dict[str, Any]]:
+    """Yield combinations of changes: smaller micro-batches first, then recomputation, then offloading."""
+    train = estimator.recipe.train
+    size = min(train.micro_batch_size or min(8, train.batch_size), -(-train.batch_size // estimator.num_processes))
+    smaller: list[Changes] = [{}]
+    while size > 1:
+        size = -(-size // 2)
+        smaller.append({"train.micro_batch_size": size})
+    recomputed = [{}] if train.activation_checkpointing == "layers" else [{}, RECOMPUTE]
+    offloads: list[Changes] = [{}, {"parallel.offload": "cpu"}, {"parallel.offload": "stream"}]
+    for offload, recompute, small in itertools.product(offloads, recomputed, smaller):
+        yield {**offload, **recompute, **small}
 
-    Recomputation is tried at every number of processes.
-    """
-    count = 2 * num_processes
+
+def _goes_with(estimator: Estimator, backend: str, changes: Changes) -> bool:
+    """True unless the changes offload what the backend cannot offload here, or the recipe offloads already."""
+    offload = changes.get("parallel.offload")
+    if offload is None:
+        return True
+    parallel = estimator.recipe.parallel
+    if parallel.offload != "none":
+        return False
+    if offload == "stream":
+        return BACKENDS[backend].single_process
+    offloads = offloads_of(backend, parallel.model_copy(update={"offload": offload}))
+    return estimator.machine.gpu is not None and offloads.optimizer == offload
+
+
+def _more_processes(estimator: Estimator) -> Candidate | None:
+    """Return the candidate with the fewest processes, doubling, that fits with a sharded base; None if none does."""
+    count = 2 * estimator.num_processes
     while count <= MAX_PROCESSES:
-        candidates = [
-            estimator.estimate(name, count, {"parallel.processes": count, **recompute})
-            for recompute in ({}, RECOMPUTE)
-            for name in estimator.backends
-            if LAYOUTS[name].splits_base
-        ]
-        if fitting := [candidate for candidate in candidates if candidate.can_run]:
-            return fastest(fitting)
+        for recompute in ({}, RECOMPUTE):
+            for name in _backends(estimator):
+                if BACKENDS[name].splits_base:
+                    candidate = estimator.estimate(name, count, {"parallel.processes": count, **recompute})
+                    if candidate.can_run:
+                        return candidate
         count *= 2
     return None
 
 
-def reason(estimator: Estimator, best: Candidate, candidates: list[Candidate]) -> str:
-    """Explain in one sentence why ``best`` is recommended."""
-    shapes, layout = estimator.shapes(), LAYOUTS[best.backend]
-    base, adapter = f"{base_bytes(shapes) / GB:,.2f} GB", f"{adapter_bytes(shapes) / 1e6:,.1f} MB"
-    others = [c for c in candidates if c.can_run and LAYOUTS[c.backend].splits_base and c is not best]
-    if layout.single_process:
-        return "one process is enough for the request, and sends nothing"
-    shared = sharing_weights(best.backend, estimator.recipe.parallel, best.num_processes)
-    shared *= num_stages(estimator.recipe.parallel, best.backend, best.num_processes // shared)
-    part = f"the full base of {base}" if shared == 1 else f"a process's part of the base of {base}"
-    if not layout.splits_base and shared == best.num_processes:
-        return f"{part} fits each process, and each has another part, so nothing of the base is gathered"
-    if not layout.splits_base:
-        gathers = ""
-        if others:
-            count = 2 * best.work.micro_batches
-            whose = f"the base of {base}" if shared == 1 else "it"
-            gathers = f"; {_listed(others)} would gather {whose} {count} times a step"
-        sends = f"only the adapter's {adapter}" if shared == 1 else "what its axes need and the adapter's gradients"
-        return f"{part} fits each process, so a step sends {sends}{gathers}"
-    unsharded = [candidate for candidate in candidates if not LAYOUTS[candidate.backend].splits_base]
-    why = f"{part.replace('the full', 'a full')} does not fit each process ({_listed(unsharded)})"
-    if others and layout.package is None and LAYOUTS[others[0].backend].package is not None:
-        why += f"; it gathers layer by layer, in fewer messages than {_listed(others)}, and needs no other package"
-    elif others:
-        why += f"; {_listed(others)} would take {others[0].step.total / best.step.total:.2f} times as long"
-    return why
+def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str, str]]:
+    """Estimate layouts with axes in their order until one fits; none for a recipe that names axes or offloads.
+
+    Returns them, and axis -> why recipe or base refuse it.
+    """
+    parallel = estimator.recipe.parallel
+    num_processes = estimator.num_processes
+    if num_processes == 1 or max(parallel.axes.values()) > 1 or parallel.offload != "none":
+        return (), {}
+    sizes, refused, num_heads = _allowed_sizes(estimator)
+    tried: list[Candidate] = []
+    for layout in mesh_shapes(sizes, num_processes, num_processes // estimator.machine.nodes, num_heads):
+        copies = num_processes // (layout.get("pipeline", 1) * layout.get("tensor", 1))
+        for name, rules in BACKENDS.items():
+            # without copies of a weight there is nothing to shard
+            useful = rules.cuts_model and (copies > 1 or not rules.splits_base)
+            if useful and not why_refused(estimator.recipe, name, layout):
+                changes = {f"parallel.{axis}": ranks for axis, ranks in layout.items()}
+                tried.append(as_written(estimator, name, num_processes, changes))
+                if tried[-1].can_run:
+                    return tuple(tried), refused
+    return tuple(tried), refused
 
 
-def alone_is_faster(best: Candidate, candidates: list[Candidate]) -> str:
-    """Name the single process that fits and is faster than the processes that the recipe requests; else nothing."""
-    alone = fastest([c for c in candidates if c.can_run and c.num_processes == 1])
-    if alone is None or alone.step.total * EQUALLY_FAST >= best.step.total:
-        return ""
-    return (
-        f"; one process would be faster, {alone.step.total / best.step.total:.0%} of this time a step"
-        f" (parallel.backend={alone.backend} parallel.processes=1)"
-    )
+def mesh_shapes(
+    sizes: Mapping[str, tuple[int, ...]], num_processes: int, local_processes: int, num_heads: int
+) -> Iterator[dict[str, int]]:
+    """Yield the layouts of so many processes with one axis, two and three, as axis -> size, in the order of trying.
+
+    sizes: axis -> those allowed. local_processes: of one machine. num_heads: of a layer's attention, which `sequence`
+    and `tensor` divide together.
+    """
+    for num_axes in range(1, len(AXES) + 1):
+        shapes = []
+        for axes in itertools.combinations(AXES, num_axes):
+            for chosen in itertools.product(*(sizes.get(axis, ()) for axis in axes)):
+                layout = dict(zip(axes, chosen, strict=True))
+                inner = math.prod(layout.get(axis, 1) for axis in NEIGHBOURS)
+                if num_processes % math.prod(chosen) == local_processes % inner == num_heads % inner == 0:
+                    shapes.append(layout)
+        yield from sorted(shapes, key=lambda layout: math.prod(layout.values()))
 
 
-def layout_reason(best: Candidate, candidates: list[Candidate]) -> str:
-    """Explain in one sentence why ``best`` has axes besides `data`."""
-    alone = [candidate for candidate in candidates if not candidate.can_run and candidate.num_processes > 1]
-    closest = min(alone, key=lambda candidate: candidate.memory.peak)
-    axes = " x ".join(f"{axis}: {size}" for axis, size in best.axes.items())
-    part = f"{axes} leaves {best.memory.base / GB:,.2f} GB of the base and {best.memory.activations / GB:,.2f} GB of"
-    sent = sum(best.traffic[axis].num_messages for axis in best.axes)
-    idle = f" and idles for {best.idle:.0%} of it" if best.idle else ""
-    return (
-        f"no backend alone fits {closest.num_processes} processes ({closest.backend} comes closest and needs"
-        f" {closest.lacks}); {part} activations in a process, which sends {sent:,} messages for it in a step{idle}"
-    )
+def _allowed_sizes(estimator: Estimator) -> tuple[dict[str, tuple[int, ...]], dict[str, str], int]:
+    """Return axis -> sizes that divide the processes and that recipe and base allow, and axis -> why there are none.
 
-
-def _has_requested_processes(candidate: Candidate, num_processes: int) -> bool:
-    """True unless the candidate is a single process for a recipe that requests several."""
-    return candidate.num_processes == num_processes or "parallel.processes" in candidate.changes
-
-
-def _dtypes(estimator: Estimator) -> list[Changes]:
-    can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
-    return [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
-
-
-def _changes(estimator: Estimator, candidate: Candidate, dtype: Changes) -> Iterator[Changes]:
-    """Yield the combinations of changes that leave the trained result the same, with ``dtype`` in each."""
-    parallel, layout = estimator.recipe.parallel, LAYOUTS[candidate.backend]
-    smaller = [{}, *({"train.micro_batch_size": size} for size in _smaller_sizes(estimator, candidate))]
-    recomputed: list[Changes] = [{}] if candidate.checkpointing else [{}, RECOMPUTE]
-    offloads: list[Changes] = [{}]
-    on_host = offloads_of(candidate.backend, parallel.model_copy(update={"offload": "cpu"}))
-    if estimator.machine.gpu is not None and parallel.offload == "none" and on_host.optimizer == "cpu":
-        offloads.append({"parallel.offload": "cpu"})
-    if layout.single_process and parallel.offload == "none":
-        offloads.append({"parallel.offload": "stream"})
-    for offload, recompute, small in itertools.product(offloads, recomputed, smaller):
-        changes: dict[str, Any] = {**dtype, **offload, **recompute, **small}
-        if changes:
-            yield changes
-
-
-def _smaller_sizes(estimator: Estimator, candidate: Candidate) -> Iterator[int]:
-    """Yield smaller micro-batch sizes, halving down to 1."""
-    train = estimator.recipe.train
-    size = train.micro_batch_size or min(8, train.batch_size)
-    size = min(size, -(-train.batch_size // candidate.num_processes))
-    while size > 1:
-        size = -(-size // 2)
-        yield size
-
-
-def _listed(candidates: list[Candidate]) -> str:
-    return ", ".join(candidate.backend for candidate in candidates)
+    Returns the heads of a layer's attention too.
+    """
+    recipe = estimator.recipe
+    skeleton = adapted_skeleton(estimator.folder, recipe.base, recipe.adapter)
+    sizes: dict[str, tuple[int, ...]] = {}
+    refused: dict[str, str] = {}
+    for axis in AXES:
+        limit = estimator.num_processes // (estimator.machine.nodes if axis in NEIGHBOURS else 1)
+        problems = {}
+        for number in (number for number in range(2, limit + 1) if limit % number == 0):
+            problems[number] = ""
+            try:
+                check_axes(skeleton.model, skeleton.spec, {axis: number})
+            except RunError as problem:
+                problems[number] = str(problem).removeprefix(f"parallel.{axis}: ")
+            if axis == "sequence" and not recipe.data.packing:
+                problems[number] = "the recipe does not pack rows (data.packing)"
+        sizes[axis] = tuple(number for number, problem in problems.items() if not problem)
+        if problems and not sizes[axis]:
+            refused[axis] = next(iter(problems.values()))
+    config: Any = skeleton.model.config
+    return sizes, refused, int(getattr(config.get_text_config(), "num_attention_heads", 0) or 1)

@@ -37,7 +37,7 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
     machine: None for this one.
 
     Raises:
-        RunError: nothing fits; names the cheapest change.
+        RunError: nothing fits; names the change that would help.
     """
     auto_keys = recipe.auto_keys
     if not auto_keys:
@@ -47,20 +47,20 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
         values = {key: recorded[key] for key in auto_keys}
         if BACKEND in auto_keys:
             axes = {f"parallel.{axis}": recorded.get(f"parallel.{axis}", 1) for axis in recipe.parallel.axes}
-            values |= {key: size for key, size in axes.items() if size > 1}
+            values |= {key: ranks for key, ranks in axes.items() if ranks > 1}
         return Choice(values, f"{', '.join(map(_shown, values.items()))}, as this run was begun")
     plan = make_plan(recipe, machine)
-    candidates = {estimate.candidate.backend: estimate.candidate for estimate in plan.advice.backends}
+    candidates = {candidate.backend: candidate for candidate in plan.advice.backends}
     candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
     if candidate is None:
         raise RunError(f"parallel.backend: auto: {plan.refusal}")
     advice = {
-        BACKEND: (candidate.backend, f"{candidate.backend}: {plan.advice.why}"),
+        BACKEND: (candidate.backend, f"{candidate.name}: {plan.why}"),
         CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
     values = {key: advice[key][0] for key in auto_keys}
     if BACKEND in auto_keys:
-        values |= {f"parallel.{axis}": size for axis, size in candidate.axes.items()}
+        values |= {f"parallel.{axis}": ranks for axis, ranks in candidate.axes.items()}
     return Choice(values, "; ".join(advice[key][1] for key in auto_keys))
 
 
@@ -73,5 +73,5 @@ def _why_checkpointing(candidate: Candidate) -> str:
     if candidate.checkpointing:
         return "layers are recomputed, without which it would not fit"
     if candidate.fits:
-        return "nothing is recomputed, as memory does not ask for it"
+        return "memory suffices without recomputation"
     return f"nothing is recomputed, which would not make it fit either: {candidate.shortfall}"

@@ -1,9 +1,4 @@
-"""Kinds of GPUs by name: memory and rates, from the vendors' data sheets, in decimal gigabytes and without sparsity.
-
-Sources: NVIDIA's data sheets of the data centre and workstation cards; for GeForce cards the whitepapers of Turing,
-Ampere GA102, Ada and RTX Blackwell (FP16 tensor rate with FP32 accumulation, which is twice the FP32 rate); AMD's data
-sheets of the Instinct cards. A card that only an optional bridge links to its neighbours counts PCIe.
-"""
+"""Kinds of GPUs by name, with their memory from the vendors' data sheets, in decimal gigabytes."""
 
 import difflib
 import re
@@ -13,88 +8,57 @@ from typing import Final
 GB: Final = 1_000_000_000
 BRANDS: Final = re.compile("(nvidia|amd|geforce|tesla|quadro|radeon|instinct|rtx)+")
 FORMS: Final = r"sxm\d?|hbm\de?|pcie|oam|generation|blackwell|(maxq)?workstationedition|serveredition"
-"""words that drivers append and that change neither memory nor rates"""
+"""words that drivers append and that do not change the memory"""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, with its rates for dense arithmetic."""
+    """One kind of GPU."""
 
     name: str
     memory_bytes: int
-    flops: float
-    """Operations per second in 16 bits."""
-    memory_rate: float
-    """Bytes per second of its own memory."""
-    link_rate: float
-    """Bytes per second to its neighbours in one machine, in one direction."""
-    other_names: tuple[str, ...] = ()
-    """Other names that drivers and people use."""
     has_bfloat16: bool = True
     """Whether it computes in bfloat16; where not, `base.dtype: auto` is float32."""
-    rates_of: str = ""
-    """The GPU whose rates are assumed, if its own are unknown."""
 
 
-def _gpu(
-    name: str, gigabytes: float, teraflops: float, memory: float, link: float, *other_names: str, bfloat16: bool = True
-) -> Gpu:
-    return Gpu(name, round(gigabytes * GB), teraflops * 1e12, memory * GB, link * GB, other_names, bfloat16)
-
-
-GPUS: Final = (
-    #    name              GB    TFLOP/s  GB/s   GB/s to neighbours
-    _gpu("GB200",          186,  2500,    8000,  900),
-    _gpu("B200",           180,  2250,    8000,  900),
-    _gpu("GH200",          96,   990,     4000,  450, "GH200 480GB"),  # the driver's name has the CPU's memory
-    _gpu("GH200-144",      144,  990,     4900,  450, "GH200 144G HBM3e"),
-    _gpu("H200",           141,  989,     4800,  450),
-    _gpu("H200 NVL",       141,  835,     4800,  64),
-    _gpu("H100",           80,   989,     3350,  450),
-    _gpu("H100 NVL",       94,   835,     3900,  64),
-    _gpu("H100 PCIe",      80,   756,     2000,  64),
-    _gpu("A100-80",        80,   312,     2039,  300, "A100", "A100-SXM4-80GB", "A100 80GB PCIe"),
-    _gpu("A100-40",        40,   312,     1555,  300, "A100-SXM4-40GB", "A100-PCIE-40GB"),
-    _gpu("A40",            48,   150,     696,   32),
-    _gpu("A30",            24,   165,     933,   32),
-    _gpu("A10",            24,   125,     600,   32),
-    _gpu("A10G",           24,   70,      600,   32),
-    _gpu("L40S",           48,   362,     864,   32),
-    _gpu("L40",            48,   181,     864,   32),
-    _gpu("L4",             24,   121,     300,   32),
-    _gpu("V100-32",        32,   125,     900,   150, "V100-SXM2-32GB", "V100-PCIE-32GB", bfloat16=False),
-    _gpu("V100-16",        16,   125,     900,   150, "V100", "V100-SXM2-16GB", "V100-PCIE-16GB", bfloat16=False),
-    _gpu("T4",             16,   65,      320,   16, bfloat16=False),
-    _gpu("RTX PRO 6000",   96,   503,     1792,  64, "RTX PRO 6000 Blackwell"),
-    _gpu("RTX 6000 Ada",   48,   364,     960,   32),
-    _gpu("RTX 5000 Ada",   32,   261,     576,   32),
-    _gpu("RTX A6000",      48,   155,     768,   32),
-    _gpu("RTX A5000",      24,   111,     768,   32),
-    _gpu("RTX 5090",       32,   209,     1792,  64),
-    _gpu("RTX 5080",       16,   113,     960,   64),
-    _gpu("RTX 5070 Ti",    16,   88,      896,   64),
-    _gpu("RTX 5070",       12,   62,      672,   64),
-    _gpu("RTX 4090",       24,   165,     1008,  32),
-    _gpu("RTX 4080 SUPER", 16,   104,     736,   32),
-    _gpu("RTX 4080",       16,   97,      717,   32),
-    _gpu("RTX 4070 Ti",    12,   80,      504,   32),
-    _gpu("RTX 4070",       12,   58,      504,   32),
-    _gpu("RTX 4060 Ti-16", 16,   44,      288,   16),
-    _gpu("RTX 4060 Ti-8",  8,    44,      288,   16, "RTX 4060 Ti"),
-    _gpu("RTX 4060",       8,    30,      272,   16),
-    _gpu("RTX 3090 Ti",    24,   80,      1008,  32),
-    _gpu("RTX 3090",       24,   71,      936,   32),
-    _gpu("RTX 3080 Ti",    12,   68,      912,   32),
-    _gpu("RTX 3080",       10,   60,      760,   32),
-    _gpu("RTX 3070",       8,    41,      448,   32),
-    _gpu("RTX 3060",       12,   25,      360,   32),
-    _gpu("RTX 2080 Ti",    11,   54,      616,   16, bfloat16=False),
-    _gpu("MI325X",         256,  1307,    6000,  448),
-    _gpu("MI300X",         192,  1307,    5300,  448),
-    _gpu("MI250X",         64,   191,     1638,  50),  # each of its two dies is a device
-    _gpu("MI210",          64,   181,     1638,  32),
-)  # fmt: skip
-ORDINARY: Final = next(gpu for gpu in GPUS if gpu.name == "RTX 4090")  # rates for a card that is not in the table
+NAMES_BY_GIGABYTES: Final = {
+    256: ["MI325X"],
+    192: ["MI300X"],
+    186: ["GB200"],
+    180: ["B200"],
+    144: ["GH200-144"],
+    141: ["H200", "H200 NVL"],
+    96: ["GH200", "RTX PRO 6000"],
+    94: ["H100 NVL"],
+    80: ["H100", "H100 PCIe", "A100-80"],
+    64: ["MI250X", "MI210"],  # each of the two dies of an MI250X is a device
+    48: ["A40", "L40S", "L40", "RTX 6000 Ada", "RTX A6000"],
+    40: ["A100-40"],
+    32: ["V100-32", "RTX 5000 Ada", "RTX 5090"],
+    24: ["A30", "A10", "A10G", "L4", "RTX A5000", "RTX 4090", "RTX 3090 Ti", "RTX 3090"],
+    16: ["V100-16", "T4", "RTX 5080", "RTX 5070 Ti", "RTX 4080 SUPER", "RTX 4080", "RTX 4060 Ti-16"],
+    12: ["RTX 5070", "RTX 4070 Ti", "RTX 4070", "RTX 3080 Ti", "RTX 3060"],
+    11: ["RTX 2080 Ti"],
+    10: ["RTX 3080"],
+    8: ["RTX 4060 Ti-8", "RTX 4060", "RTX 3070"],
+}  # fmt: skip
+WITHOUT_BFLOAT16: Final = ("V100-32", "V100-16", "T4", "RTX 2080 Ti")
+GPUS: Final = {
+    name: Gpu(name, gigabytes * GB, name not in WITHOUT_BFLOAT16)
+    for gigabytes, names in NAMES_BY_GIGABYTES.items()
+    for name in names
+}
+OTHER_NAMES: Final = {
+    "GH200 480GB": "GH200",  # the driver's name has the CPU's memory
+    "GH200 144G HBM3e": "GH200-144",
+    "A100": "A100-80", "A100-SXM4-80GB": "A100-80", "A100 80GB PCIe": "A100-80",
+    "A100-SXM4-40GB": "A100-40", "A100-PCIE-40GB": "A100-40",
+    "V100-SXM2-32GB": "V100-32", "V100-PCIE-32GB": "V100-32",
+    "V100": "V100-16", "V100-SXM2-16GB": "V100-16", "V100-PCIE-16GB": "V100-16",
+    "RTX PRO 6000 Blackwell": "RTX PRO 6000",
+    "RTX 4060 Ti": "RTX 4060 Ti-8",
+}  # fmt: skip
+"""name that drivers or people use -> name in GPUS"""
 
 
 def named_gpu(name: str) -> Gpu | None:
@@ -104,14 +68,14 @@ def named_gpu(name: str) -> Gpu | None:
     another GPU than a 4090; a number of gigabytes in the name must be the GPU's.
     """
     given = _key(name)
-    known = [(_key(other), gpu) for gpu in GPUS for other in (gpu.name, *gpu.other_names)]
+    known = [(_key(other), GPUS[target]) for other, target in {**{name: name for name in GPUS}, **OTHER_NAMES}.items()]
     matches = [(len(key), gpu) for key, gpu in known if _is_form_of(given, key, gpu)]
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def nearest_names(name: str, count: int = 4) -> list[str]:
     """Return the known names that are most like a name."""
-    names = {_key(gpu.name): gpu.name for gpu in GPUS}
+    names = {_key(known): known for known in GPUS}
     return [names[key] for key in difflib.get_close_matches(_key(name), names, n=count, cutoff=0.4)]
 
 

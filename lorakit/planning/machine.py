@@ -10,18 +10,12 @@ from typing import Final
 
 import torch
 
-from lorakit.base.dtype import measure_all
 from lorakit.errors import LorakitError
 from lorakit.launch.workers import usable_cores
-from lorakit.planning.gpus import GB, ORDINARY, Gpu, named_gpu, nearest_names
+from lorakit.planning.gpus import GB, Gpu, named_gpu, nearest_names
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 UNLIMITED: Final = 1 << 60  # a control group without a limit shows a larger number than this
-
-
-NETWORK_RATE: Final = 25e9  # bytes per second and GPU between machines: 200 Gbit/s, usual for such GPUs
-HOST_LINK_RATE: Final = 50e9  # bytes per second to and from host memory: PCIe 5 x16 (63 in the standard, 55 measured)
-DISK_RATE: Final = 3e9  # bytes per second of one NVMe disk
 HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, unless given
 
 
@@ -38,8 +32,6 @@ class Machine:
     """Free bytes on each node's disk; None if unknown."""
     described: bool
     """True for a machine given by its GPU's name, False for a detected one."""
-    cpu_flops: Mapping[str, float]
-    """dtype name -> operations per second of one process on the CPU."""
     cores: int
 
     def describe(self) -> str:
@@ -64,7 +56,6 @@ def detect_machine(folder: Path, nodes: int = 1) -> Machine:
         host_memory_bytes=free_host_memory(),
         disk_bytes=shutil.disk_usage(existing).free,
         described=False,
-        cpu_flops={} if gpu else {name: rate * 1e9 for name, rate in measure_all(torch.device("cpu")).items()},
         cores=usable_cores(),
     )
 
@@ -78,13 +69,13 @@ def machine_with_gpu(
 ) -> Machine:
     """Describe a machine by its GPU. ``host_memory_bytes`` None: the usual memory per GPU.
 
-    gpu: a name; None: a GPU of ``gpu_memory_bytes``, whose rates are assumed. ``gpu_memory_bytes`` None: the memory of
-    the named GPU.
+    gpu: a name; None: a GPU of ``gpu_memory_bytes`` with bfloat16. ``gpu_memory_bytes`` None: the memory of the named
+    GPU.
 
     Raises:
         LorakitError: the GPU's name is unknown.
     """
-    spec = _assumed("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
+    spec = Gpu("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
     if spec is None:
         nearest = nearest_names(str(gpu))
         listed = f" Nearest: {', '.join(nearest)}." if nearest else ""
@@ -92,7 +83,7 @@ def machine_with_gpu(
     if gpu_memory_bytes is not None:
         spec = replace(spec, memory_bytes=gpu_memory_bytes)
     memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes
-    return Machine(spec, gpus_per_node, nodes, memory, disk_bytes=None, described=True, cpu_flops={}, cores=0)
+    return Machine(spec, gpus_per_node, nodes, memory, disk_bytes=None, described=True, cores=0)
 
 
 def free_memory(device: torch.device) -> int:
@@ -157,14 +148,6 @@ def _stat(path: Path, key: str) -> int:
 
 
 def _detect_gpu() -> Gpu:
-    """Return the first GPU of this machine: its actual memory, and the data sheet's rates if its name is known."""
+    """Return the first GPU of this machine, with its actual memory."""
     properties = torch.cuda.get_device_properties(0)
-    known = named_gpu(properties.name)
-    if known is None:
-        return _assumed(properties.name, properties.total_memory)
-    return replace(known, name=properties.name, memory_bytes=properties.total_memory)
-
-
-def _assumed(name: str, memory_bytes: int) -> Gpu:
-    """Return a GPU of unknown rates: those of ORDINARY, so that backends can be compared."""
-    return replace(ORDINARY, name=name, memory_bytes=memory_bytes, rates_of=ORDINARY.name)
+    return Gpu(properties.name, properties.total_memory)

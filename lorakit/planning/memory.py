@@ -1,17 +1,15 @@
 """Bytes of one process by category: one function per category, each with its formula.
 
 P: bytes of the base. A: bytes of the adapter in float32. N: processes. Two inputs are measured instead of computed:
-the activations of a micro-batch (activations.py), and a CPU process before its base is loaded (process_overhead.py).
+the activations of a micro-batch (activations.py), and the constants of a process without its base, below.
 """
 
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.backends import LAYOUTS, Layout, offloads_of
-from lorakit.planning.communication import Gathered
+from lorakit.planning.backends import BACKENDS, BackendRules, offloads_of
 from lorakit.planning.model_shapes import ModelShapes
-from lorakit.planning.process_overhead import HOST_OF_GPU_PROCESS, NCCL_BUFFERS
 from lorakit.planning.sharding import (
     OptimizerStateBytes,
     adapter_bytes,
@@ -20,9 +18,18 @@ from lorakit.planning.sharding import (
     shard_bytes,
     unsharded,
 )
+from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.parallel import OffloadSection
 
+CPU_PROCESS: Final = {"float32": 450_000_000, "bfloat16": 520_000_000, "float16": 520_000_000}
+"""dtype -> bytes of interpreter, torch, transformers and lorakit after a step, with the kernels that oneDNN compiles in
+16 bits; from `python -m benchmarks.plan --process`"""
+PACKAGE_BYTES: Final = {"deepspeed": 11_000_000, "bitsandbytes": 31_000_000}
+"""package -> bytes that it adds to a CPU process; measured in the same way"""
+CUDA_CONTEXT: Final = 500_000_000  # GPU memory of driver, kernels and cuBLAS's workspace; an estimate, not measured
+NCCL_BUFFERS: Final = 400_000_000  # GPU memory of the channels between two or more processes; not measured
+HOST_OF_GPU_PROCESS: Final = 3_000_000_000  # host memory of libraries with their GPU code; not measured
 MARGIN: Final = 0.25
 """Free share required above the predicted peak before a candidate counts as fitting."""
 HEAP_LAYERS: Final = 5
@@ -84,6 +91,7 @@ class Setting:
     """Name as in recipes."""
     parallel: ParallelSection
     on_gpu: bool
+    dtype: str
     converts: bool
     """Whether the files store another dtype than the run's."""
     stored_bytes: int
@@ -98,31 +106,36 @@ class Setting:
     """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
 
     @property
-    def layout(self) -> Layout:
-        return LAYOUTS[self.backend]
+    def rules(self) -> BackendRules:
+        return BACKENDS[self.backend]
 
     @property
     def offloads(self) -> OffloadSection:
         return offloads_of(self.backend, self.parallel)
 
 
-def memory_of(
-    shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None, process_bytes: int
-) -> Memory:
-    """Return the memory of one process at the peak of a step, and while it loads and saves."""
+def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None) -> Memory:
+    """Return the memory of one process at the peak of a step, and while it loads and saves.
+
+    adapter: A; A / N under fsdp2; A + A / N under zero3, which stores the full adapter beside its shards. gradients: A
+    or A / N. optimizer: such as AdamW's two moments, 2 A or 2 A / N in float32, and step counters.
+    """
+    rules = setting.rules
+    num_ranks = setting.num_processes
+    has_optimizer = setting.offloads.optimizer == "none" or not setting.on_gpu
+    has_adapter = setting.offloads.parameters == "none" or not (setting.on_gpu and rules.offloads_adapter)
     activations, logits, gathered = max(_phases(shapes, setting, training, evaluation), key=sum)
-    messages = setting.layout.messages
     step = Memory(
         base=resident_base_bytes(shapes, setting),
-        adapter=resident_adapter_bytes(shapes, setting),
-        gradients=gradient_bytes(shapes, setting),
-        optimizer=optimizer_bytes(shapes, setting),
+        adapter=shard_bytes(shapes.adapter, rules.adapter, num_ranks) if has_adapter else 0,
+        gradients=rules.gradients(shapes, num_ranks) if has_optimizer else 0,
+        optimizer=_optimizer_state(shapes, setting).resident if has_optimizer else 0,
         activations=activations,
         logits=logits,
         gathered=gathered,
-        messages=0 if messages is None else messages(shapes, setting.num_processes, setting.parallel),
+        messages=rules.messages(shapes, num_ranks, setting.parallel),
         heap=heap_bytes(shapes, setting),
-        process=process_bytes + channel_bytes(setting),
+        process=process_bytes(shapes, setting),
         loading=0,
         saving=0,
     )
@@ -145,28 +158,7 @@ def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
         return base_bytes(shapes) - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
-    return shard_bytes(shapes.frozen, setting.layout.base, setting.num_processes)
-
-
-def resident_adapter_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return A; A / N under fsdp2; A + A / N under zero3, which stores the full adapter beside its shards."""
-    if setting.layout.offloads_adapter and setting.offloads.parameters != "none" and setting.on_gpu:
-        return 0
-    return shard_bytes(shapes.adapter, setting.layout.adapter, setting.num_processes)
-
-
-def gradient_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return A or A / N; 0 if the optimizer is offloaded."""
-    if setting.offloads.optimizer != "none" and setting.on_gpu:
-        return 0
-    return setting.layout.gradients(shapes, setting.num_processes)
-
-
-def optimizer_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return AdamW's two moments, 2 A or 2 A / N in float32, plus step counters; 0 if offloaded."""
-    if setting.offloads.optimizer != "none" and setting.on_gpu:
-        return 0
-    return _optimizer_state(shapes, setting).resident
+    return shard_bytes(shapes.frozen, setting.rules.base, setting.num_processes)
 
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
@@ -181,14 +173,18 @@ def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
     0 where lorakit makes the C library return freed blocks at once: with a sharded or quantised base, because gathered
     or dequantised weights are allocated and freed all the time.
     """
-    if setting.on_gpu or setting.layout.splits_base or shapes.quantization:
+    if setting.on_gpu or setting.rules.splits_base or shapes.quantization:
         return 0
     return HEAP_LAYERS * setting.layer_bytes
 
 
-def channel_bytes(setting: Setting) -> int:
-    """Return the bytes of NCCL's buffers; 0 on CPUs or with one process."""
-    return NCCL_BUFFERS if setting.on_gpu and setting.num_processes * setting.tensor > 1 else 0
+def process_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes of a process without its base: of its libraries, and on GPUs of context and channels."""
+    if setting.on_gpu:
+        return CUDA_CONTEXT + (NCCL_BUFFERS if setting.num_processes * setting.tensor > 1 else 0)
+    quantizes = bool(shapes.quantization) or setting.optimizer in BNB_OPTIMIZERS
+    packages = (setting.rules.package, "bitsandbytes" if quantizes else None)
+    return CPU_PROCESS[setting.dtype] + sum(PACKAGE_BYTES[package] for package in packages if package is not None)
 
 
 def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
@@ -198,10 +194,9 @@ def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
     On GPUs files are read into host memory. A quantised base needs one weight in floats at a time on either.
     """
     resident = step.base + step.adapter + step.process
-    read_in_shards = setting.layout.splits_base or setting.offloads.streams or setting.tensor > 1
+    read_in_shards = setting.rules.splits_base or setting.offloads.streams or setting.tensor > 1
     mapped = setting.stored_bytes if setting.converts and not read_in_shards and not setting.on_gpu else 0
-    buffers = 0 if setting.layout.loading is None else setting.layout.loading(shapes)
-    return resident + mapped + max(shapes.quantizing_bytes, buffers)
+    return resident + mapped + shapes.quantizing_bytes
 
 
 def saving_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
@@ -218,8 +213,9 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """
     if not setting.on_gpu:
         return 0
-    num_ranks, layout = setting.num_processes, setting.layout
-    in_parts = layout.splits_base or setting.tensor > 1
+    num_ranks = setting.num_processes
+    rules = setting.rules
+    in_parts = rules.splits_base or setting.tensor > 1
     shared = 0 if in_parts else setting.stored_bytes // setting.local_processes
     own = base_bytes(shapes) if setting.converts and not in_parts else 0
     if shapes.quantization:
@@ -227,9 +223,9 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
     state = _optimizer_state(shapes, setting)
     offloaded = state.paged
     if setting.offloads.parameters in ("cpu", "stream"):
-        offloaded += shard_bytes(shapes.frozen, layout.base, num_ranks)
+        offloaded += shard_bytes(shapes.frozen, rules.base, num_ranks)
     if setting.offloads.optimizer == "cpu":
-        offloaded += state.resident + 2 * shard_bytes(shapes.adapter, layout.optimizer, num_ranks)
+        offloaded += state.resident + 2 * shard_bytes(shapes.adapter, rules.optimizer, num_ranks)
     training = offloaded + setting.activations_on_host + checkpoint_bytes(shapes, setting)
     return HOST_OF_GPU_PROCESS + max(shared + own, training)
 
@@ -238,7 +234,7 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the disk space per machine: checkpoints and two more being written, the patch, offloaded state."""
     offloaded = 0
     if setting.offloads.parameters == "nvme":
-        offloaded += shard_bytes(shapes.frozen, setting.layout.base, setting.num_processes)
+        offloaded += shard_bytes(shapes.frozen, setting.rules.base, setting.num_processes)
     if setting.offloads.optimizer == "nvme":
         offloaded += 2 * _optimizer_state(shapes, setting).resident
     patch = adapter_bytes(shapes) + shapes.fixed_bytes
@@ -248,17 +244,16 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
     """Return this rank's optimizer state, offloaded or not."""
-    layout = setting.layout
-    return optimizer_state_bytes(
-        setting.optimizer, shapes, layout.optimizer, setting.num_processes, layout.num_counters(shapes)
-    )
+    rules = setting.rules
+    num_counters = 1 if rules.one_counter else len(shapes.adapter)
+    return optimizer_state_bytes(setting.optimizer, shapes, rules.optimizer, setting.num_processes, num_counters)
 
 
 def _phases(
     shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None
 ) -> tuple[tuple[int, int, int], ...]:
     """Return (activations, logits, gathered) of each phase of a micro-batch that may be the peak."""
-    gathered = _gathered(shapes, setting)
+    gathered = setting.rules.gathered(shapes, setting.num_processes, setting.parallel, on_gpu=setting.on_gpu)
     saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
     logits = max(round(training.head), round(evaluation.head) - saved if evaluation else 0)
     return (
@@ -266,9 +261,3 @@ def _phases(
         (saved + round(training.layer), 0, gathered.layer),
         (saved, logits, gathered.head),
     )
-
-
-def _gathered(shapes: ModelShapes, setting: Setting) -> Gathered:
-    if setting.layout.gathered is None:
-        return Gathered()
-    return setting.layout.gathered(shapes, setting.num_processes, setting.parallel, on_gpu=setting.on_gpu)

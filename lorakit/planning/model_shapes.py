@@ -7,30 +7,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.dropout import disable_dropout
-from lorakit.base.find import find_tokenizer
 from lorakit.base.layers import gather_groups, layer_lists
-from lorakit.base.load import load_skeleton
 from lorakit.base.quantized import quantized_weight
-from lorakit.base.skeleton import quantize_skeleton, quantizing_bytes
+from lorakit.base.skeleton import quantizing_bytes
 from lorakit.errors import PatchError
 from lorakit.files.base_files import INDEX, SINGLE
 from lorakit.files.dtypes import DTYPE_OF_CODE, parse_dtype
 from lorakit.files.safetensors import read_header
-from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
-from lorakit.ops.fuse import fuse_model
-from lorakit.parallel.tensor import checked_plan, cut_dims
-from lorakit.parallel.tensor.shards import CutDim
-from lorakit.recipe import AdapterSection, BaseSection
 
 ROOT: Final = "root"
 """The gather group of all tensors outside the repeated layers."""
@@ -65,11 +56,6 @@ class TensorShape:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
-    @property
-    def is_matrix(self) -> bool:
-        """True if the tensor is a factor of matrix products. A 4-bit weight counts, although it is stored flat."""
-        return len(self.shape) > 1 or self.num_values > self.numel
-
 
 @dataclass(frozen=True)
 class ModelShapes:
@@ -78,27 +64,13 @@ class ModelShapes:
     architecture: str
     tensors: tuple[TensorShape, ...]
     embedding: str | None
-    head: str | None
-    """Tensor names of input embedding and output head, equal if tied. None: the model has none."""
+    """Tensor name of the input embedding; None: the model has none."""
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    """Heads of queries, and of keys and values, in one layer."""
-    head_size: int
     num_layers: int
-    stored_dtype: torch.dtype | None
-    """dtype of most bytes in the weight files; None if neither files nor config give one."""
     quantization: str = ""
     """Name of the quantisation scheme; empty for a base in floats."""
     quantizing_bytes: int = 0
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
-    cut_dims: Mapping[str, CutDim] = field(default_factory=dict)
-    """Tensor name -> the dimension of which a rank has a part, where ranks share each weight."""
-
-    @property
-    def attention_width(self) -> int:
-        """Number of heads times head size, in one layer."""
-        return self.num_heads * self.head_size
 
     @property
     def frozen(self) -> tuple[TensorShape, ...]:
@@ -114,29 +86,9 @@ class ModelShapes:
         return tuple(tensor for tensor in self.frozen if not tensor.in_checkpoint)
 
     @property
-    def cuts_experts(self) -> bool:
-        """True if ranks share each expert, of which gate and up are one tensor."""
-        return any(cut.pieces > 1 for cut in self.cut_dims.values())
-
-    @property
     def fixed_bytes(self) -> int:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
         return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)
-
-    def part(self, num_ranks: int) -> "ModelShapes":
-        """Return the shapes of rank 0's part, where so many ranks share each weight; unchanged for one."""
-        if num_ranks == 1:
-            return self
-        tensors = []
-        for tensor in self.tensors:
-            cut, shape = self.cut_dims.get(tensor.name), list(tensor.shape)
-            if cut is not None:
-                dim = min(cut.dim, len(shape) - 1)  # 4-bit weights are stored flat
-                shape[dim] = cut.pieces * math.ceil(shape[dim] / cut.pieces / num_ranks)
-            share = math.prod(shape) / max(1, tensor.numel)
-            tensors.append(replace(tensor, shape=tuple(shape), num_values=round(tensor.num_values * share)))
-        kv_heads = max(1, self.num_kv_heads // num_ranks)
-        return replace(self, tensors=tuple(tensors), num_heads=self.num_heads // num_ranks, num_kv_heads=kv_heads)
 
     def base_bytes_of_layers(self) -> list[int]:
         """Return the bytes of base tensors in each repeated layer."""
@@ -153,57 +105,18 @@ class ModelShapes:
             sizes[tensor.group] += tensor.nbytes
         return dict(sizes)
 
-    def num_matmul_parameters(self) -> int:
-        """Count the frozen weights in matrix products: all matrices but an embedding that is not tied to the head."""
-        lookup_only = self.embedding if self.embedding != self.head else None
-        return sum(t.num_values for t in self.frozen if t.is_matrix and t.name != lookup_only)
 
-
-def read_shapes(
-    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype, tensor: int = 1
-) -> ModelShapes:
-    """Return the shapes of the base in a folder, in ``dtype`` or quantised, with the adapter of a recipe.
-
-    tensor: how many ranks may share each weight.
-
-    Raises:
-        RunError: they cannot.
-        BaseModelError: no config, an architecture unknown to transformers, or an unsupported quantisation.
-        TargetError: the adapter does not fit the base.
-    """
-    model = adapted_skeleton(folder, base, adapter, dtype)
-    shapes = shapes_of(model, read_stored_dtype(folder))
-    if tensor > 1:
-        shapes = replace(shapes, cut_dims=cut_dims(model, checked_plan(model, tensor)))
-    # without the recipe key, quantised layers come from quantised files, which are read as they are
-    return shapes if base.quantize != "none" else replace(shapes, quantizing_bytes=0)
-
-
-def adapted_skeleton(folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype) -> nn.Module:
-    """Build the base of a folder as training does, on meta: ``dtype``, quantised, adapted, its parts fused."""
-    model = load_skeleton(folder)
-    disable_dropout(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    quantize_skeleton(model, base, folder, dtype)
-    spec = adapter_spec(adapter, find_tokenizer(base.tokenizer, folder))
-    targets = find_targets(model, spec)
-    with torch.device("meta"):
-        attach(model, targets, spec, seed=0)
-    fuse_model(model)
-    return model
-
-
-def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes:
-    """Return the shapes of an adapted model."""
+def shapes_of(model: nn.Module) -> ModelShapes:
+    """Return the shapes of an adapted model on meta."""
     config: Any = model.config
     config = config.get_text_config()
     trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
     in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     names = {id(tensor): name for name, tensor in model.named_parameters()}
-    groups, num_values, uses = _groups(model), _quantized_num_values(model), _uses(model)
+    groups = _groups(model)
+    num_values = _quantized_num_values(model)
+    uses = _uses(model)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
-    hidden_size, num_heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 1)
     return ModelShapes(
         architecture=type(model).__name__,
         tensors=tuple(
@@ -219,14 +132,9 @@ def shapes_of(model: nn.Module, stored_dtype: torch.dtype | None) -> ModelShapes
             )
             for name, tensor in model.named_parameters()
         ),
-        embedding=_weight_name(model, "get_input_embeddings", names),
-        head=_weight_name(model, "get_output_embeddings", names),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-        head_size=int(getattr(config, "head_dim", None) or hidden_size // num_heads),
+        embedding=_embedding_name(model, names),
+        hidden_size=int(config.hidden_size),
         num_layers=int(config.num_hidden_layers),
-        stored_dtype=stored_dtype,
         quantization=weights[0].scheme.name if weights else "",
         quantizing_bytes=max(map(quantizing_bytes, weights), default=0),
     )
@@ -295,9 +203,9 @@ def _quantized_num_values(model: nn.Module) -> dict[int, int]:
     return counts
 
 
-def _weight_name(model: nn.Module, getter: str, names: dict[int, str]) -> str | None:
-    module = getattr(model, getter)()
-    return names.get(id(module.weight)) if module is not None else None
+def _embedding_name(model: nn.Module, names: Mapping[int, str]) -> str | None:
+    module = model.get_input_embeddings()  # type: ignore[operator]
+    return None if module is None else names.get(id(module.weight))
 
 
 def largest_layer_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:

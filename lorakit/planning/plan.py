@@ -1,22 +1,33 @@
-"""The plan of a recipe: the estimates of all backends on a machine, the advice, and both as text and as JSON."""
+"""The plan of a recipe: the memory of a process with every backend on a machine, and the advice, as text and JSON."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lorakit.base.dtype import choose_dtype
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton
+from lorakit.base.skeleton import adapted_skeleton
 from lorakit.base.start_patch import with_start
-from lorakit.parallel.sequence import check_sequence_fits
+from lorakit.errors import RunError
+from lorakit.files.text import columns, count, size
+from lorakit.parallel.axes import check_axes
 from lorakit.planning.advise import Advice, advise
-from lorakit.planning.estimate import Candidate, Estimator
+from lorakit.planning.estimate import Candidate, Estimator, install
+from lorakit.planning.gpus import GB
 from lorakit.planning.machine import Machine, detect_machine
-from lorakit.planning.report import describe_cheapest, describe_uninstalled, plan_text
+from lorakit.planning.memory import CATEGORIES, MARGIN
+from lorakit.planning.sharding import base_bytes
 from lorakit.recipe import Recipe
+
+HEADS: Final = {
+    "base": "base", "adapter": "adapter", "gradients": "grads", "optimizer": "optim", "activations": "activ",
+    "logits": "logits", "gathered": "gather", "messages": "sends", "heap": "heap", "process": "process",
+}  # fmt: skip
+"""category of memory -> head of its column"""
 
 
 @dataclass(frozen=True)
@@ -26,36 +37,102 @@ class Plan:
     machine: Machine
     dtype: str
     advice: Advice
-    text: str
-    """The plan for a person to read."""
+    facts_text: tuple[str, ...]
+    """Lines on machine, base, adapter and rows."""
+    requested: str
+    """The recipe's backend."""
+    refusals: Mapping[str, str]
+    """Backend -> why other keys of the recipe refuse it."""
+
+    @property
+    def why(self) -> str:
+        """Return why the advised candidate is the simplest that fits; empty if none is."""
+        best = self.advice.best
+        if best is None:
+            return ""
+        alone = [candidate for candidate in self.advice.backends if candidate.num_processes == best.num_processes]
+        simpler = alone[: alone.index(best)] if best in alone else alone
+        if not simpler:
+            return _simplest(best)
+        closest = min(simpler, key=lambda candidate: candidate.memory.peak)
+        if best in alone:
+            return f"{_simplest(best)}; {closest.name} needs {closest.lacks}"
+        return f"{_simplest(best)}; no backend alone does, and the closest, {closest.name}, needs {closest.lacks}"
 
     @property
     def refusal(self) -> str | None:
-        """The cheapest change if nothing fits as the recipe is written; else None."""
+        """Name the change that makes the recipe fit if nothing fits as it is written; else None."""
         if self.advice.best is not None:
             return None
-        return f"nothing fits as the recipe stands; {describe_cheapest(self.advice)}{describe_uninstalled(self.advice)}"
+        text = f"nothing fits as the recipe stands{self._help()}"
+        missing = [one for one in self.advice.backends if one.fits and one.missing_package is not None]
+        if missing:
+            names = ", ".join(candidate.backend for candidate in missing)
+            text += f"; not installed, but would fit: {names} ({install(str(missing[0].missing_package))})"
+        return text
+
+    def _help(self) -> str:
+        change = self.advice.change
+        if change is not None:
+            changes = f", {change.overrides()}" if change.changes else ""
+            return f"; it would with parallel.backend={change.backend}{changes}, {_peak(change)}"
+        smallest = min([*self.advice.backends, *self.advice.layouts], key=lambda one: one.memory.peak)
+        recomputing = "" if smallest.checkpointing else " with nothing recomputed"
+        return (
+            ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory; the"
+            f" smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
+        )
+
+    @property
+    def text(self) -> str:
+        """The plan for a person to read: facts of the recipe, a table of all backends, the advice."""
+        parts = (self.facts_text, self._table(), self._advice())
+        return "\n\n".join("\n".join(part) for part in parts if part)
+
+    def _table(self) -> list[str]:
+        best = self.advice.best
+        layouts = sorted(self.advice.layouts, key=lambda one: (not one.can_run, one.memory.peak))[:1]
+        candidates = [*self.advice.backends, *layouts]
+        peak = max(candidate.memory.peak for candidate in candidates)
+        unit, number = ("GB", _gigabytes) if peak >= 10 * GB else ("MB", _megabytes)
+        rows = [[f"{unit} of a process", *HEADS.values(), "peak", "load", "save", "host", "disk", ""]]
+        for candidate in candidates:
+            memory = candidate.memory
+            sizes = [*(getattr(memory, name) for name in CATEGORIES), memory.peak, memory.loading, memory.saving]
+            sizes += [memory.host, memory.disk]
+            verdict = f"{_verdict(candidate)}{', advised' if candidate is best else ''}"
+            rows.append([candidate.name, *map(number, sizes), verdict])
+        used = [column for column in range(len(rows[0])) if {row[column] for row in rows[1:]} != {"-"}]
+        return columns([[row[column] for column in used] for row in rows], "<" + ">" * (len(used) - 2) + "<")
+
+    def _advice(self) -> list[str]:
+        best = self.advice.best
+        lines = [(one.backend, f"needs {one.lacks}") for one in self.advice.backends if not one.can_run]
+        lines += [(f"no {axis}", why) for axis, why in self.advice.refused_axes.items()]
+        if self.refusals:
+            lines.append(("left out", f"{', '.join(self.refusals)}: {next(iter(self.refusals.values()))}"))
+        if best is not None:
+            changes = f", {best.overrides()}" if best.changes else ""
+            lines.append(("advice", f"parallel.backend={best.backend}{changes}: {_simplest(best)}"))
+            for one in self.advice.backends:
+                if one.backend == self.requested != best.backend:
+                    lines.append(("the recipe", f"requests {one.backend}, which {_requested_verdict(one)}"))
+            lines.append(("fits means", f"with {MARGIN:.0%} to spare"))
+        return columns(lines)
 
     def facts(self) -> dict[str, Any]:
         """Return every figure as plain values, for JSON."""
-        backends = [
-            {
-                **_candidate_facts(estimate.candidate),
-                "cheapest_change": (
-                    None if estimate.cheapest_change is None else _candidate_facts(estimate.cheapest_change)
-                ),
-            }
-            for estimate in self.advice.backends
-        ]
-        best, cheapest = self.advice.best, self.advice.cheapest
+        best = self.advice.best
+        change = self.advice.change
         return {
             "machine": asdict(self.machine),
             "dtype": self.dtype,
-            "backends": backends,
+            "backends": [_candidate_facts(candidate) for candidate in self.advice.backends],
             "layouts": [_candidate_facts(candidate) for candidate in self.advice.layouts],
             "advice": None if best is None else best.backend,
-            "why": self.advice.why,
-            "cheapest_change": None if cheapest is None else _candidate_facts(cheapest),
+            "advised": None if best is None else _candidate_facts(best),
+            "why": self.why,
+            "change": None if change is None else _candidate_facts(change),
         }
 
 
@@ -68,17 +145,28 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     """
     recipe = with_start(recipe)
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
-    estimator = _make_estimator(recipe, machine)
-    advice = advise(estimator)
-    return Plan(machine, estimator.dtype, advice, plan_text(estimator, advice))
-
-
-def _make_estimator(recipe: Recipe, machine: Machine) -> Estimator:
     folder = find_base(recipe.base.model, recipe.base.revision)
-    if recipe.parallel.sequence > 1:  # the shapes are refused where the other axes do not fit
-        check_sequence_fits(load_skeleton(folder), recipe.parallel.sequence)
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
-    return Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
+    _check_axes(recipe, folder, num_processes)
+    estimator = Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
+    advice = advise(estimator)
+    facts = tuple(_recipe_facts(estimator, advice))
+    return Plan(machine, estimator.dtype, advice, facts, recipe.parallel.backend, estimator.refusals)
+
+
+def _check_axes(recipe: Recipe, folder: Path, num_processes: int) -> None:
+    """Raise RunError unless so many processes can share the base along the axes of the recipe."""
+    axes = {axis: ranks for axis, ranks in recipe.parallel.axes.items() if ranks > 1}
+    if not axes:
+        return
+    if num_processes % math.prod(axes.values()):
+        names = " x ".join(f"{axis}: {ranks}" for axis, ranks in axes.items())
+        raise RunError(
+            f"parallel: {names} does not divide the {num_processes} processes of the planned machine; give --gpus and"
+            " --nodes, or leave the axes out"
+        )
+    skeleton = adapted_skeleton(folder, recipe.base, recipe.adapter)
+    check_axes(skeleton.model, skeleton.spec, axes)
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:
@@ -86,6 +174,24 @@ def _dtype(recipe: Recipe, machine: Machine) -> str:
     if recipe.base.dtype == "auto" and machine.described:
         return "bfloat16" if machine.gpu is None or machine.gpu.has_bfloat16 else "float32"
     return choose_dtype(recipe.base.dtype, torch.device("cpu" if machine.gpu is None else "cuda")).name
+
+
+def _recipe_facts(estimator: Estimator, advice: Advice) -> list[str]:
+    shapes = estimator.shapes()
+    work = advice.backends[-1].work
+    batch = work.training
+    total = sum(tensor.num_values for tensor in shapes.base)
+    trainable = sum(tensor.numel for tensor in shapes.adapter)
+    quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
+    tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
+    return columns([
+        ("machine", estimator.machine.describe()),
+        ("base", f"{estimator.recipe.base.model}, {shapes.architecture}, {count(total)} parameters in {estimator.dtype}"
+                 f"{quantized}, {size(base_bytes(shapes))}"),
+        ("adapter", f"{count(trainable)} parameters in float32"),
+        ("micro-batch", f"{tokens} tokens, {batch.num_labels} labels; {work.micro_batches} of each process in a step"),
+        ("rows", work.source),
+    ])  # fmt: skip
 
 
 def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
@@ -100,9 +206,36 @@ def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
         "missing_package": candidate.missing_package,
         "peak_bytes": memory.peak,
         "memory": asdict(memory),
-        "seconds_per_step": candidate.step.total,
-        "sent_in_a_step": {axis: asdict(traffic) for axis, traffic in candidate.traffic.items()},
-        "idle_share": candidate.idle,
         "micro_batch": asdict(candidate.work.training),
         "micro_batches": candidate.work.micro_batches,
     }
+
+
+def _simplest(best: Candidate) -> str:
+    return f"the simplest that fits, {_peak(best)}"
+
+
+def _peak(candidate: Candidate) -> str:
+    return f"{size(candidate.memory.peak)} at the peak of a process"
+
+
+def _verdict(candidate: Candidate) -> str:
+    fits = "fits" if candidate.fits else "too large"
+    if candidate.missing_package is None:
+        return fits
+    return "not installed" if candidate.fits else f"{fits}, not installed"
+
+
+def _requested_verdict(candidate: Candidate) -> str:
+    fits = "fits too" if candidate.fits else "does not fit"
+    if candidate.missing_package is None:
+        return fits
+    return f"is not installed{'' if candidate.fits else ' and does not fit'}: {install(candidate.missing_package)}"
+
+
+def _gigabytes(number: int) -> str:
+    return "-" if number == 0 else f"{number / GB:,.2f}" if number >= GB / 200 else "<0.01"
+
+
+def _megabytes(number: int) -> str:
+    return "-" if number == 0 else f"{number / 1e6:,.0f}" if number >= 5e5 else "<1"

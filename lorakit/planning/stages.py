@@ -1,12 +1,10 @@
-"""The stages of a pipeline in a plan: their tensors, their micro-batches under way, and the time in which they idle."""
+"""The stages of a pipeline in a plan: their tensors and their micro-batches under way."""
 
 from dataclasses import dataclass, replace
 
 from lorakit.parallel.pipeline.cut import split_costs
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.backends import LAYOUTS
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
-from lorakit.recipe import ParallelSection
 
 
 @dataclass(frozen=True)
@@ -14,25 +12,17 @@ class PlannedStage:
     """One stage.
 
     shapes: of its tensors. share: its part of the layers. num_waiting: micro-batches whose activations are in memory at
-    once. idle: time in which it waits for others, over the time in which it computes.
+    once.
     """
 
     shapes: ModelShapes
     share: float = 1.0
-    is_first: bool = True
     is_last: bool = True
     num_waiting: int = 1
-    idle: float = 0.0
 
     def live(self, full: LiveBytes) -> LiveBytes:
         """Return the activations of this stage, given those of a micro-batch in the full model."""
         return LiveBytes(full.saved * self.share * self.num_waiting, full.head if self.is_last else 0.0, full.layer)
-
-
-def num_stages(parallel: ParallelSection, backend: str, num_processes: int) -> int:
-    """Return ``parallel.pipeline``, where a backend and so many processes can have as many stages; else 1."""
-    divides = num_processes % (parallel.pipeline * parallel.sequence) == 0
-    return parallel.pipeline if divides and LAYOUTS[backend].has_stages else 1
 
 
 def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share: float) -> list[PlannedStage]:
@@ -53,17 +43,15 @@ def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share:
     ranges = split_costs(sizes, num_head * label_share, first, number)
     stages = []
     for stage, layers in enumerate(ranges):
-        is_first, is_last = stage == 0, stage == number - 1
-        own: set[int | str] = {*layers, *((EMBEDDING,) if is_first else ()), *((HEAD,) if is_last else ())}
+        is_last = stage == number - 1
+        own: set[int | str] = {*layers, *((EMBEDDING,) if stage == 0 else ()), *((HEAD,) if is_last else ())}
         tensors = tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own)
         stages.append(
             PlannedStage(
                 replace(shapes, tensors=tensors, num_layers=len(layers)),
                 share=len(layers) / len(sizes),
-                is_first=is_first,
                 is_last=is_last,
                 num_waiting=min(number - stage, micro_batches),
-                idle=(number - 1) / micro_batches,
             )
         )
     return stages

@@ -16,8 +16,8 @@ from lorakit.base.load import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import BaseModelError, DataError
-from lorakit.planning.activations import MicroBatch
-from lorakit.recipe import ParallelSection, Recipe
+from lorakit.planning.memory_counter import MicroBatch
+from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
 
 MAX_TOKENIZED_BYTES: Final = 20_000_000  # of row files: tokenising them takes seconds
@@ -27,17 +27,13 @@ NUM_LABEL_COUNTS: Final = 16  # longest micro-batches whose labels are counted
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one process: its longest micro-batches and the size of a step."""
+    """The longest micro-batches of one process."""
 
     training: MicroBatch
     evaluation: MicroBatch | None
     """None without held-out rows."""
     micro_batches: int
     """Micro-batches of each process in a step, one after the other."""
-    tokens_per_step: float
-    """Mean over all steps, summed over all processes."""
-    row_tokens: float
-    """Mean tokens per row."""
     source: str
     """Where these numbers come from, for the plan's text."""
 
@@ -55,9 +51,10 @@ class KnownRows:
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
     data = recipe.data
-    sets = training_sets(data), eval_sets(data)
+    row_sets = training_sets(data)
+    eval_row_sets = eval_sets(data)
     try:
-        sources = {source for each in sets for one in each for source in one.sources()}
+        sources = {source for row_set in [*row_sets, *eval_row_sets] for source in row_set.sources()}
     except DataError:
         return KnownRows(None, None, "the rows are not on this machine")
     files = [source.path for source in sources]
@@ -67,31 +64,29 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
         return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
     try:
         tokenizer = load_recipe_tokenizer(recipe, folder)
-        training = load_rows(data, sets[0], tokenizer)
-        evaluation = load_rows(data, sets[1], tokenizer) if sets[1] else None
+        training = load_rows(data, row_sets, tokenizer)
+        evaluation = load_rows(data, eval_row_sets, tokenizer) if eval_row_sets else None
     except (DataError, BaseModelError) as problem:
         return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
     return KnownRows(resolve_shared_rows(data, training, evaluation), evaluation)
 
 
-def make_workload(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
-    """Return the workload of each of ``num_processes`` processes."""
-    sequence = sharing_processes(recipe.parallel, num_processes)
-    lines = _full_lines(recipe, rows, num_processes // sequence)
-    if sequence == 1:
+def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: int) -> Workload:
+    """Return the workload of each process.
+
+    num_data: groups of processes among which rows are divided. num_sharing: processes of a group that share each line.
+    """
+    lines = _full_lines(recipe, rows, num_data)
+    if num_sharing == 1:
         return lines
-    evaluation = None if lines.evaluation is None else _part(lines.evaluation, sequence)
-    return replace(lines, training=_part(lines.training, sequence), evaluation=evaluation)
-
-
-def sharing_processes(parallel: ParallelSection, num_processes: int) -> int:
-    """Return how many processes share each line of tokens: ``sequence``, where so many processes can."""
-    return 1 if num_processes % parallel.sequence else parallel.sequence
+    evaluation = None if lines.evaluation is None else _part(lines.evaluation, num_sharing)
+    return replace(lines, training=_part(lines.training, num_sharing), evaluation=evaluation)
 
 
 def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
     """Return the workload of each of ``num_processes`` processes that share no line."""
-    train, max_tokens = recipe.train, recipe.data.max_tokens
+    train = recipe.train
+    max_tokens = recipe.data.max_tokens
     size = train.micro_batch_size or min(8, train.batch_size)
     size = min(size, math.ceil(train.batch_size / num_processes))
     micro_batches = math.ceil(math.ceil(train.batch_size / size) / num_processes)
@@ -101,17 +96,12 @@ def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload
             training=longest,
             evaluation=longest if recipe.data.has_eval else None,
             micro_batches=micro_batches,
-            tokens_per_step=train.batch_size * max_tokens,
-            row_tokens=max_tokens,
             source=f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels",
         )
-    mean = float(np.mean(rows.training.lengths))
     return Workload(
         training=_longest_in_training(recipe, rows.training, size, num_processes),
         evaluation=None if rows.evaluation is None else _longest_in_evaluation(recipe, rows.evaluation, size),
         micro_batches=micro_batches,
-        tokens_per_step=train.batch_size * mean,
-        row_tokens=mean,
         source=f"{len(rows.training):,}, of which the longest count",
     )
 
@@ -144,7 +134,8 @@ def _longest_in_evaluation(recipe: Recipe, rows: TokenDataset, size: int) -> Mic
 
 def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[int]]) -> MicroBatch:
     """Return the longest micro-batch, with the most labels of any of the NUM_LABEL_COUNTS longest."""
-    lengths, packing = np.asarray(rows.lengths), recipe.data.packing
+    lengths = np.asarray(rows.lengths)
+    packing = recipe.data.packing
 
     def num_tokens(row_numbers: list[int]) -> int:
         return int(lengths[row_numbers].sum() if packing else lengths[row_numbers].max() * len(row_numbers))
@@ -161,8 +152,8 @@ def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[in
 
 def _micro_batch(lengths: list[int], num_labels: list[int], packing: bool) -> MicroBatch:
     """Return the shape of a micro-batch of rows with these tokens and labels per row."""
-    total, labels = sum(lengths), max(1, sum(num_labels))
+    labels = max(1, sum(num_labels))
     if packing:
-        return MicroBatch(1, total, labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
+        return MicroBatch(1, sum(lengths), labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
     padded = len(set(lengths)) > 1
     return MicroBatch(len(lengths), max(lengths), labels, packed=False, masked=padded)

@@ -36,8 +36,8 @@ class ElasticSection(Section):
 class ParallelSection(Section):
     backend: BackendName = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
-    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the fastest that fits,
-    with `pipeline`, `sequence` or `tensor` where no backend alone fits (`lorakit plan`)."""
+    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the simplest that fits,
+    with `sequence`, `pipeline` or `tensor` where no backend alone fits (`lorakit plan`)."""
     processes: Count = 1
     """Number of processes over all machines, one per GPU."""
     nodes: Count = 1

@@ -18,10 +18,10 @@ from lorakit.base.dropout import dropout_notes
 from lorakit.base.dtype import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import load_recipe_tokenizer, load_skeleton, recipe_template, vocabulary_size
+from lorakit.base.load import load_recipe_tokenizer, recipe_template, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import count_parameters, quantization_facts
-from lorakit.base.skeleton import quantize_skeleton
+from lorakit.base.skeleton import adapted_skeleton
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
@@ -244,19 +244,14 @@ def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None = None) ->
 
 
 def check_without_rows(recipe: Recipe, folder: Path) -> None:
-    """Return if the base has the recipe's targets, its positions allow data.max_tokens, and the optimizer runs here.
+    """Raise LorakitError unless adapter, axes and data.max_tokens fit the base, and the optimizer runs here.
 
     For use before rows are tokenised, which may take hours. Opens no weights.
-
-    Raises:
-        TargetError: a target matches no layer. RunError: as `check_positions` and `check_optimizer`.
     """
     check_optimizer(recipe.train.optimizer, on_gpu=torch.cuda.is_available())
-    model = quantize_skeleton(load_skeleton(folder), recipe.base, folder, torch.float32)
-    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, folder))
-    find_extra_targets(model, spec, find_targets(model, spec))
-    check_axes(model, spec, recipe.parallel.axes)
-    check_positions(model, recipe.data.max_tokens)
+    skeleton = adapted_skeleton(folder, recipe.base, recipe.adapter)
+    check_axes(skeleton.model, skeleton.spec, recipe.parallel.axes)
+    check_positions(skeleton.model, recipe.data.max_tokens)
 
 
 def load_adapted_base(

@@ -49,7 +49,7 @@ def test_held_out_rows_that_are_training_rows_too_are_counted(shown: Any) -> Non
     rows = [chat(f"say {number}", "so") for number in range(8)]
     note = "held-out rows are training rows too"
     lines = shown(rows[:5], [*rows[3:], {"messages": rows[4]["messages"], "id": 1}])
-    assert f"note     3 of 6 {note} (the same tokens)" in lines
+    assert f"note       3 of 6 {note} (the same tokens)" in lines
     assert note not in "\n".join(shown(rows[:4], rows[4:]))
 
 

@@ -1,15 +1,27 @@
-"""What `lorakit plan` says that a rank of a run sends, beside what the rank has counted."""
+"""The messages along each axis that a rank of a run should have sent, beside those that the rank has counted."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lorakit.planning.axes import axis_messages, planned_step
-from lorakit.planning.model_shapes import read_shapes
+from lorakit.base.skeleton import adapted_skeleton
+from lorakit.parallel.sequence.ulysses import kv_repeats
+from lorakit.parallel.tensor import checked_plan, cut_dims
+from lorakit.parallel.tensor.shards import CutDim
+from lorakit.planning.activations import traced_model
+from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.planning.stages import stages_of
 from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.ranks import Case
+from tests.parallel.axis_messages import (
+    ByKind,
+    CutModel,
+    StepWork,
+    pipeline_messages,
+    sequence_messages,
+    tensor_messages,
+)
 
 FLOAT = 4  # bytes of a value
 
@@ -21,17 +33,39 @@ def adapter_of(case: Case) -> AdapterSection:
     return AdapterSection(rank=case.get("rank", 3), **lists_as_tuples)
 
 
+def shapes_of_case(base: Path, case: Case, tensor: int) -> ModelShapes:
+    """Rank 0's part of a case's base with its adapter, in float32."""
+    section = BaseSection(model=str(base))
+    return traced_model(base, section, adapter_of(case), torch.float32, tensor=tensor).shapes
+
+
 def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
-    """Assert that a rank's messages along each axis are the planned ones, in number and bytes; in float32."""
+    """Assert that a rank's messages along each axis are those of the formulas, in number and bytes; in float32."""
     sizes = rank["mesh"]
     micro_batches, tokens = rank["counted_step"]["micro_batches"], rank["counted_step"]["tokens"]
-    shapes = read_shapes(base, BaseSection(model="base"), adapter_of(case), torch.float32, sizes["tensor"])
-    stages = stages_of(shapes.part(sizes["tensor"]), sizes["pipeline"], micro_batches, 1.0)
-    stage = stages[rank["stage"]["number"] if "stage" in rank else 0]
+    stages = stages_of(shapes_of_case(base, case, sizes["tensor"]), sizes["pipeline"], micro_batches, 1.0)
+    number = rank["stage"]["number"] if "stage" in rank else 0
+    shapes, is_first, is_last = stages[number].shapes, number == 0, stages[number].is_last
+    model = adapted_skeleton(base, BaseSection(model=str(base)), adapter_of(case)).model
+    cut = cut_dims(model, checked_plan(model, sizes["tensor"]))
+    trains_embedding = is_first and any(EMBEDDING in tensor.uses for tensor in shapes.adapter)
 
-    def planned(num_tokens: int) -> Any:
-        step = planned_step(stage, micro_batches, num_tokens, FLOAT, recomputes=case.get("checkpointing", False))
-        return axis_messages(stage, step, sizes)
+    def planned(num_tokens: int) -> dict[str, ByKind]:
+        step = StepWork(
+            micro_batches=micro_batches, num_tokens=num_tokens, token_bytes=shapes.hidden_size * FLOAT,
+            num_layers=shapes.num_layers, num_trained=shapes.num_layers, recomputes=case.get("checkpointing", False),
+            is_first=is_first, is_last=is_last, sends_gradient=not is_first, receives_gradient=not is_last,
+            trains_embedding=trains_embedding,
+        )  # fmt: skip
+        messages = {}
+        if sizes["pipeline"] > 1:
+            messages["pipeline"] = pipeline_messages(step)
+        if sizes["sequence"] > 1:
+            attentions = [(_attention_bytes(model, sizes), True)] * shapes.num_layers
+            messages["sequence"] = sequence_messages(micro_batches, num_tokens, attentions, recomputes=step.recomputes)
+        if sizes["tensor"] > 1:
+            messages["tensor"] = tensor_messages(step, _cut_model(shapes, cut, is_first, is_last, trains_embedding))
+        return messages
 
     # a micro-batch that does not divide is padded: by up to a token for each rank
     padding = micro_batches * sizes["sequence"] * sizes["tensor"]
@@ -44,6 +78,48 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
         assert {kind: count["calls"] for kind, count in counted.items()} == {
             kind: messages.calls for kind, messages in by_kind.items()
         }, (case["name"], axis)
-        for kind in counted.keys() - {"all_reduce"}:  # a plan does not know the labels
+        for kind in counted.keys() - {"all_reduce"}:  # the number of labels is not known
             num_bytes = counted[kind]["bytes"]
             assert by_kind[kind].num_bytes <= num_bytes <= most[axis][kind].num_bytes, (case["name"], axis, kind)
+
+
+def _attention_bytes(model: Any, sizes: dict[str, int]) -> int:
+    """Bytes of a token in a layer's two messages: queries, keys and values there, outputs back."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // sizes["tensor"])
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads //= sizes["tensor"]
+    repeats = kv_repeats(heads, kv_heads, sizes["sequence"]) or 1
+    return int(2 * (heads + repeats * kv_heads) * size * FLOAT)
+
+
+def _cut_model(
+    shapes: ModelShapes, cut: dict[str, CutDim], is_first: bool, is_last: bool, trains_embedding: bool
+) -> CutModel:
+    """A transformer with two blocks in a layer, whose first layer reads the embedding itself."""
+    vocabulary = {use for tensor in shapes.tensors if tensor.name in cut for use in tensor.uses}
+    embedding = EMBEDDING in vocabulary and is_first
+    return CutModel(
+        num_blocks=2 * shapes.num_layers,
+        num_summed=2 * shapes.num_layers,
+        in_parts=True,
+        embedding=embedding,
+        scatters_embedding=embedding,
+        head=HEAD in vocabulary and is_last,
+        uncut_bytes=sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in cut),
+        product_bytes=FLOAT * _ranks_along(shapes, cut, is_first and not trains_embedding),
+    )
+
+
+def _ranks_along(shapes: ModelShapes, cut: dict[str, CutDim], without_first: bool) -> int:
+    """Ranks r of the layers that are cut by outputs, without the first block's where nothing before it is trained.
+
+    Gradients of their x A^T go along with those of x, which the first block has none of if the embedding is frozen.
+    """
+    factors = [tensor for tensor in shapes.adapter if tensor.name.endswith(".lora_A")]
+    by_outputs = [one for one in factors if cut.get(one.name.replace(".lora_A", ".lora_B")) == CutDim(0)]
+    blocks = [one.name.rpartition(".")[0].rpartition(".")[0] for one in by_outputs]
+    return sum(
+        one.shape[0] for one, block in zip(by_outputs, blocks, strict=True) if not without_first or block != blocks[0]
+    )

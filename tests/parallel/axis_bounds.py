@@ -18,7 +18,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axes import Axes
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.messages import (
+from tests.parallel.axis_messages import (
     ByKind,
     CutModel,
     Messages,

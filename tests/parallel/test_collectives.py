@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lorakit.parallel.messages import Messages
 from tests.helpers.fork_server import start_python
 from tests.parallel.axis_bounds import differences
+from tests.parallel.axis_messages import Messages
 
 RANK = """
 import json, sys

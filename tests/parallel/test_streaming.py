@@ -289,7 +289,7 @@ def test_a_plan_knows_that_two_layers_are_there(recipe: Any, tmp_path: Path, tok
     found = {}
     for offload in ("none", "stream"):
         rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).advice.backends
-        found[offload] = next(row.candidate.memory for row in rows if row.candidate.backend == "single")
+        found[offload] = next(row.memory for row in rows if row.backend == "single")
     engine = open_engine(STREAM)
     loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, CPU, sharded=True)
     layer = sum(p.nbytes for p in loaded.model.model.layers[0].parameters())

@@ -17,11 +17,9 @@ from lorakit.parallel.tensor import checked_plan
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
 from lorakit.parallel.tensor.probe import check_layers, copy_layers
 from lorakit.parallel.tensor.weight_group import WeightGroup
-from lorakit.planning.model_shapes import ModelShapes, read_shapes
 from lorakit.planning.sharding import adapter_bytes, base_bytes
-from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.bases import make_base
-from tests.helpers.messages import adapter_of, assert_planned
+from tests.helpers.messages import assert_planned, shapes_of_case
 from tests.helpers.models import scrambled
 from tests.helpers.ranks import Case, run_cases
 from tests.helpers.rows import write_uneven_rows
@@ -176,10 +174,6 @@ def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results
             assert_same(result, alone["plain" if name == "staged" else name])
 
 
-def shapes_of_experts(folder: Path, case: Case) -> ModelShapes:
-    return read_shapes(folder / case["base"], BaseSection(model="base"), adapter_of(case), torch.float32, 2)
-
-
 def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     return sum(float((some[name] - others[name]).square().sum()) for name in others) ** 0.5
 
@@ -187,11 +181,10 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in (2, 4)])
 def test_a_rank_has_its_part_of_the_base(results: Results, folder: Path, processes: int) -> None:
     alone, ranks = results(1)["plain"]["ranks"][0], results(processes)["plain"]["ranks"]  # with ddp, then with fsdp2
-    planned = read_shapes(folder / "base", BaseSection(model="base"), AdapterSection(rank=3), torch.float32, 2).part(2)
     if processes == 2:
         for shapes, parts in (
-            (planned, ranks),
-            (shapes_of_experts(folder, EXPERTS).part(2), results(2)["experts"]["ranks"]),
+            (shapes_of_case(folder / "base", {"name": "plain"}, 2), ranks),
+            (shapes_of_case(folder / EXPERTS["base"], EXPERTS, 2), results(2)["experts"]["ranks"]),
         ):
             assert max(rank["base_bytes"] for rank in parts) == base_bytes(shapes)
             assert max(rank["adapter_bytes"] for rank in parts) == adapter_bytes(shapes)
