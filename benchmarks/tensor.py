@@ -16,6 +16,7 @@ from benchmarks.machine import peak_bytes, program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.ranks import prepared, saved_for_backward
 from benchmarks.rows import packed, random_rows
+from lorakit.parallel.tensor.axis import TensorAxis
 
 SHAPE = "100M"
 NUM_LAYERS = SHAPES[SHAPE]["num_hidden_layers"]
@@ -38,7 +39,7 @@ def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> N
     """One of the processes: two steps; the first process prints what it holds and sends."""
     with prepared(Path(base), backend=backend, processes=int(processes), tensor=int(tensor)) as ready:
         axis = ready.engine.axes.by_name.get("tensor")
-        if axis is not None and tokens == "all":
+        if isinstance(axis, TensorAxis) and tokens == "all":
             axis.shards.region.disabled_because = "all tokens, to measure"
         for step in range(2):
             with saved_for_backward() as saved:
