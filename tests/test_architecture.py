@@ -41,7 +41,7 @@ ONLY = {  # the only importers of a package
     "peft": set(),
     "pickle": set(),
     "yaml": {"recipe"},
-    "pydantic": {"recipe"},
+    "pydantic": {"recipe", "serving"},
     "datasets": {"data"},
     "huggingface_hub": {"files"},
     "transformers": {"ops", "base", "decoding"},

@@ -121,16 +121,18 @@ def _notes(patches: "Mapping[str, Patch]") -> str:
 def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
     from lorakit.export.kubernetes import deployment
 
-    paths = {name: _in_claim(str(patch.folder), options.folder) for name, patch in patches.items()}
+    paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
     base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
     if options.vllm:
-        words, notes = _vllm_words(options, base, patches, paths), _notes(patches)
+        words = _vllm_words(options, base, patches, paths)
+        notes = _notes(patches)
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
         named = ["--name", options.name] if options.name else []
         revision = ["--revision", options.revision] if options.revision else []
         port = ["--host", "0.0.0.0", "--port", str(options.port)]
-        words, notes = ["lorakit", "serve", base, *revision, *named, *port, *adapters], ""
+        words = ["lorakit", "serve", base, *revision, *named, *port, *adapters]
+        notes = ""
     return f"# written by lorakit {VERSION}\n{notes}" + deployment(
         words, name="vllm" if options.vllm else "lorakit", image=options.image, claim=options.claim,
         folder=options.folder, port=options.port, gpus=options.gpus,
@@ -146,6 +148,22 @@ def _vllm_words(
     return vllm_command(
         base, patches, paths, name=name, revision=options.revision, dtype=options.dtype, port=options.port
     )
+
+
+def _path_in_pod(path: str, options: argparse.Namespace) -> str:
+    """Return how a pod names a patch: by its folder in the claim, or by its name on the hub.
+
+    Raises:
+        LorakitError: the folder is not in the claim, or vLLM cannot load this revision.
+    """
+    if Path(path).is_dir():
+        return _in_claim(path, options.folder)
+    if options.vllm and "@" in path:
+        raise LorakitError(
+            f"--vllm --k8s: vLLM loads no revision of an adapter, and {path} names one; leave it out, or download the"
+            " repository into the claim and name its folder"
+        )
+    return path
 
 
 def _in_claim(path: str, folder: str) -> str:
@@ -164,7 +182,8 @@ def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[st
     from lorakit.base.load import load_tokenizer
     from lorakit.export.llama_cpp import export_adapters, export_merged
 
-    out, tokenizer = Path(options.out), load_tokenizer(folder)
+    out = Path(options.out)
+    tokenizer = load_tokenizer(folder)
     if options.merged:
         (patch,) = patches.values()
         export_merged(

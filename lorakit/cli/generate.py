@@ -141,7 +141,8 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     if options.prompt and options.prompts is not None:
         raise LorakitError("--prompts: beside --prompt; leave one of them out")
     if options.prompt:
-        prompts, where = list(options.prompt), "--prompt"
+        prompts = list(options.prompt)
+        where = "--prompt"
     else:
         named = options.prompts not in (None, "-")
         if not named and sys.stdin.isatty():
@@ -177,6 +178,10 @@ def load_model(
 
     prompted_as: patches that are loaded later, and may bring a chat template with them.
     """
+    from lorakit.launch.kernel_caches import limit_kernel_caches
+
+    limit_kernel_caches()  # prompts of other lengths are new shapes, as rows are in training
+
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.load import check_tokenizer
     from lorakit.inference.load import brought_template, load
@@ -206,7 +211,8 @@ def load_model(
 def _score(options: argparse.Namespace) -> int:
     from lorakit.data import find_sources
     from lorakit.inference.measures import chosen_measures, load_metrics
-    from lorakit.inference.score import score
+    from lorakit.inference.score import score, write_predictions
+    from lorakit.inference.score_report import ScoreReport
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
@@ -223,18 +229,22 @@ def _score(options: argparse.Namespace) -> int:
     unused = [name for name in adapters if not any(name in names for names in data.values())]
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
-    score(
-        load_model(options, adapters),
+    model = load_model(options, adapters)
+    report = ScoreReport(data, measures, print_line)
+    scores = score(
+        model,
         data,
         max_new_tokens=options.max_new_tokens,
         limit=options.limit,
         ignore_keys=options.ignore_keys,
         columns=tuple(columns.items()),
         skip_bad_rows=options.on_bad_rows == "skip",
-        predictions=predictions,
         measures=measures,
-        say=print_line,
+        on_answers=report.add,
     )
+    if predictions is not None:
+        write_predictions(predictions, scores, measures)
+    report.finish(scores)
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Row, Token
+from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, RunningRequest, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import SlotModel
@@ -33,11 +33,15 @@ class ContinuousBatch:
     One thread calls ``step``; others may add to ``waiting`` meanwhile. max_rows: of the batch. memory: of its slots.
     """
 
-    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[Row], max_rows: int) -> None:
+    def __init__(
+        self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[RunningRequest], max_rows: int
+    ) -> None:
         self.waiting = waiting
-        self._slots, self._memory, self._max_rows = slots, memory, max_rows
-        self._decoding: list[Row] = []
-        self._prefilling: list[Row] = []
+        self._slots = slots
+        self._memory = memory
+        self._max_rows = max_rows
+        self._decoding: list[RunningRequest] = []
+        self._prefilling: list[RunningRequest] = []
         """in the slots behind those of ``_decoding``"""
         self.finished: Counter[str] = Counter()
         """reason -> generations that finished for it"""
@@ -90,14 +94,15 @@ class ContinuousBatch:
             rows = list(self.waiting)
             for row in rows:
                 self.waiting.remove(row)
-        self._decoding, self._prefilling = [], []
+        self._decoding = []
+        self._prefilling = []
         self._slots.forget()
         self._memory.trim(0, 0)
         for row in rows:
             row.generation.fail(problem)
             self.finished[ERROR] += 1
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[RunningRequest]:
         """Return the rows in the order of their slots."""
         return [*self._decoding, *self._prefilling]
 
@@ -112,7 +117,7 @@ class ContinuousBatch:
         """Preempt the youngest rows until the others' slots are within the memory."""
         while (rows := self._rows()) and not self._memory.fits(len(rows), _longest(rows)):
             row = max(rows, key=lambda row: row.number)
-            self._vacate(row)
+            self._free_slot(row)
             row.num_stored = 0
             self.totals["preemptions"] += 1
             self.waiting.put_back(row)
@@ -137,7 +142,7 @@ class ContinuousBatch:
             except Exception as problem:  # of this request alone: the others go on
                 self._fail(row, problem)
 
-    def _fits(self, row: Row) -> bool:
+    def _fits(self, row: RunningRequest) -> bool:
         """True if a row has a slot, and it and all others have memory for their next tokens."""
         rows = [*self._rows(), row]
         longest = max(min(len(one.tokens) + HEADROOM_TOKENS, one.num_tokens_at_most) for one in rows)
@@ -167,9 +172,10 @@ class ContinuousBatch:
                 self._draw(row, result)
         return num_computed
 
-    def _count_prefix(self, row: Row) -> None:
+    def _count_prefix(self, row: RunningRequest) -> None:
         if not row.is_started:
-            row.is_started, row.generation.cached_tokens = True, row.num_stored
+            row.is_started = True
+            row.generation.cached_tokens = row.num_stored
             self.totals["prefix_queries"] += len(row.tokens)
             self.totals["prefix_hits"] += row.num_stored
 
@@ -184,7 +190,7 @@ class ContinuousBatch:
             else:
                 self._draw(row, result)
 
-    def _compute(self, first: int, rows: Sequence[Row], num_new: int) -> list[Tensor | Exception]:
+    def _compute(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> list[Tensor | Exception]:
         """Return the logits after each row's next tokens, ``num_new`` at most, or its error.
 
         If a batch fails, each of its rows is computed alone, so that only those fail that fail alone.
@@ -204,7 +210,7 @@ class ContinuousBatch:
             for row, is_wrong in zip(own, wrong, strict=True)
         ]
 
-    def _draw(self, row: Row, logits: Tensor) -> None:
+    def _draw(self, row: RunningRequest, logits: Tensor) -> None:
         """Draw a row's next token, and end the row if it is the last one."""
         try:
             token, logprobs = row.sampler.draw(logits)
@@ -220,24 +226,24 @@ class ContinuousBatch:
         if len(row.tokens) >= row.num_tokens_at_most:
             self._end(row, LENGTH)
 
-    def _end(self, row: Row, reason: str) -> None:
-        self._vacate(row)
+    def _end(self, row: RunningRequest, reason: str) -> None:
+        self._free_slot(row)
         self._finish(row, reason)
 
-    def _finish(self, row: Row, reason: str) -> None:
+    def _finish(self, row: RunningRequest, reason: str) -> None:
         row.generation.finish(reason)
         self.finished[reason] += 1
 
-    def _fail(self, row: Row, problem: Exception) -> None:
-        self._vacate(row, is_sound=False)
+    def _fail(self, row: RunningRequest, problem: Exception) -> None:
+        self._free_slot(row, keep_prefix=False)
         row.generation.fail(problem)
         self.finished[ERROR] += 1
 
-    def _vacate(self, row: Row, *, is_sound: bool = True) -> None:
-        """Free a row's slot, into which another row moves. If sound, its tokens are a prefix for later rows."""
+    def _free_slot(self, row: RunningRequest, *, keep_prefix: bool = True) -> None:
+        """Free a row's slot, into which another row moves. ``keep_prefix``: its tokens are one for later rows."""
         slot = self._rows().index(row)
         self._slots.forget()
-        if is_sound:
+        if keep_prefix:
             self._memory.save_prefix(row.generation.adapter, row.tokens[: row.num_stored], slot)
         else:
             self._slots.cache.erase(slot)
@@ -253,18 +259,19 @@ class ContinuousBatch:
         rows = self._rows()
         self._memory.trim(len(rows), _longest(rows))
 
-    def _remove(self, row: Row, rows: list[Row], first: int) -> None:
+    def _remove(self, row: RunningRequest, rows: list[RunningRequest], first: int) -> None:
         """Remove a row from ``rows``, which have the slots from ``first`` on: the last one moves into its slot."""
-        index, last = rows.index(row), rows.pop()
+        index = rows.index(row)
+        last = rows.pop()
         if last is not row:
             rows[index] = last
             self._slots.cache.move(first + len(rows), first + index, last.num_stored)
 
 
-def _longest(rows: Sequence[Row]) -> int:
+def _longest(rows: Sequence[RunningRequest]) -> int:
     return max((len(row.tokens) for row in rows), default=0)
 
 
-def _num_padded(rows: Sequence[Row]) -> int:
+def _num_padded(rows: Sequence[RunningRequest]) -> int:
     """Return the tokens of a forward that computes rows, each padded to the longest."""
     return len(rows) * max((row.num_pending for row in rows), default=0)

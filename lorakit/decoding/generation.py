@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what its caller sees of it."""
+"""One request in the engine's batch, and the tokens that its caller reads."""
 
 import queue
 import threading
@@ -49,7 +49,9 @@ class Generation:
         settings: SamplingSettings,
         deliver: Callable[[Item], None] | None = None,
     ) -> None:
-        self.adapter, self.prompt, self.settings = adapter, prompt, settings
+        self.adapter = adapter
+        self.prompt = prompt
+        self.settings = settings
         self.reason: str | None = None
         self.end: Token | None = None
         self.cached_tokens = 0
@@ -102,8 +104,8 @@ class Generation:
 
 
 @dataclass(eq=False)
-class Row:
-    """A generation in the engine's batch.
+class RunningRequest:
+    """A generation in the engine's batch, in its queue, or between the two.
 
     number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
     values in the row's slot. client: whose turn it takes in the queue. is_started: False until its first prefill.

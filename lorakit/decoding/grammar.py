@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
+import threading
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Final, final
 
 import numpy as np
@@ -45,13 +45,22 @@ class GrammarCompiler:
     """Makes grammars for the vocabulary of a base. The tables of its tokenizer are made when they are first needed."""
 
     def __init__(self, tokenizer: Any, num_tokens: int, end_ids: list[int]) -> None:
-        self._tokenizer, self._num_tokens, self._end_ids = tokenizer, num_tokens, end_ids
+        self._tokenizer = tokenizer
+        self._num_tokens = num_tokens
+        self._end_ids = end_ids
+        self._building = threading.Lock()
+        self._built_vocabulary: Any = None
 
-    @cached_property
     def _vocabulary(self) -> Any:
+        """Return the vocabulary, which takes seconds to build: once, whatever number of requests come for it."""
         import llguidance.hf
 
-        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._num_tokens, eos_token=self._end_ids)
+        with self._building:
+            if self._built_vocabulary is None:
+                self._built_vocabulary = llguidance.hf.from_tokenizer(
+                    self._tokenizer, n_vocab=self._num_tokens, eos_token=self._end_ids
+                )
+            return self._built_vocabulary
 
     def compile(self, response_format: Mapping[str, Any] | None, *, min_tokens: int = 0) -> Grammar | None:
         """Return the grammar of a request's ``response_format``; None for any text.
@@ -76,10 +85,11 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         text = _grammar_text(kind, response_format)
-        is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, self._vocabulary)
+        vocabulary = self._vocabulary()
+        is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
         if is_bad or messages:  # a warning is a part that it would not obey
             raise LorakitError(f"response_format: {'; '.join(messages)}")
-        return Grammar(LLMatcher(self._vocabulary, text))
+        return Grammar(LLMatcher(vocabulary, text))
 
 
 def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:

@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 MIN_POSITIONS: Final = 64
 """of a slot, so that short rows are not copied at every token"""
-Span = list[tuple[Tensor, Tensor]]
+Block = list[tuple[Tensor, Tensor]]
 """keys and values (heads, positions, width) of some positions of a slot, for each layer"""
 
 
-class _Window:
+class _ForwardSpan:
     """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
 
     first, stop: its slots. longest: tokens of its longest row before it. width: positions to read.
@@ -26,21 +26,28 @@ class _Window:
     """
 
     def __init__(self) -> None:
-        self.first, self.stop, self.longest, self.width = 0, 0, 0, 0
-        self.rows = self.columns = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
-        self.num_slots, self.num_positions = 0, 0
+        self.first = 0
+        self.stop = 0
+        self.longest = 0
+        self.width = 0
+        self.rows = torch.zeros(0, dtype=torch.int64)
+        self.columns = self.rows
+        self.slots = self.rows
+        self.positions = self.rows
+        self.num_slots = 0
+        self.num_positions = 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """The slots of one layer, as transformers' attention calls a cache."""
 
-    def __init__(self, window: _Window) -> None:
+    def __init__(self, span: _ForwardSpan) -> None:
         super().__init__()
-        self._window = window
+        self._span = span
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        sizes = self._window.num_slots, self._window.num_positions
-        self.keys, self.values = (_resized(states[:0], *sizes) for states in (key_states, value_states))
+        self.keys = _resized(key_states[:0], self._span.num_slots, self._span.num_positions)
+        self.values = _resized(value_states[:0], self._span.num_slots, self._span.num_positions)
         self.is_initialized = True
 
     def resize(self, num_slots: int, num_positions: int) -> None:
@@ -52,17 +59,17 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store the new tokens' keys and values (rows, heads, tokens, width); return those of all positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window = self._window
-        self.keys[window.slots, :, window.positions] = key_states[window.rows, :, window.columns]
-        self.values[window.slots, :, window.positions] = value_states[window.rows, :, window.columns]
-        rows = slice(window.first, window.stop)
-        return self.keys[rows, :, : window.width], self.values[rows, :, : window.width]
+        span = self._span
+        self.keys[span.slots, :, span.positions] = key_states[span.rows, :, span.columns]
+        self.values[span.slots, :, span.positions] = value_states[span.rows, :, span.columns]
+        rows = slice(span.first, span.stop)
+        return self.keys[rows, :, : span.width], self.values[rows, :, : span.width]
 
     def get_seq_length(self) -> int:
-        return self._window.longest
+        return self._span.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._window.width, 0
+        return self._span.width, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -73,19 +80,20 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of all running rows."""
 
     def __init__(self, num_layers: int) -> None:
-        self._window = _Window()
-        super().__init__(layers=[_SlotLayer(self._window) for _ in range(num_layers)])
+        self._span = _ForwardSpan()
+        super().__init__(layers=[_SlotLayer(self._span) for _ in range(num_layers)])
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Slots, and positions of each."""
-        return self._window.num_slots, self._window.num_positions
+        return self._span.num_slots, self._span.num_positions
 
     def resize(self, num_slots: int, num_positions: int) -> None:
         """Have so many slots and positions; what is stored in both sizes stays. One layer at a time is copied."""
         for layer in self._own_layers():
             layer.resize(num_slots, num_positions)
-        self._window.num_slots, self._window.num_positions = num_slots, num_positions
+        self._span.num_slots = num_slots
+        self._span.num_positions = num_positions
 
     def without_slots(self) -> "SlotCache":
         """Return a cache for the same layers, which exist, that has no slots."""
@@ -95,20 +103,25 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.lazy_initialization(own.keys[:0], own.values[:0])
         return other
 
-    def set_window(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    def set_span(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
         """Choose the rows of the next forward; return the positions of their new tokens, (rows, longest count).
 
         first: slot of the first row. starts: tokens that each row has stored. counts: its new ones; rows with fewer are
         padded on the left with tokens at position 0, which are not stored.
         """
-        window, longest = self._window, max(counts)
-        window.first, window.stop, window.longest = first, first + len(starts), max(starts)
-        window.width = max(start + count for start, count in zip(starts, counts, strict=True))
+        span = self._span
+        longest = max(counts)
+        span.first = first
+        span.stop = first + len(starts)
+        span.longest = max(starts)
+        span.width = max(start + count for start, count in zip(starts, counts, strict=True))
         offsets = torch.arange(longest) - longest + torch.tensor(counts)[:, None]  # below 0 in padding
         rows, columns = (offsets >= 0).nonzero(as_tuple=True)
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
-        window.rows, window.columns = rows.to(device), columns.to(device)
-        window.slots, window.positions = (rows + first).to(device), positions[rows, columns].to(device)
+        span.rows = rows.to(device)
+        span.columns = columns.to(device)
+        span.slots = (rows + first).to(device)
+        span.positions = positions[rows, columns].to(device)
         return positions.to(device)
 
     def move(self, source: int, target: int, num_positions: int) -> None:
@@ -117,16 +130,16 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.keys[target, :, :num_positions] = layer.keys[source, :, :num_positions]
             layer.values[target, :, :num_positions] = layer.values[source, :, :num_positions]
 
-    def read(self, slot: int, start: int, stop: int) -> Span:
+    def read(self, slot: int, start: int, stop: int) -> Block:
         """Return a copy of a slot's positions from ``start`` to ``stop``."""
         return [
             (layer.keys[slot, :, start:stop].clone(), layer.values[slot, :, start:stop].clone())
             for layer in self._own_layers()
         ]
 
-    def write(self, slot: int, spans: list[Span]) -> None:
-        """Store spans one after another in a slot, from its first position on."""
-        for layer, parts in zip(self._own_layers(), zip(*spans, strict=True), strict=True):
+    def write(self, slot: int, blocks: list[Block]) -> None:
+        """Store blocks one after another in a slot, from its first position on."""
+        for layer, parts in zip(self._own_layers(), zip(*blocks, strict=True), strict=True):
             keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
             layer.keys[slot, :, : keys.shape[1]] = keys
             layer.values[slot, :, : values.shape[1]] = values

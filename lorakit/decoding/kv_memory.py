@@ -17,7 +17,8 @@ class KvMemory:
     """The slots of ``cache``, whose layers exist, and a prefix cache, within a number of bytes."""
 
     def __init__(self, cache: SlotCache, max_bytes: int, max_positions: int | None = None) -> None:
-        self._cache, self._prefixes = cache, PrefixCache()
+        self._cache = cache
+        self._prefixes = PrefixCache()
         cache.resize(1, 1)
         self.position_bytes = cache.num_bytes()
         """keys and values of one token, over all layers"""

@@ -17,7 +17,8 @@ def attention_masks(model: nn.Module, positions: Tensor) -> Any:
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
-    own, stored = positions[:, :, None], torch.arange(int(positions.max()) + 1, device=positions.device)
+    own = positions[:, :, None]
+    stored = torch.arange(int(positions.max()) + 1, device=positions.device)
     causal = stored <= own
     masks = {kind: causal if kind == FULL or window is None else causal & (stored > own - window) for kind in kinds}
     if config._attn_implementation != "sdpa":  # eager attention adds the mask to the scores
@@ -31,10 +32,9 @@ def attention_masks(model: nn.Module, positions: Tensor) -> Any:
 
 
 def check_layer_kinds(model: nn.Module) -> None:
-    """Return if every layer of a model has full or sliding attention.
+    """Raise BaseModelError unless every layer of a model has full or sliding attention.
 
-    Raises:
-        BaseModelError: one has not, such as a state-space layer, whose state is not kept in slots.
+    Slots have no room for other states, such as those of a state-space layer.
     """
     if others := other_layer_kinds(model):
         raise BaseModelError(

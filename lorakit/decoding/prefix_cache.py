@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, final
 
-from lorakit.decoding.kv_cache import Span
+from lorakit.decoding.kv_cache import Block
 from lorakit.lora.routing import Adapter
 
 BLOCK_TOKENS: Final = 16
@@ -23,13 +23,13 @@ class PrefixCache:
     """Blocks in the order of their last use."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, Span] = OrderedDict()
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(self._blocks)
 
-    def find(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[Span]:
+    def find(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[Block]:
         """Return the stored blocks that ``tokens`` begin with."""
         keys = list(itertools.takewhile(self._blocks.__contains__, block_keys(adapter, tokens)))
         self._use(keys)
@@ -41,7 +41,7 @@ class PrefixCache:
         self._use([key for key in keys if key in self._blocks])
         return [(number, key) for number, key in enumerate(keys) if key not in self._blocks]
 
-    def put(self, blocks: Sequence[tuple[bytes, Span]]) -> None:
+    def put(self, blocks: Sequence[tuple[bytes, Block]]) -> None:
         """Store blocks of one row, the first one first."""
         self._blocks.update(blocks)
         self._use([key for key, _ in blocks])
@@ -65,7 +65,8 @@ def block_keys(adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:
         root = f"number {adapter.number}"  # which no later adapter gets
     else:
         root = f"digest {adapter.identity}"
-    keys, key = [], root.encode()
+    keys = []
+    key = root.encode()
     for stop in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         block = array("q", tokens[stop - BLOCK_TOKENS : stop])
         key = hashlib.blake2b(key + block.tobytes(), digest_size=32).digest()

@@ -58,10 +58,9 @@ class SamplingSettings:
     """restricts the answer to JSON, a schema or a regular expression, as grammar.py says; None is any text"""
 
     def check(self, num_tokens: int) -> None:
-        """Return if every value is in its range, for a vocabulary of ``num_tokens``.
+        """Raise LorakitError unless every value is in its range, for a vocabulary of ``num_tokens``.
 
-        Raises:
-            LorakitError: names the setting, its value and its range.
+        The error names the setting, its value and its range.
         """
         ranges: dict[str, tuple[float, float, str]] = {
             "max_tokens": (1, math.inf, "1 or more"), "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
@@ -101,7 +100,9 @@ class Sampler:
     def __init__(
         self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int], grammar: Grammar | None = None
     ) -> None:
-        self._settings, self._end_ids, self._grammar = settings, end_ids, grammar
+        self._settings = settings
+        self._end_ids = end_ids
+        self._grammar = grammar
         self._prompt = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
         self._counts: Counter[int] = Counter()
         self._generator = torch.Generator()
@@ -111,7 +112,7 @@ class Sampler:
             self._generator.manual_seed(settings.seed)
 
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
-        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are wanted.
+        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are requested.
 
         Raises:
             LorakitError: the settings exclude every token.
@@ -130,8 +131,8 @@ class Sampler:
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""
-        settings, generated = self._settings, self._counts.total()
-        ends = list(self._end_ids) if generated < settings.min_tokens else []
+        settings = self._settings
+        ends = list(self._end_ids) if self._counts.total() < settings.min_tokens else []
         penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
         if not (settings.logit_bias or ends or penalizes):
             return logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.load import vocabulary_size
-from lorakit.decoding.generation import Generation, Row
+from lorakit.decoding.generation import Generation, RunningRequest
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.masks import attention_masks, check_layer_kinds
 from lorakit.decoding.sampling import Sampler, SamplingSettings
@@ -62,7 +62,7 @@ class SlotModel:
         other.cache = self.cache.without_slots()
         return other
 
-    def forward(self, first: int, rows: Sequence[Row], num_new: int) -> Tensor:
+    def forward(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
         """Compute the next tokens of rows, ``num_new`` at most of each; the first one has slot ``first``.
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
@@ -71,8 +71,9 @@ class SlotModel:
         longest = max(map(len, pending))
         # padded on the left, so that the last position of each row has its logits
         ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in pending])
-        starts, counts = [row.num_stored for row in rows], [len(tokens) for tokens in pending]
-        positions = self.cache.set_window(first, starts, counts, self._device)
+        starts = [row.num_stored for row in rows]
+        counts = [len(tokens) for tokens in pending]
+        positions = self.cache.set_span(first, starts, counts, self._device)
         output = self._model.run(
             self._route_of(rows),
             input_ids=ids.to(self._device),
@@ -89,7 +90,7 @@ class SlotModel:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
         self._route = None
 
-    def _route_of(self, rows: Sequence[Row]) -> Route:
+    def _route_of(self, rows: Sequence[RunningRequest]) -> Route:
         adapters = tuple(row.generation.adapter for row in rows)
         if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
             return Route(adapters)
@@ -108,7 +109,9 @@ class SlotModel:
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
         settings = SamplingSettings()
-        rows = [Row(Generation(None, ids, settings), Sampler(settings, ids, frozenset()), ids) for ids in prompts]
+        rows = [
+            RunningRequest(Generation(None, ids, settings), Sampler(settings, ids, frozenset()), ids) for ids in prompts
+        ]
         self.cache.resize(len(rows), max(map(len, prompts)))
         try:
             for slot, row in enumerate(rows):

@@ -12,7 +12,10 @@ from lorakit.data.chat_template import render_template
 from lorakit.errors import BaseModelError
 from lorakit.patch.prompting import PromptForm
 
-SYSTEM, USER, ANSWER, NEXT = "\ue001", "\ue002", "\ue003", "\ue004"  # private characters that no template contains
+SYSTEM = "\ue001"
+USER = "\ue002"
+ANSWER = "\ue003"
+NEXT = "\ue004"  # private characters that no template contains
 ROLES: Final = {SYSTEM: "system", USER: "user", ANSWER: "assistant", NEXT: "user"}
 INSTEAD: Final = "use llama-server --jinja, which runs it, or lorakit serve"
 Render = Callable[[Sequence[str]], str]

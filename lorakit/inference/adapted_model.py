@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
-from lorakit.inference.choice import SURROUNDING, Adapters, Default, check_size, chosen_names
+from lorakit.inference.choice import Adapters, check_size, chosen_names
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec, check_prompts, encode
 from lorakit.lora.bank import AdapterBank
@@ -59,7 +60,9 @@ class AdaptedModel:
         prompts: PromptCodec | None = None,
         base_form: PromptForm = CHAT,
     ) -> None:
-        self.model, self.tokenizer, self._identity = model.requires_grad_(False), tokenizer, identity
+        self.model = model.requires_grad_(False)
+        self.tokenizer = tokenizer
+        self._identity = identity
         self.prompts = prompts or PromptCodec(model, tokenizer)
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
@@ -67,7 +70,8 @@ class AdaptedModel:
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._open_blocks = 0
         """``using`` blocks that some thread is inside"""
-        self._counting = threading.Lock()
+        self._changing = threading.Lock()
+        """for what several threads change: the number of open blocks, the adapters and the last route"""
         self.model.register_forward_pre_hook(PassHook(self._route, self._refuse_other_threads_block), with_kwargs=True)
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
@@ -195,15 +199,17 @@ class AdaptedModel:
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
-            self._adapters[name] = adapter  # last: from here on calls can use it
-            self._last_route = None
+            with self._changing:
+                self._adapters[name] = adapter  # last: from here on calls can use it
+                self._last_route = None
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            del self._adapters[name], self._sources[name]
-            self._last_route = None  # it would keep the adapter's tensors in memory
+            with self._changing:
+                del self._adapters[name], self._sources[name]
+                self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
     def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
@@ -240,12 +246,12 @@ class AdaptedModel:
     def __call__(
         self,
         *args: Any,
-        adapters: Adapters | Default = SURROUNDING,
+        adapters: Adapters | EllipsisType = ...,
         lengths: Sequence[int] | None = None,
         **inputs: Any,
     ) -> Any:
-        """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; default: the surrounding block's."""
-        if lengths is not None and adapters is SURROUNDING:
+        """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; `...`: the surrounding block's."""
+        if lengths is not None and adapters is ...:
             raise LorakitError("lengths: they go with adapters, one for each; say adapters=[...]")
         route = self._chosen(adapters, lengths)
         first = model_input(args, inputs)
@@ -257,7 +263,7 @@ class AdaptedModel:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        adapters: Adapters | Default = SURROUNDING,
+        adapters: Adapters | EllipsisType = ...,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -270,7 +276,7 @@ class AdaptedModel:
         A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
         the rows were plain text; or a list of token ids. ``raw``: give texts unchanged, or (False) as messages.
-        ``adapters``: one for all, or one per prompt, None for the base; default: the surrounding ``using`` block's.
+        ``adapters``: one for all, or one per prompt, None for the base; `...`: the surrounding ``using`` block's.
 
         Raises:
             LorakitError: a prompt that cannot be encoded, or numbers out of range.
@@ -283,7 +289,7 @@ class AdaptedModel:
     def generate_ids(
         self,
         prompts: Sequence[Prompt],
-        adapters: Adapters | Default = SURROUNDING,
+        adapters: Adapters | EllipsisType = ...,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -300,7 +306,7 @@ class AdaptedModel:
         return [one.ids() for one in self._answer(prompts, adapters, settings, raw)]
 
     def _answer(
-        self, prompts: Sequence[Prompt], adapters: Adapters | Default, settings: SamplingSettings, raw: bool | None
+        self, prompts: Sequence[Prompt], adapters: Adapters | EllipsisType, settings: SamplingSettings, raw: bool | None
     ) -> list[Generation]:
         """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
         check_prompts(prompts)
@@ -339,13 +345,13 @@ class AdaptedModel:
         check_base(patch, self._identity, allow=allow)
         return named
 
-    def _chosen(self, adapters: Adapters | Default, lengths: Sequence[int] | None = None) -> Route:
+    def _chosen(self, adapters: Adapters | EllipsisType, lengths: Sequence[int] | None = None) -> Route:
         """Return the route of a call: to these adapters, or the surrounding block's.
 
         Raises:
             LorakitError: as ``_resolve``; or the call does not choose, and only another thread is inside a block.
         """
-        if not isinstance(adapters, Default):
+        if not isinstance(adapters, EllipsisType):
             return self._resolve(adapters, lengths)
         route = self._route.get()
         if route is None:
@@ -361,7 +367,7 @@ class AdaptedModel:
             )
 
     def _count_blocks(self, change: int) -> None:
-        with self._counting:
+        with self._changing:
             self._open_blocks += change
 
     def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
@@ -384,7 +390,9 @@ class AdaptedModel:
         last = self._last_route
         if last is not None and (last.adapters, last.lengths) == (route.adapters, route.lengths):
             return last  # with the indices that are on the device already
-        self._last_route = route
+        with self._changing:
+            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
+                self._last_route = route
         return route
 
     def _resident(self, identity: str | None) -> Adapter | None:

@@ -1,23 +1,15 @@
 """Which adapters a call uses: one for all rows, one per row, or those of the surrounding block; checked before use."""
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Final
+from types import EllipsisType
 
 from lorakit.errors import LorakitError
 from lorakit.lora.routing import Route
 
 Adapters = str | None | Sequence[str | None]
-"""The name of one adapter for all rows, or one name per row. None means the plain base."""
+"""The name of one adapter for all rows, or one name per row. None means the plain base.
 
-
-class Default(Enum):
-    """The adapters of a call that does not choose."""
-
-    SURROUNDING = "those of the surrounding `using` block, or the base outside of one"
-
-
-SURROUNDING: Final = Default.SURROUNDING
+A call may take `...` instead: the adapters of the surrounding `using` block, or the base outside of one."""
 
 
 def chosen_names(adapters: Adapters, lengths: Sequence[int] | None) -> tuple[str | None, ...]:
@@ -41,13 +33,10 @@ def chosen_names(adapters: Adapters, lengths: Sequence[int] | None) -> tuple[str
     return names
 
 
-def check_size(route: Route, adapters: Adapters | Default, shape: Sequence[int], rows: str) -> None:
-    """Return if the route of a call with these ``adapters`` goes with inputs of this shape, (rows, tokens).
+def check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:
+    """Raise LorakitError unless the route of a call with these ``adapters`` goes with inputs (rows, tokens).
 
     rows: their name in the error.
-
-    Raises:
-        LorakitError: it does not.
     """
     if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
         expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"

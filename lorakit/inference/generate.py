@@ -17,7 +17,7 @@ from torch import Tensor
 from lorakit.base.load import generation_settings
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import ContinuousBatch
-from lorakit.decoding.generation import LENGTH, STOP, Generation, Row, Token
+from lorakit.decoding.generation import LENGTH, STOP, Generation, RunningRequest, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler
@@ -48,7 +48,7 @@ def answer_all(
         LorakitError: a row cannot be computed.
     """
     rows = [
-        Row(one, Sampler(one.settings, one.prompt, own), list(one.prompt), own, number)
+        RunningRequest(one, Sampler(one.settings, one.prompt, own), list(one.prompt), own, number)
         for number, (one, own) in enumerate(zip(generations, ends, strict=True))
     ]
     limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
@@ -62,24 +62,28 @@ def answer_all(
             _answer_with_generate(model, batch[start : start + MAX_ROWS])
 
 
-def _lengths(row: Row) -> tuple[int, int, list[int]]:
+def _lengths(row: RunningRequest) -> tuple[int, int, list[int]]:
     """Return what rows that go together have in common: tokens, tokens at most, and end tokens."""
     return len(row.tokens), row.num_tokens_at_most, sorted(row.ends)
 
 
-def _answer_in_slots(slots: SlotModel, rows: Sequence[Row]) -> None:
+def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
     # memory for the largest batch, so that no row leaves its slot before it has its answer
     positions = min(MAX_ROWS, len(rows)) * max(row.num_tokens_at_most for row in rows)
-    batch = ContinuousBatch(slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue[Row](), MAX_ROWS)
+    batch = ContinuousBatch(
+        slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue[RunningRequest](), MAX_ROWS
+    )
     for row in rows:
         batch.waiting.add(row)
     while batch.is_busy:
         batch.step()
 
 
-def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
+def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) -> None:
     """Answer rows of one length and with the same end tokens with transformers' `generate`."""
-    num_prompt, settings, ends = len(rows[0].tokens), rows[0].generation.settings, rows[0].ends
+    num_prompt = len(rows[0].tokens)
+    settings = rows[0].generation.settings
+    ends = rows[0].ends
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
     with model.routed(Route(tuple(row.generation.adapter for row in rows))), torch.no_grad():
         output = model.model.generate(  # type: ignore[operator]
@@ -101,7 +105,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Row]) -> None:
 class _Drawn:
     """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
 
-    rows: Sequence[Row]
+    rows: Sequence[RunningRequest]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if scores.isnan().any():

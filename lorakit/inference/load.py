@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 
@@ -24,9 +23,6 @@ from lorakit.patch.find import find_patch
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import merged_form, own_template, trained_form
 
-SPREADING: Final = ("auto", "balanced", "balanced_low_0", "sequential")
-"""values of transformers' device_map that spread a base over devices"""
-
 
 def load(
     base: str | Path,
@@ -38,15 +34,13 @@ def load(
     tokenizer: str | Path | None = None,
     chat_template: str | None = None,
     device: str | torch.device | None = None,
-    device_map: object = None,
     allow: Collection[Allow] = (),
 ) -> AdaptedModel:
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
     ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
     ``chat_template``: its text; None is the one that all adapters bring with them, else the tokenizer's.
-    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. ``device_map``: the same by
-    transformers' name, for one device; a base is not spread over several.
+    ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. A base is not spread over several.
     ``allow``: as in ``load_adapter``.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
 
@@ -61,7 +55,8 @@ def load(
         )
     if tokenizer is None and chat_template is None:
         chat_template = brought_template((adapters or {}).values())
-    folder, on = find_base(str(base), revision), _device(_one_device(device, device_map))
+    folder = find_base(str(base), revision)
+    on = _device(device)
     model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
@@ -72,27 +67,6 @@ def load(
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)
     return adapted
-
-
-def _one_device(device: str | torch.device | None, device_map: Any) -> str | torch.device | None:
-    """Return the device that both arguments name.
-
-    Raises:
-        LorakitError: both are given, or ``device_map`` names no device, or several.
-    """
-    if device_map is None:
-        return device
-    devices = list(dict.fromkeys(device_map.values())) if isinstance(device_map, Mapping) else [device_map]
-    chosen = devices[0] if len(devices) == 1 else None
-    if isinstance(chosen, int) and not isinstance(chosen, bool):  # a number means an accelerator
-        kind = device_type()
-        chosen = f"{'cuda' if kind == 'cpu' else kind}:{chosen}"
-    if device is not None or not isinstance(chosen, str | torch.device) or chosen in SPREADING:
-        raise LorakitError(
-            f"device_map: {device_map!r}: lorakit loads a base on one device; say device='cuda:0' (None is the GPU if"
-            " there is one), and quantize='nf4' where it does not fit"
-        )
-    return chosen
 
 
 def brought_template(folders: Iterable[str | Path]) -> str | None:

@@ -70,7 +70,8 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 def _json_fields(predicted: str, expected: str) -> float:
     """Return the share of equal fields among those of either object: a missing and an added one count alike."""
-    right, got = _json_object(expected) or {}, _json_object(predicted)
+    right = _json_object(expected) or {}
+    got = _json_object(predicted)
     if got is None:
         return 0.0
     keys = right.keys() | got.keys()
@@ -135,10 +136,10 @@ def shown_value(name: str, value: float) -> str:
 
 
 def check_measures(names: Collection[str]) -> None:
-    """Return if the packages of these measures are installed.
+    """Raise RunError unless the packages of these measures are installed; names the command that installs them.
 
     Raises:
-        RunError: names those that are not, with the command that installs them. LorakitError: an unknown measure.
+        LorakitError: an unknown measure.
     """
     for name in names:
         if name not in MEASURES:

@@ -23,11 +23,7 @@ Prompt = str | list[dict[str, Any]] | list[int]
 
 
 def check_prompts(prompts: object) -> None:
-    """Return for a list of prompts.
-
-    Raises:
-        LorakitError: it is something else, such as one text, whose characters would be taken for prompts.
-    """
+    """Raise LorakitError unless ``prompts`` is a list, such as for one text: its characters would be the prompts."""
     if isinstance(prompts, str | Tensor) or not isinstance(prompts, Sequence):
         what = {
             "str": "one text; write generate([text])",
@@ -89,11 +85,7 @@ class PromptCodec:
         return other
 
     def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
-        """Return if the base has these tokens, and positions for them and so many more.
-
-        Raises:
-            LorakitError: it has not.
-        """
+        """Raise LorakitError unless the base has these tokens, and positions for them and ``max_new_tokens`` more."""
         longest = max(map(len, rows))
         if min(map(len, rows)) == 0 or longest + max_new_tokens > self.limit:
             raise LorakitError(
@@ -174,7 +166,8 @@ class PromptCodec:
     def _plain_ids(self, text: str) -> list[int]:
         """Return the tokens of a text with the begin token, without the end token that some tokenizers append."""
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        end, end_text = self.tokenizer.eos_token_id, self.tokenizer.eos_token
+        end = self.tokenizer.eos_token_id
+        end_text = self.tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
 
     def _find_end_ids(self, end_ids: int | list[int] | None) -> list[int]:

@@ -20,16 +20,12 @@ from lorakit.data.question import Question, parse_question
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.measures import Measure, shown_value
+from lorakit.inference.measures import Measure
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
 SHOWN_ROWS: Final = 10
 """rows that cannot be asked, in a message"""
-SHOWN_WRONG: Final = 5
-"""wrong answers of one adapter on one file"""
-SHOWN_CHARACTERS: Final = 60
-"""of an answer, in a line of the terminal"""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,19 @@ class Prediction:
 
 
 NO_MEASURES: Final[Mapping[str, Measure]] = {}
-Answered = dict[tuple[str, str | None], list[Prediction]]
-"""(file, adapter) -> its answers to the rows of the file"""
+OnAnswers = Callable[[str, str | None, list[Prediction]], None]
+
+
+@dataclass(frozen=True)
+class ScoredFiles:
+    """The answers to the rows of each file.
+
+    answers: (file, adapter) -> its answers to the rows of the file; an adapter of None is the base. rows: file -> its
+    rows, and why others were left out.
+    """
+
+    answers: Mapping[tuple[str, str | None], list[Prediction]]
+    rows: Mapping[str, EvalRows]
 
 
 def score(
@@ -84,16 +91,15 @@ def score(
     ignore_keys: Collection[str] = (),
     columns: Columns = (),
     skip_bad_rows: bool = False,
-    predictions: Path | None = None,
     measures: Mapping[str, Measure] = NO_MEASURES,
-    say: Callable[[str], None] = print,
-) -> Answered:
-    """Return the greedy answers to the rows of each file in ``data``, and print the shares of exact ones.
+    on_answers: OnAnswers = lambda path, adapter, answers: None,
+) -> ScoredFiles:
+    """Return the greedy answers to the rows of each file in ``data``.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
     ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
-    ``skip_bad_rows``: leave out rows that cannot be asked, and name them. ``predictions``: a file for all answers.
-    ``measures``: besides exact match, by name.
+    ``skip_bad_rows``: leave out rows that cannot be asked. ``measures``: a row whose answer one of them cannot measure
+    cannot be asked. ``on_answers``: called with file, adapter and answers when the rows of a file are answered.
 
     Raises:
         DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
@@ -107,20 +113,12 @@ def score(
     rows_of = _rows_of_each(model, data, read)
     eval_rows = {path: rows_of[path, adapters[0]] for path, adapters in data.items()}
     _check(eval_rows, skip_bad_rows)
-    answered = _score(model, data, rows_of, max_new_tokens, measures, say)
-    if predictions is not None:
-        _write_predictions(predictions, answered, eval_rows, measures)
+    answers = {}
     for path, adapters in data.items():
-        # without the base's beside those of adapters
-        for adapter in [name for name in adapters if name is not None] or adapters:
-            _say_wrong(path, adapter, [answer for answer in answered[path, adapter] if not answer.correct], say)
-    for path, rows in eval_rows.items():
-        _say_weights(path, rows, say)
-        if rows.problems:
-            total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
-            say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
-            say(listed(rows.problems))
-    return answered
+        for adapter in adapters:
+            answers[path, adapter] = predict(model, rows_of[path, adapter].rows, adapter, max_new_tokens)
+            on_answers(path, adapter, answers[path, adapter])
+    return ScoredFiles(answers, eval_rows)
 
 
 def _rows_of_each(
@@ -196,34 +194,6 @@ def _eval_row(
     return EvalRow(location, question, ids, expected)
 
 
-def _score(
-    model: AdaptedModel,
-    data: Mapping[str, Sequence[str | None]],
-    rows_of: Mapping[tuple[str, str | None], EvalRows],
-    max_new_tokens: int,
-    measures: Mapping[str, Measure],
-    say: Callable[[str], None],
-) -> Answered:
-    """Ask every row, and print a line for each file and adapter when it is answered."""
-    width = max(map(len, [*data, "exact match"]))
-    names = max(len(name or "") for adapters in data.values() for name in [*adapters, "answered by"])
-    others = {name: measure for name, measure in measures.items() if name != "exact_match"}
-    heads = "".join(f"  {name:>6}" for name in others)
-    say(f"{'exact match':<{width}}  {'answered by':<{names}}  {'right':>6}  {'rows':>6}  {'share':>6}{heads}")
-    answered: Answered = {}
-    for path, adapters in data.items():
-        for adapter in adapters:
-            answers = predict(model, rows_of[path, adapter].rows, adapter, max_new_tokens)
-            right, rows = sum(answer.correct for answer in answers), len(answers)
-            texts = [answer.text for answer in answers], [answer.row.expected for answer in answers]
-            values = "".join(
-                f"  {shown_value(name, measure(*texts)):>{max(6, len(name))}}" for name, measure in others.items()
-            )
-            say(f"{path:<{width}}  {adapter or 'base':<{names}}  {right:>6}  {rows:>6}  {right / rows:>6.1%}{values}")
-            answered[path, adapter] = answers
-    return answered
-
-
 def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, max_new_tokens: int) -> list[Prediction]:
     """Return the greedy answers of an adapter, or of the base (None), to rows."""
     answers = model.generate([row.ids for row in rows], adapter, max_new_tokens=max_new_tokens)
@@ -231,11 +201,7 @@ def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, m
 
 
 def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
-    """Pass if every row can be asked, or with ``skip_bad_rows`` some row of every file.
-
-    Raises:
-        DataError: otherwise.
-    """
+    """Raise DataError unless every row can be asked, or with ``skip_bad_rows`` some row of every file."""
     problems = {location: problem for rows in eval_rows.values() for location, problem in rows.problems.items()}
     if problems and not skip_bad_rows:
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
@@ -259,50 +225,11 @@ def listed(problems: Mapping[str, str]) -> str:
     return "\n".join([*lines, *more])
 
 
-def _say_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> None:
-    """Print how many rows have a weight, and what it does here."""
-    lines = []
-    if zero := len(rows.zero_weight):
-        lines.append(f"{zero} row{'s' if zero > 1 else ''} of weight 0 left out of {path}")
-    if other := sum(row.question.weight != 1 for row in rows.rows):
-        lines.append(
-            f"{other} row{'s have' if other > 1 else ' has'} another weight than 1 in {path}; each counts once here"
-        )
-    if lines:
-        say("\n" + "\n".join(lines))
-
-
-def _say_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
-    """Print the first wrong answers, one line each, and the count of the others."""
-    if not wrong:
-        return
-    say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
-    for answer in wrong[:SHOWN_WRONG]:
-        expected, got = _shortened(answer.row.expected, answer.text)
-        say(f"  {answer.row.location}: expected {expected}, got {got}")
-    if len(wrong) > SHOWN_WRONG:
-        say(f"  ... and {len(wrong) - SHOWN_WRONG} more (--predictions FILE writes all answers)")
-
-
-def _shortened(expected: str, got: str) -> list[str]:
-    """Return both texts quoted on one line, cut so that their first difference is shown."""
-    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
-    start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
-    cut = []
-    for text in (expected, got):
-        part = text[start : start + SHOWN_CHARACTERS]
-        end = "..." if len(text) > start + SHOWN_CHARACTERS else ""
-        cut.append(f"{'...' if start else ''}{part!r}{end}")
-    return cut
-
-
-def _write_predictions(
-    path: Path, answered: Answered, eval_rows: Mapping[str, EvalRows], measures: Mapping[str, Measure]
-) -> None:
+def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:
     """Write a JSON line for each answer, and one for each row that was left out."""
     lines: list[dict[str, Any]] = []
     of_rows = {name: measure.of_row for name, measure in measures.items() if measure.of_row is not None}
-    for answer in itertools.chain.from_iterable(answered.values()):
+    for answer in itertools.chain.from_iterable(scores.answers.values()):
         question = answer.row.question
         prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
         lines.append(
@@ -311,7 +238,7 @@ def _write_predictions(
             | {"expected": answer.row.expected, "predicted": answer.text, "correct": answer.correct}
             | {name: of_row(answer.text, answer.row.expected) for name, of_row in of_rows.items()}
         )
-    for rows in eval_rows.values():
+    for rows in scores.rows.values():
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
         lines += [{"row": location, "left_out": "weight 0"} for location in rows.zero_weight]
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

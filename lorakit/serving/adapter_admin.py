@@ -11,11 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.body import read_body, read_fields
-from lorakit.serving.openai_requests import RequestError, typed_field
-
-LOAD_PATH = "/v1/load_lora_adapter"
-UNLOAD_PATH = "/v1/unload_lora_adapter"
+from lorakit.serving.errors import RequestError
+from lorakit.serving.requests import LoadRequest, UnloadRequest
 
 
 @final
@@ -23,23 +20,22 @@ class AdapterAdmin:
     """The routes that change the adapters of a server. root: the folder whose patches may be loaded; None: none."""
 
     def __init__(self, pool: AdapterPool, base_name: str, root: Path | None) -> None:
-        self._pool, self._base_name, self._root = pool, base_name, root
+        self._pool = pool
+        self._base_name = base_name
+        self._root = root
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: Request, body: LoadRequest) -> Response:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
-        body = read_fields(await read_body(request), ("lora_name", "lora_path", "load_inplace"))
-        name, path = typed_field(body, "lora_name", str), typed_field(body, "lora_path", str)
-        replace = typed_field(body, "load_inplace", bool, default=False)
+        name = body.lora_name
         if name == self._base_name:
             raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
-        folder = self._below_root(path)
-        await run_in_threadpool(self._pool.load, name, folder, replace=replace)
+        folder = self._below_root(body.lora_path)
+        await run_in_threadpool(self._pool.load, name, folder, replace=bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    async def unload(self, request: Request) -> Response:
+    async def unload(self, request: Request, body: UnloadRequest) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
-        body = read_fields(await read_body(request), ("lora_name",))
-        name = typed_field(body, "lora_name", str)
+        name = body.lora_name
         if name not in self._pool.names:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
         await run_in_threadpool(self._pool.remove, name)

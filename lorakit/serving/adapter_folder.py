@@ -29,7 +29,10 @@ class AdapterFolder:
     """The adapters of a folder. reserved: names that it may not give, such as the base's."""
 
     def __init__(self, pool: AdapterPool, root: Path, reserved: Collection[str], log: Log) -> None:
-        self._pool, self._root, self._reserved, self._log = pool, root, frozenset(reserved), log
+        self._pool = pool
+        self._root = root
+        self._reserved = frozenset(reserved)
+        self._log = log
         self._seen: dict[str, Files] = {}
         """files of each sub-folder at the last look"""
         self._tried: dict[str, Files] = {}
@@ -61,7 +64,8 @@ class AdapterFolder:
     def look(self) -> None:
         """Compare the folder with the last look; load, replace and unload what is settled since."""
         try:
-            before, self._seen = self._seen, self._folders()
+            before = self._seen
+            self._seen = self._folders()
         except OSError as problem:  # such as a network disk that is away: what is loaded stays
             if self._failed.get("") != str(problem):
                 self._failed[""] = str(problem)

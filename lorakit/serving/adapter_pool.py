@@ -28,7 +28,9 @@ class AdapterPool:
     """
 
     def __init__(self, model: AdaptedModel, max_resident: int | None = None, pinned: Sequence[str] = ()) -> None:
-        self._model, self._max_resident, self._pinned = model, max_resident, tuple(dict.fromkeys(pinned))
+        self._model = model
+        self._max_resident = max_resident
+        self._pinned = tuple(dict.fromkeys(pinned))
         self._on_disk: dict[str, PatchSource] = {}
         """adapters that were loaded, and left the memory"""
         self._loaded: dict[str, None] = {}
@@ -57,11 +59,7 @@ class AdapterPool:
         return name in self._pinned
 
     def check_pinned(self) -> None:
-        """Return if every name that is pinned has an adapter.
-
-        Raises:
-            LorakitError: names those that have none.
-        """
+        """Raise LorakitError unless every pinned name has an adapter."""
         if missing := [name for name in self._pinned if name not in self.names]:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
-from lorakit.decoding.sampling import TokenLogprobs
+from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
-from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.prompts import PromptCodec
 from lorakit.lora.routing import Adapter
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.openai_requests import CompletionRequest, RequestError
+from lorakit.serving.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """Text that is certain after one more token, or the prompt of an echo.
 
-    tokens: (id, log-probabilities) of each token in it, if they are wanted; a prompt's first token has none.
+    tokens: (id, log-probabilities) of each token in it, if they are requested; a prompt's first token has none.
     reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
     """
 
@@ -32,32 +32,32 @@ class Piece:
 
 
 @final
-class StreamedAnswer:
+class ChoiceStream:
     """One choice of a request.
 
-    index: of the choice among those of one prompt. client: whose turn it is. adapter: as it was when the request came.
-    echo: the prompt, which comes before the answer; None: it is not wanted. token_times: when each token was computed,
-    by ``time.monotonic``. reason: why it ended; None: it did not.
+    ids: token ids of its prompt. adapter: as it was when the request came. echo: the prompt, which comes before the
+    answer; None: it is not requested. token_times: when each token was computed, by ``time.monotonic``. reason: why
+    the answer ended; None: it did not.
     """
 
-    def __init__(
-        self,
-        engine: ServingEngine,
-        model: AdaptedModel,
-        ids: list[int],
-        adapter: Adapter | None,
-        request: CompletionRequest,
-        *,
-        index: int = 0,
-        client: str | None = None,
-    ) -> None:
-        loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
-        self.ids, self.adapter, self.num_tokens = ids, adapter, 0
-        codec = model.codec(adapter)
-        self.echo: Piece | None = None
+    def __init__(self, ids: list[int], adapter: Adapter | None, codec: PromptCodec, settings: SamplingSettings) -> None:
+        self.ids = ids
+        self.adapter = adapter
+        self.echo: Delta | None = None
+        self.num_tokens = 0
         self.reason: str | None = None
         self.token_times: list[float] = []
-        settings = request.settings_of(len(ids), engine.max_positions, index)
+        self._codec = codec
+        self._settings = settings
+        self._items = asyncio.Queue[Item]()
+        self._generation: Generation | None = None
+        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop)
+
+    def start(self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, client: str | None) -> None:
+        """Queue the request. Compiles its grammar: not in an event loop.
+
+        loop: in which ``deltas`` runs. client: whose turn it is.
+        """
 
         def put(item: Item) -> None:  # in the engine's thread
             if item is not None and not isinstance(item, Exception):
@@ -65,31 +65,30 @@ class StreamedAnswer:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-        self.generation: Generation | None = None
-        if request.echo and settings.max_tokens == 0:  # the prompt alone, as for its log-probabilities
-            replace(settings, max_tokens=1).check(codec.num_tokens)
-            codec.check_ids([ids], 0)
-        else:
-            self.generation = engine.submit(ids, adapter, settings, put, client)
-        self._detokenizer = Detokenizer(codec.tokenizer, request.settings.stop)
+        self._generation = engine.submit(self.ids, self.adapter, self._settings, put, client)
+
+    def check_prompt(self) -> None:
+        """Check a request of ``max_tokens`` 0, whose answer is the echo of its prompt."""
+        replace(self._settings, max_tokens=1).check(self._codec.num_tokens)
+        self._codec.check_ids([self.ids], 0)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt whose keys and values were there already."""
-        return 0 if self.generation is None else self.generation.cached_tokens
+        """Tokens of the prompt whose keys and values were read from the prefix cache."""
+        return 0 if self._generation is None else self._generation.cached_tokens
 
     def cancel(self) -> None:
         """Free the engine's row."""
-        if self.generation is not None:
-            self.generation.cancel()
+        if self._generation is not None:
+            self._generation.cancel()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the text; the last piece has a reason. Leaving early frees the engine's row."""
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield the text; the last delta has a reason. Leaving early frees the engine's row."""
         if self.echo is not None:
             yield self.echo
-        if self.generation is None:
+        if self._generation is None:
             self.reason = LENGTH
-            yield Piece("", (), LENGTH)
+            yield Delta("", (), LENGTH)
             return
         try:
             while (item := await self._items.get()) is not None:
@@ -98,17 +97,18 @@ class StreamedAnswer:
                 if isinstance(item, Exception):
                     raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
                 self.num_tokens += 1
-                text, stopped = self._detokenizer.add(item.id)
+                text, is_stopped = self._detokenizer.add(item.id)
                 tokens = () if item.logprobs is None else ((item.id, item.logprobs),)
-                if stopped:
+                if is_stopped:
                     self.reason = STOP
-                    yield Piece(text, tokens, STOP)
+                    yield Delta(text, tokens, STOP)
                     return
-                yield Piece(text, tokens)
-            if self.generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
+                yield Delta(text, tokens)
+            if self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
                 raise RequestError("the server ended before the answer; ask again", status=503)
-            self.reason, end = self.generation.reason, self.generation.end
-            wanted = None if end is None or end.logprobs is None else (end.id, end.logprobs)
-            yield Piece(self._detokenizer.finish(), (), self.reason, wanted)
+            self.reason = self._generation.reason
+            end = self._generation.end
+            reported_end = None if end is None or end.logprobs is None else (end.id, end.logprobs)
+            yield Delta(self._detokenizer.finish(), (), self.reason, reported_end)
         finally:
-            self.generation.cancel()
+            self._generation.cancel()

@@ -1,35 +1,56 @@
-"""OpenAI's HTTP API over the serving engine, as a Starlette application: every route in one table."""
+"""OpenAI's HTTP API over the serving engine, as a Starlette application: every route is one row of a table."""
 
+import hmac
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving import page
-from lorakit.serving.adapter_admin import LOAD_PATH, UNLOAD_PATH, AdapterAdmin
+from lorakit.serving.adapter_admin import AdapterAdmin
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.error_replies import explain, explain_bug, explain_no_route
-from lorakit.serving.keys import KeyCheck
-from lorakit.serving.metrics import RequestMetrics
-from lorakit.serving.openai_requests import RequestError
-from lorakit.serving.openapi import openapi_document
+from lorakit.serving.errors import RequestError, error_body, explain, explain_bug, explain_no_route
+from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import Log, RequestLog
+from lorakit.serving.requests import (
+    ChatRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    LoadRequest,
+    TextRequest,
+    TokenizeRequest,
+    UnloadRequest,
+    read_body,
+)
+from lorakit.serving.routes import ApiRoute, openapi_document
 from lorakit.serving.served_models import ServedModels
 from lorakit.serving.token_routes import TokenRoutes
 from lorakit.version import VERSION
 
 STUCK_SECONDS: Final = 300.0
 """of one step of the engine, after which it counts as stuck"""
+PAGE_FOLDER: Final = Path(__file__).parent.parent / "assets" / "page"
+PAGE_FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+"""path -> file of the page and its type; the page compares the base and its adapters side by side"""
+PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",  # a new version of the package has another page under the same address
+}
 
 
 @final
@@ -38,8 +59,8 @@ class OpenAIServer:
 
     name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
     adapter_root: the folder whose patches may be loaded. pool: None is one in which all are resident. failed_adapters:
-    those of a watched folder that are refused. log: writes a line for each request; None: nothing does. log_lines_lost:
-    those that it could not write so far. log_prompts: the lines have the prompts too.
+    those of a watched folder that are refused. log: writes a line for each request; None: there is no log.
+    log_lines_lost: those that it could not write so far. log_prompts: the lines have the prompts too.
     """
 
     def __init__(
@@ -57,41 +78,52 @@ class OpenAIServer:
         log_lines_lost: Callable[[], int] = int,
         log_prompts: bool = False,
     ) -> None:
-        self._engine = engine
         pool = pool or AdapterPool(model)
+        self._engine = engine
         self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts, log_lines_lost)
         models = ServedModels(model, pool, name, self._metrics.num_requests, failed_adapters)
-        completions, tokens = CompletionRoutes(model, pool, engine, models), TokenRoutes(model, pool, models)
+        chats = CompletionRoutes(model, pool, engine, models)
         embeddings = EmbeddingRoutes(model, pool, engine, models, log)
-        routes = [
-            Route("/health", self._health), Route("/version", self._version), Route("/metrics", self._report_metrics),
-            Route("/openapi.json", self._describe),
-            Route("/v1/models", models.list), Route("/v1/models/{name:path}", models.one),
-            Route("/v1/adapters", models.adapters),
-            Route("/v1/chat/completions", completions.chat, methods=["POST"]),
-            Route("/v1/completions", completions.text, methods=["POST"]),
-            Route("/v1/embeddings", embeddings.embed, methods=["POST"]),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        tokens = TokenRoutes(model, pool, models)
+        self.routes = [
+            ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
+            ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
+            ApiRoute("GET", "/metrics", self._report_metrics, "Metrics in Prometheus' text format.", is_quiet=True),
+            ApiRoute("GET", "/openapi.json", self._describe, "This document."),
+            ApiRoute("GET", "/v1/models", models.list, "The base and its adapters."),
+            ApiRoute("GET", "/v1/models/{name:path}", models.one, "One of them."),
+            ApiRoute("GET", "/v1/adapters", models.adapters, "The state of every adapter."),
+            ApiRoute("POST", "/v1/chat/completions", chats.chat, "Answer messages.", ChatRequest, is_counted=True),
+            ApiRoute("POST", "/v1/completions", chats.text, "Continue texts.", TextRequest, is_counted=True),
+            ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
+            ApiRoute("POST", "/tokenize", tokens.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
+            ApiRoute("POST", "/detokenize", tokens.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip
         if admin_key is not None:
             admin = AdapterAdmin(pool, name, adapter_root)
-            routes += [
-                Route(LOAD_PATH, admin.load, methods=["POST"]), Route(UNLOAD_PATH, admin.unload, methods=["POST"])
+            self.routes += [
+                ApiRoute("POST", "/v1/load_lora_adapter", admin.load, "Load an adapter.", LoadRequest, "admin"),
+                ApiRoute("POST", "/v1/unload_lora_adapter", admin.unload, "Unload an adapter.", UnloadRequest, "admin"),
             ]  # fmt: skip
-        self._paths = [route.path for route in routes]
-        routes += page.ROUTES
+        self.routes += [
+            ApiRoute("GET", path, _page_file, "The page.", key="none", is_documented=False) for path in PAGE_FILES
+        ]
+        by_path = {route.path: route for route in self.routes}
+        keys = {"none": [], "api": api_keys, "admin": [] if admin_key is None else [admin_key]}
         self.app = Starlette(
-            routes=routes,
+            routes=[Route(route.path, _endpoint(route), methods=[route.method]) for route in self.routes],
             middleware=[
-                Middleware(RequestLog, metrics=self._metrics, log=log, log_prompts=log_prompts),
-                Middleware(KeyCheck, api_keys=api_keys, admin_key=admin_key),
+                Middleware(RequestLog, routes=by_path, metrics=self._metrics, log=log, log_prompts=log_prompts),
+                Middleware(KeyCheck, routes=by_path, keys=keys),
             ],
             exception_handlers={
-                RequestError: explain, LorakitError: explain, 404: explain_no_route, 405: explain_no_route,
+                RequestError: explain,
+                LorakitError: explain,
+                404: explain_no_route,
+                405: explain_no_route,
                 Exception: explain_bug,
             },
-        )  # fmt: skip
+        )
 
     async def _health(self, request: Request) -> Response:
         works = self._engine.is_alive and self._engine.step_seconds() < STUCK_SECONDS
@@ -104,4 +136,49 @@ class OpenAIServer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _describe(self, request: Request) -> Response:
-        return JSONResponse(openapi_document(self._paths))
+        return JSONResponse(openapi_document(self.routes))
+
+
+@final
+class KeyCheck:
+    """Refuses requests without a key of their route's kind. A path that is no route needs an API key.
+
+    keys: kind -> keys, compared in constant time; a kind without keys is open.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Mapping[str, ApiRoute], keys: Mapping[str, Sequence[str]]) -> None:
+        self._app = app
+        self._routes = routes
+        self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            route = self._routes.get(scope["path"])
+            keys = self._keys["api" if route is None else route.key]
+            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            num_matches = sum(hmac.compare_digest(given, key) for key in keys)  # all, so that the time is the same
+            if keys and not num_matches:
+                problem = RequestError(
+                    "a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key"
+                )
+                await JSONResponse(error_body(problem), 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _endpoint(route: ApiRoute) -> Callable[[Request], Any]:
+    """Return the function that Starlette calls: it reads the body by the route's model."""
+    model = route.body
+    if model is None:
+        return route.handler
+
+    async def read_and_handle(request: Request) -> Response:
+        reply: Response = await route.handler(request, await read_body(request, model))
+        return reply
+
+    return read_and_handle
+
+
+async def _page_file(request: Request) -> Response:
+    name, media_type = PAGE_FILES[request.url.path]
+    return Response((PAGE_FOLDER / name).read_bytes(), media_type=media_type, headers=PAGE_HEADERS)

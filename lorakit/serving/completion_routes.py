@@ -1,24 +1,34 @@
-"""Answer chats and texts: from a request's body to its reply."""
+"""Answer chats and texts: from a request's body to its reply.
+
+Invariant: what grows with a request (templates, tokens, grammars, texts of log-probabilities) is computed in threads,
+so that the streams of others go on.
+"""
 
 import asyncio
-from typing import Any, final
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, final
 
+import torch
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
-from lorakit.decoding.sampling import TokenLogprobs
+from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.lora.routing import Adapter, Route
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.answer import Piece, StreamedAnswer
-from lorakit.serving.body import read_body
+from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.openai_requests import CompletionRequest, RequestError, parse_request
-from lorakit.serving.prompt_logprobs import prompt_logprobs
+from lorakit.serving.errors import RequestError
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
+from lorakit.serving.requests import ChatRequest, CompletionRequest, TextRequest
 from lorakit.serving.served_models import ServedModels
+
+CHUNK_TOKENS: Final = 128
+"""positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens"""
 
 
 @final
@@ -26,79 +36,98 @@ class CompletionRoutes:
     """The two routes that generate."""
 
     def __init__(self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels) -> None:
-        self._model, self._pool, self._engine, self._models = model, pool, engine, models
+        self._model = model
+        self._pool = pool
+        self._engine = engine
+        self._models = models
         self._one_at_a_time = asyncio.Lock()
         """for the forwards of echoes, which are beside the engine's"""
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Reply to messages."""
-        return await self._complete("chat", request)
+        return await self._complete(request, body, body.prompts[0])
 
-    async def text(self, request: Request) -> Response:
+    async def text(self, request: Request, body: TextRequest) -> Response:
         """Reply to texts or token ids."""
-        return await self._complete("text", request)
+        return await self._complete(request, body, body.prompt)
 
-    async def _complete(self, kind: str, request: Request) -> Response:
-        record, body = record_of(request), await read_body(request)
-        completion = parse_request(kind, body)
-        record.model, record.prompt = completion.model, body["messages" if kind == "chat" else "prompt"]
-        name = self._models.adapter_name(completion.model)
-        record.served = completion.model
+    async def _complete(self, request: Request, body: CompletionRequest, prompt: Any) -> Response:
+        record = record_of(request)
+        record.model = body.model
+        record.prompt = prompt
+        name = self._models.adapter_name(body.model)
+        record.served = body.model
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
         client = request.headers.get("authorization")
-        lease = self._pool.lease(name)
-        adapter = await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
+        start = partial(self._start, body, name, record, asyncio.get_running_loop(), client)
         try:
-            codec, form = self._model.codec(adapter), PromptForm(raw=True)
-            rows = [codec.token_ids(prompt, form, completion.tools) for prompt in completion.prompts]
-            record.num_prompt_tokens = sum(map(len, rows))
-            for ids in rows:
-                for index in range(completion.choices):
-                    answer = StreamedAnswer(
-                        self._engine, self._model, ids, adapter, completion, index=index, client=client
-                    )
-                    record.answers.append(answer)
-            if completion.echo:
-                await self._add_echoes(completion, record.answers)
+            tokenizer = await run_in_threadpool(start)
+            if isinstance(body, TextRequest) and body.echo:
+                await self._add_echoes(body, record.choices)
         except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody
-            for answer in record.answers:
-                answer.cancel()
+            record.abandon()
             raise
-        finally:
-            await run_in_threadpool(lease.__exit__, None, None, None)  # which may wait while another one is read
-        reply = Reply(kind, completion, record.answers, record.num_prompt_tokens, codec.tokenizer)
-        if completion.stream:
+        reply = Reply(body, record.choices, record.num_prompt_tokens, tokenizer)
+        if body.stream:
             return EventStream(reply, record)
-        return JSONResponse(await unless_client_leaves(request, reply.full()))
+        content = await unless_client_leaves(request, reply.full())
+        return Response(content, media_type="application/json")
 
-    async def _add_echoes(self, request: CompletionRequest, answers: list[StreamedAnswer]) -> None:
-        """Set the echo of each answer: its prompt, and the log-probabilities of its tokens if they are wanted."""
-        number = request.settings.logprobs
-        computed: dict[int, list[TokenLogprobs | None]] = {}
-        for index, answer in enumerate(answers):
-            row = index // request.choices
-            prompt = request.prompts[row]
-            tokenizer = self._model.codec(answer.adapter).tokenizer
-            decoded = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
-            if number is None:
-                answer.echo = Piece(decoded)
-                continue
-            if row not in computed:
-                async with self._one_at_a_time:
-                    computed[row] = await run_in_threadpool(
-                        prompt_logprobs, self._model, answer.adapter, answer.ids, number
-                    )
-            answer.echo = Piece(decoded, tuple(zip(answer.ids, computed[row], strict=True)))
+    def _start(
+        self,
+        body: CompletionRequest,
+        name: str | None,
+        record: RequestRecord,
+        loop: asyncio.AbstractEventLoop,
+        client: str | None,
+    ) -> Any:
+        """Queue every choice of every prompt; return the tokenizer.
+
+        Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
+        """
+        with self._pool.lease(name) as adapter:
+            codec = self._model.codec(adapter)
+            tools = body.tools if isinstance(body, ChatRequest) else None
+            for prompt in body.prompts:
+                ids = codec.token_ids(prompt, PromptForm(raw=True), tools)
+                for index in range(body.choices):
+                    settings = body.settings_of(len(ids), self._engine.max_positions, index)
+                    choice = ChoiceStream(ids, adapter, codec, settings)
+                    if settings.max_tokens == 0 and isinstance(body, TextRequest) and body.echo:
+                        choice.check_prompt()
+                    else:
+                        choice.start(self._engine, loop, client)
+                    record.add(choice)
+                record.num_prompt_tokens += len(ids)
+            return codec.tokenizer
+
+    async def _add_echoes(self, body: TextRequest, choices: Sequence[ChoiceStream]) -> None:
+        """Set the echo of each choice: its prompt, and the log-probabilities of its tokens if they are requested."""
+        for row, prompt in enumerate(body.prompts):
+            of_prompt = choices[row * body.choices : (row + 1) * body.choices]
+            async with self._one_at_a_time:
+                echo = await run_in_threadpool(self._echo, prompt, of_prompt[0], body.logprobs)
+            for choice in of_prompt:
+                choice.echo = echo
+
+    def _echo(self, prompt: str | list[int], choice: ChoiceStream, num_logprobs: int | None) -> Delta:
+        tokenizer = self._model.codec(choice.adapter).tokenizer
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+        if num_logprobs is None:
+            return Delta(text)
+        logprobs = prompt_logprobs(self._model, choice.adapter, choice.ids, num_logprobs)
+        return Delta(text, tuple(zip(choice.ids, logprobs, strict=True)))
 
 
 @final
 class EventStream(StreamingResponse):
-    """A stream of events that says in its record how it ended."""
+    """A stream of events whose record gets the way it ended."""
 
     def __init__(self, reply: Reply, record: RequestRecord) -> None:
         super().__init__(reply.events(), media_type="text/event-stream")
-        self._reply, self._record = reply, record
+        self._reply = reply
+        self._record = record
 
     async def __call__(self, *arguments: Any) -> None:
         try:
@@ -108,5 +137,27 @@ class EventStream(StreamingResponse):
                 self._record.status = self._reply.error.status
             elif not self._reply.finished:
                 self._record.status = CLIENT_LEFT
-            for answer in self._record.answers:  # also where the client left before the first event
-                answer.cancel()
+            self._record.abandon()  # also where the client left before the first event
+
+
+@torch.no_grad()
+def prompt_logprobs(
+    model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int
+) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities of each token given those before it; None for the first.
+
+    They come from a forward beside the engine's, so they are those of the engine up to the order of its sums.
+    number: most probable tokens to report at each position.
+    """
+    device = next(model.model.parameters()).device
+    logprobs: list[TokenLogprobs | None] = [None]
+    cache = None
+    for start in range(0, len(ids) - 1, CHUNK_TOKENS):
+        part = list(ids[start : min(start + CHUNK_TOKENS, len(ids) - 1)])
+        output = model.run(
+            Route((adapter,)), input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True
+        )
+        cache = output.past_key_values
+        for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
+            logprobs.append(top_logprobs(logits, token, number))
+    return logprobs

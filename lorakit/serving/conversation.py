@@ -9,8 +9,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.detokenizer import Detokenizer
-from lorakit.serving.engine import ServingEngine
-from lorakit.serving.openai_requests import DEFAULT_TOKENS
+from lorakit.serving.engine import CHAT_TOKENS, ServingEngine
 
 
 @final
@@ -26,7 +25,7 @@ class Conversation:
     engine: ServingEngine
     adapter: str | None = None
     system: str | None = None
-    settings: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_tokens=DEFAULT_TOKENS["chat"]))
+    settings: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_tokens=CHAT_TOKENS))
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -43,7 +42,8 @@ class Conversation:
             LorakitError: the conversation does not fit the base any more, or the engine failed; the turn is left out.
         """
         adapter = self.model.adapter(self.adapter)
-        form, codec = self.model.prompt_form(adapter), self.model.codec(adapter)
+        form = self.model.prompt_form(adapter)
+        codec = self.model.codec(adapter)
         turn = {"role": "user", "content": text}
         system = [form.system] if form.system is not None else []
         system += [self.system] if self.system is not None else []
@@ -57,7 +57,8 @@ class Conversation:
             )
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
         generation = self.engine.submit(ids, adapter, settings)
-        detokenizer, pieces = Detokenizer(codec.tokenizer, self.settings.stop), []
+        detokenizer = Detokenizer(codec.tokenizer, self.settings.stop)
+        pieces: list[str] = []
         is_finished = False
         try:
             for token in generation:

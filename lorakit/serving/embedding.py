@@ -40,7 +40,8 @@ class Embedder:
     """The inputs that wait, and the batch under way. changed: guards those that wait. max_waiting: of them."""
 
     def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
-        self._model, self._changed = model, changed
+        self._model = model
+        self._changed = changed
         self._waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
         self._steps: Iterator[None] = iter(())
@@ -69,7 +70,8 @@ class Embedder:
     def close(self) -> None:
         """Cancel all inputs."""
         with self._changed:
-            inputs, self._batch = [*self._batch, *self._waiting], []
+            inputs = [*self._batch, *self._waiting]
+            self._batch = []
             for one in [*self._waiting]:
                 self._waiting.remove(one)
         for one in inputs:
@@ -105,10 +107,12 @@ class Embedder:
 
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
-        longest, width = max(len(one.ids) for one in inputs), max(1, budget // len(inputs))
+        longest = max(len(one.ids) for one in inputs)
+        width = max(1, budget // len(inputs))
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
-        route, cache = Route(tuple(one.adapter for one in inputs)), None
+        route = Route(tuple(one.adapter for one in inputs))
+        cache = None
         pooled = [torch.zeros(()) for _ in inputs]
         for start in range(0, longest, width):
             if start and all(one.vector.cancelled() for one in inputs):

@@ -5,6 +5,7 @@ import base64
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, final
 
 from starlette.concurrency import run_in_threadpool
@@ -16,12 +17,12 @@ from lorakit.base.pooling import MODULES, Pooling, read_pooling
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.body import read_body
 from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.openai_requests import EmbeddingRequest, RequestError, parse_embedding_request
+from lorakit.serving.errors import RequestError
 from lorakit.serving.request_log import Log
 from lorakit.serving.request_record import record_of, unless_client_leaves
+from lorakit.serving.requests import EmbeddingRequest
 from lorakit.serving.served_models import ServedModels
 
 
@@ -32,35 +33,42 @@ class EmbeddingRoutes:
     def __init__(
         self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, log: Log | None
     ) -> None:
-        self._model, self._pool, self._engine, self._models = model, pool, engine, models
+        self._model = model
+        self._pool = pool
+        self._engine = engine
+        self._models = models
         self._pooling, self._refusal = _pooling_of(model, log)
 
-    async def embed(self, request: Request) -> Response:
+    async def embed(self, request: Request, body: EmbeddingRequest) -> Response:
         """Reply with the embeddings of texts or token ids."""
-        record, body = record_of(request), await read_body(request)
-        wanted = parse_embedding_request(body)
-        record.model, record.prompt = wanted.model, body["input"]
-        name = self._models.adapter_name(wanted.model)
-        record.served = wanted.model
+        record = record_of(request)
+        record.model = body.model
+        record.prompt = body.input
+        name = self._models.adapter_name(body.model)
+        record.served = body.model
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
-        _check_dimensions(wanted.dimensions, self._pooling)
+        _check_dimensions(body.dimensions, self._pooling)
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
-        lease = self._pool.lease(name)
-        adapter = await run_in_threadpool(lease.__enter__)  # which may read the adapter from disk
-        try:
-            tokenizer = self._model.codec(adapter).tokenizer
-            rows = [await _token_ids(one, tokenizer) for one in wanted.inputs]
-            futures = self._engine.embed(rows, self._pooling, adapter, request.headers.get("authorization"))
-        finally:
-            await run_in_threadpool(lease.__exit__, None, None, None)
+        client = request.headers.get("authorization")
+        start = partial(self._start, body, name, self._pooling, client)
+        rows, futures = await run_in_threadpool(start)
         record.num_prompt_tokens = sum(map(len, rows))
         vectors = await unless_client_leaves(request, _results(futures))
         if vectors is None:
             return Response()  # nobody reads it
-        content = await run_in_threadpool(_reply, vectors, self._pooling, wanted, record.num_prompt_tokens)
+        content = await run_in_threadpool(_reply, vectors, self._pooling, body, record.num_prompt_tokens)
         return Response(content, media_type="application/json")
+
+    def _start(
+        self, body: EmbeddingRequest, name: str | None, pooling: Pooling, client: str | None
+    ) -> tuple[list[list[int]], list[Future[Tensor]]]:
+        """Queue every input; return their tokens and their vectors."""
+        with self._pool.lease(name) as adapter:
+            tokenizer = self._model.codec(adapter).tokenizer
+            rows = [_token_ids(one, tokenizer) for one in body.inputs]
+            return rows, self._engine.embed(rows, pooling, adapter, client)
 
 
 def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, str]:
@@ -79,11 +87,10 @@ def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, s
     return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
 
 
-async def _token_ids(given: str | list[int], tokenizer: Any) -> list[int]:
+def _token_ids(given: str | list[int], tokenizer: Any) -> list[int]:
     """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
     if not isinstance(given, str):
         return given
-    await asyncio.sleep(0)  # so that streams go on between the texts of a long list
     return list(tokenizer(given, verbose=False)["input_ids"])
 
 
@@ -111,13 +118,13 @@ async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
     return [one for one in results if isinstance(one, Tensor)]
 
 
-def _reply(vectors: Sequence[Tensor], pooling: Pooling, wanted: EmbeddingRequest, num_tokens: int) -> bytes:
+def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, num_tokens: int) -> bytes:
     """Return the body of a reply, vector by vector, because one call for all may hold the interpreter for seconds."""
     rows = []
-    for index, embedding in enumerate(shaped(vectors, pooling, wanted.dimensions)):
+    for index, embedding in enumerate(shaped(vectors, pooling, body.dimensions)):
         value: Any = embedding.tolist()
-        if wanted.base64:
+        if body.encoding_format == "base64":
             value = base64.b64encode(embedding.numpy().astype("<f4").tobytes()).decode()
         rows.append(json.dumps({"object": "embedding", "index": index, "embedding": value}))
-    rest = json.dumps({"model": wanted.model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
+    rest = json.dumps({"model": body.model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
     return f'{{"object": "list", "data": [{", ".join(rows)}], {rest[1:]}'.encode()

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import final
+from typing import Final, final
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.base.pooling import Pooling
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
-from lorakit.decoding.generation import Generation, Item, Row
+from lorakit.decoding.generation import Generation, Item, RunningRequest
 from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
@@ -30,6 +30,9 @@ from lorakit.inference.prompts import PromptCodec
 from lorakit.lora.routing import Adapter
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
+
+CHAT_TOKENS: Final = 1024
+"""tokens of a chat's answer, if the request does not say; bounded, so that its slot is"""
 
 
 @final
@@ -54,10 +57,11 @@ class ServingEngine:
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
-        self._waiting = RequestQueue[Row](max_queue)
+        self._waiting = RequestQueue[RunningRequest](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
-        self._embedder, self._embeds_next = Embedder(model, self._changed, max_queue), False
+        self._embedder = Embedder(model, self._changed, max_queue)
+        self._embeds_next = False
         self._numbers = itertools.count()
         self._closed = False
         self._grammars = WeakKeyDictionary[PromptCodec, GrammarCompiler]()
@@ -96,7 +100,7 @@ class ServingEngine:
             if self._closed:
                 raise LorakitError("the engine is closed")
             number = next(self._numbers)
-            self._waiting.add(Row(generation, sampler, list(prompt), ends, number, client))
+            self._waiting.add(RunningRequest(generation, sampler, list(prompt), ends, number, client))
         return generation
 
     def embed(
@@ -177,7 +181,8 @@ class ServingEngine:
             return self._grammars[codec]
 
     def _check_size(self, num_prompt: int, max_tokens: int) -> None:
-        total, limit = num_prompt + max_tokens, self._memory.max_positions
+        total = num_prompt + max_tokens
+        limit = self._memory.max_positions
         if total > self._steady_positions:
             raise LorakitError(
                 f"prompt: {num_prompt} tokens and max_tokens {max_tokens} are more than {self._steady_positions};"

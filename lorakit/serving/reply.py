@@ -7,10 +7,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
+from starlette.concurrency import run_in_threadpool
+
 from lorakit.decoding.sampling import TokenLogprobs
-from lorakit.serving.answer import Piece, StreamedAnswer
-from lorakit.serving.error_replies import error_body
-from lorakit.serving.openai_requests import CompletionRequest, RequestError
+from lorakit.serving.answer import ChoiceStream, Delta
+from lorakit.serving.errors import RequestError, error_body
+from lorakit.serving.requests import ChatRequest, CompletionRequest
 
 
 @final
@@ -21,62 +23,75 @@ class Reply:
     """
 
     def __init__(
-        self, kind: str, request: CompletionRequest, answers: list[StreamedAnswer], prompt_tokens: int, tokenizer: Any
+        self, request: CompletionRequest, choices: Sequence[ChoiceStream], num_prompt_tokens: int, tokenizer: Any
     ) -> None:
-        self._kind, self._request, self._answers = kind, request, answers
-        self._prompt_tokens, self._tokenizer = prompt_tokens, tokenizer
-        self._offsets = [0] * len(answers)
+        self._request = request
+        self._is_chat = isinstance(request, ChatRequest)
+        self._choices = choices
+        self._num_prompt_tokens = num_prompt_tokens
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        """token -> its text, of log-probabilities, which name the same tokens again and again"""
+        self._offsets = [0] * len(choices)
         """characters of each choice's tokens so far"""
-        self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
+        self._special = frozenset(tokenizer.all_special_ids)
         self.error: RequestError | None = None
         self.finished = False
         self._head = {
-            "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": request.model,
         }
 
-    async def full(self) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
+    async def full(self) -> bytes:
+        """Return the body of an answer that is not streamed, as JSON."""
         try:
-            choices = await asyncio.gather(*(self._choice(index, answer) for index, answer in enumerate(self._answers)))
+            deltas = await asyncio.gather(*(_all_deltas(choice) for choice in self._choices))
         finally:  # where one choice fails, the others are for nobody
-            for answer in self._answers:
-                answer.cancel()
-        name = "chat.completion" if self._kind == "chat" else "text_completion"
-        return {**self._head, "object": name, "choices": choices, "usage": self._usage()}
+            for choice in self._choices:
+                choice.cancel()
+        return await run_in_threadpool(self._full, deltas)
 
-    async def _choice(self, index: int, answer: StreamedAnswer) -> dict[str, Any]:
-        pieces = [piece async for piece in answer.pieces()]
-        text = "".join(piece.text for piece in pieces)
-        said = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self._kind == "chat"
-            else {"text": text}
-        )
-        return {"index": index, **said, "logprobs": self._logprobs(index, pieces), "finish_reason": pieces[-1].reason}
+    def _full(self, deltas: Sequence[list[Delta]]) -> bytes:
+        name = "chat.completion" if self._is_chat else "text_completion"
+        choices = [self._full_choice(index, own) for index, own in enumerate(deltas)]
+        content = {**self._head, "object": name, "choices": choices, "usage": self._usage()}
+        return json.dumps(content, ensure_ascii=False).encode()
+
+    def _full_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        answer: dict[str, Any] = {"text": text}
+        if self._is_chat:
+            answer = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        logprobs = self._logprobs(index, deltas)
+        return {"index": index, **answer, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the events of a stream: roles, texts as they come, reasons, then the usage if it is wanted."""
-        name = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
-        extra: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
-        pieces: asyncio.Queue[tuple[int, Piece | RequestError]] = asyncio.Queue()
-        tasks = [asyncio.create_task(_forward(index, answer, pieces)) for index, answer in enumerate(self._answers)]
+        """Yield the events of a stream: roles, texts as they come, reasons, then the usage if it is requested."""
+        name = "chat.completion.chunk" if self._is_chat else "text_completion"
+        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        queue: asyncio.Queue[tuple[int, Delta | RequestError]] = asyncio.Queue()
+        tasks = [asyncio.create_task(_forward(index, choice, queue)) for index, choice in enumerate(self._choices)]
         try:
-            for index in range(len(self._answers)) if self._kind == "chat" else ():
+            for index in range(len(self._choices)) if self._is_chat else ():
                 role = {"role": "assistant", "content": ""}
-                choice = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-                yield _event({**self._head, "object": name, "choices": [choice], **extra})
-            running = len(tasks)
-            while running:
-                index, piece = await pieces.get()
-                if isinstance(piece, RequestError):
-                    self.error = piece
-                    yield _event(error_body(piece))
+                chunk = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+                yield _event({**self._head, "object": name, "choices": [chunk], **usage})
+            num_running = len(tasks)
+            while num_running:
+                index, delta = await queue.get()
+                if isinstance(delta, RequestError):
+                    self.error = delta
+                    yield _event(error_body(delta))
                     return
-                running -= piece.reason is not None
-                if piece.text or piece.reason or piece.tokens:
-                    yield _event({**self._head, "object": name, "choices": [self._chunk(index, piece)], **extra})
+                num_running -= delta.reason is not None
+                if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
+                    chunk = await run_in_threadpool(self._chunk, index, delta)
+                elif delta.text or delta.reason:
+                    chunk = self._chunk(index, delta)
+                else:
+                    continue
+                yield _event({**self._head, "object": name, "choices": [chunk], **usage})
             if self._request.include_usage:
                 yield _event({**self._head, "object": name, "choices": [], "usage": self._usage()})
             self.finished = True
@@ -84,31 +99,33 @@ class Reply:
         finally:
             for task in tasks:
                 task.cancel()
-            for answer in self._answers:  # a task that had not begun cancels nothing
-                answer.cancel()
+            for choice in self._choices:  # a task that had not begun cancels nothing
+                choice.cancel()
 
-    def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        said = (
-            {"delta": {"content": piece.text} if piece.text else {}} if self._kind == "chat" else {"text": piece.text}
-        )
-        return {"index": index, **said, "logprobs": self._logprobs(index, [piece]), "finish_reason": piece.reason}
+    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        answer: dict[str, Any] = {"text": delta.text}
+        if self._is_chat:
+            answer = {"delta": {"content": delta.text} if delta.text else {}}
+        return {"index": index, **answer, "logprobs": self._logprobs(index, [delta]), "finish_reason": delta.reason}
 
     def _usage(self) -> dict[str, Any]:
-        completion = sum(answer.num_tokens for answer in self._answers)
-        cached = sum(answer.cached_tokens for answer in self._answers[:: self._request.choices])  # each prompt once
+        completion = sum(choice.num_tokens for choice in self._choices)
+        cached = sum(choice.cached_tokens for choice in self._choices[:: self._request.choices])  # each prompt once
         return {
-            "prompt_tokens": self._prompt_tokens, "completion_tokens": completion,
-            "total_tokens": self._prompt_tokens + completion, "prompt_tokens_details": {"cached_tokens": cached},
-        }  # fmt: skip
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._num_prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
-    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Return the log-probabilities of a choice's next pieces in OpenAI's form; None if they are not wanted."""
-        tokens = [token for piece in pieces for token in piece.tokens]
-        if self._kind == "text":  # as other servers: who asks for one token counts on one
-            tokens += [piece.end for piece in pieces if piece.end is not None]
+    def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+        """Return the log-probabilities of a choice's next tokens in OpenAI's form; None if they are not requested."""
+        tokens = [token for delta in deltas for token in delta.tokens]
+        if not self._is_chat:  # as other servers: who requests one token counts on one
+            tokens += [delta.end for delta in deltas if delta.end is not None]
         if not tokens:
             return None
-        if self._kind == "chat":
+        if self._is_chat:
             content = [self._entry(token, logprobs) for token, logprobs in tokens if logprobs is not None]
             return {"content": content, "refusal": None}
         offsets = []
@@ -134,19 +151,24 @@ class Reply:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
+        return text
 
 
-async def _forward(
-    index: int, answer: StreamedAnswer, pieces: "asyncio.Queue[tuple[int, Piece | RequestError]]"
-) -> None:
+async def _all_deltas(choice: ChoiceStream) -> list[Delta]:
+    return [delta async for delta in choice.deltas()]
+
+
+async def _forward(index: int, choice: ChoiceStream, queue: "asyncio.Queue[tuple[int, Delta | RequestError]]") -> None:
     try:
-        async for piece in answer.pieces():
-            pieces.put_nowait((index, piece))
+        async for delta in choice.deltas():
+            queue.put_nowait((index, delta))
     except RequestError as problem:
-        pieces.put_nowait((index, problem))
+        queue.put_nowait((index, problem))
     except Exception as problem:  # else the stream would wait for ever
-        pieces.put_nowait((index, RequestError(f"internal error: {type(problem).__name__}", status=500)))
+        queue.put_nowait((index, RequestError(f"internal error: {type(problem).__name__}", status=500)))
         raise
 
 

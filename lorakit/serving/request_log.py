@@ -14,11 +14,10 @@ from typing import Any, Final, final
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorakit.serving.metrics import RequestMetrics
+from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_record import CLIENT_LEFT, RECORD_KEY, RequestRecord
+from lorakit.serving.routes import ApiRoute
 
-QUIET_PATHS: Final = ("/health", "/metrics")
-"""paths that are polled: their successes are not logged"""
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 Log = Callable[[Mapping[str, Any]], None]
@@ -27,10 +26,21 @@ Log = Callable[[Mapping[str, Any]], None]
 
 @final
 class RequestLog:
-    """Gives every request an id, and logs and counts it when its answer has ended."""
+    """Gives every request an id, and logs and counts it when its answer has ended. routes: by path."""
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, log: Log | None, log_prompts: bool) -> None:
-        self._app, self._metrics, self._log, self._log_prompts = app, metrics, log, log_prompts
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, ApiRoute],
+        metrics: RequestMetrics,
+        log: Log | None,
+        log_prompts: bool,
+    ) -> None:
+        self._app = app
+        self._routes = routes
+        self._metrics = metrics
+        self._log = log
+        self._log_prompts = log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,7 +48,10 @@ class RequestLog:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        record = RequestRecord(name, scope["method"], scope["path"], time.monotonic())
+        route = self._routes.get(scope["path"])
+        is_counted = route is not None and route.is_counted
+        is_quiet = route is not None and route.is_quiet
+        record = RequestRecord(name, scope["method"], scope["path"], is_counted, time.monotonic())
         scope[RECORD_KEY] = record
         self._metrics.begin(record)
 
@@ -54,7 +67,7 @@ class RequestLog:
         finally:
             record.seconds = time.monotonic() - record.began
             self._metrics.observe(record)
-            if self._log is not None and not (record.path in QUIET_PATHS and record.status < 400):
+            if self._log is not None and not (is_quiet and record.status < 400):
                 self._log(self._line(record))
 
     def _line(self, record: RequestRecord) -> dict[str, Any]:
@@ -78,23 +91,28 @@ def json_line(content: Mapping[str, Any]) -> str:
 class LineLog:
     """Writes events as lines to a file descriptor. A line that cannot be written, as on a full disk, stops nothing.
 
-    num_lost: lines that could not be written. The first of them in a row is said on standard output, and the next line
-    that can be written comes after one with their number.
+    num_lost: lines that could not be written. The first of them in a row is reported on standard output. The next line
+    that can be written comes after a line with their number.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._writing = descriptor, threading.Lock()
-        self.num_lost = self._num_unsaid = 0
+        self._descriptor = descriptor
+        self._writing = threading.Lock()
+        self.num_lost = 0
+        self._num_unreported = 0
+        """lines that were lost since the last one that was written"""
         self._is_cut = False
 
     def __call__(self, content: Mapping[str, Any]) -> None:
         with self._writing:
-            if self._num_unsaid and self._write(json_line({"event": "log lines lost", "lines": self._num_unsaid})):
-                self._num_unsaid = 0
-            if self._num_unsaid == 0 and self._write(json_line(content)):
+            if self._num_unreported and self._write(
+                json_line({"event": "log lines lost", "lines": self._num_unreported})
+            ):
+                self._num_unreported = 0
+            if self._num_unreported == 0 and self._write(json_line(content)):
                 return
             self.num_lost += 1
-            self._num_unsaid += 1
+            self._num_unreported += 1
 
     def _write(self, line: str) -> bool:
         """Write a line; return False if the end of it could not be written."""
@@ -104,9 +122,9 @@ class LineLog:
                 left = left[os.write(self._descriptor, left) :]
                 self._is_cut = bool(left)
         except OSError as problem:
-            if self._num_unsaid == 0:
-                said = {"event": "the log cannot be written", "error": str(problem)}
+            if self._num_unreported == 0:
+                event = {"event": "the log cannot be written", "error": str(problem)}
                 with contextlib.suppress(OSError):
-                    os.write(1, json_line(said).encode())
+                    os.write(1, json_line(event).encode())
             return False
         return True

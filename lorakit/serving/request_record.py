@@ -7,14 +7,12 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from lorakit.serving.answer import StreamedAnswer
+from lorakit.serving.answer import ChoiceStream
 
 CLIENT_LEFT: Final = 499
 """status of a request whose client left before the answer's end; nginx's"""
 RECORD_KEY: Final = "lorakit.record"
 """where a request's scope has its record"""
-DISCONNECT_SECONDS: Final = 0.5
-"""between two looks if a client that waits for a full answer is still there"""
 
 Answer = TypeVar("Answer")
 
@@ -23,31 +21,46 @@ Answer = TypeVar("Answer")
 class RequestRecord:
     """What is known of a request.
 
-    model: as the client wrote it; None: nothing was generated or asked of a model. served: its adapter's name, or the
-    base's; "": neither. prompt: messages or texts as they came.
+    is_counted: its route has metrics. model: as the client wrote it; None: the request names none. served: its
+    adapter's name, or the base's; "": neither. prompt: messages or texts as they came. num_prompt_tokens: of the
+    prompts that were queued.
     """
 
     id: str
     method: str
     path: str
+    is_counted: bool
     began: float
     model: str | None = None
     served: str = ""
     prompt: Any = None
     num_prompt_tokens: int = 0
-    answers: list[StreamedAnswer] = field(default_factory=list)
+    choices: list[ChoiceStream] = field(default_factory=list)
+    is_abandoned: bool = False
     status: int = 500
     seconds: float = 0.0
+
+    def add(self, choice: ChoiceStream) -> None:
+        """Add a choice that the engine has; in any thread."""
+        self.choices.append(choice)
+        if self.is_abandoned:
+            choice.cancel()
+
+    def abandon(self) -> None:
+        """Free the rows of all choices, also of those that a thread is about to add."""
+        self.is_abandoned = True
+        for choice in self.choices:
+            choice.cancel()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that were generated, of all choices."""
-        return sum(answer.num_tokens for answer in self.answers)
+        return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def first_token_seconds(self) -> float | None:
         """Seconds to the first token of any choice; None: there is none."""
-        times = [answer.token_times[0] for answer in self.answers if answer.token_times]
+        times = [choice.token_times[0] for choice in self.choices if choice.token_times]
         return min(times) - self.began if times else None
 
 
@@ -60,10 +73,20 @@ def record_of(request: Request) -> RequestRecord:
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """Return the result of ``work``; when the client leaves, cancel it, note that, and return None for nobody."""
     task = asyncio.create_task(work)
-    while not (await asyncio.wait({task}, timeout=DISCONNECT_SECONDS))[0]:
-        if await request.is_disconnected():
-            task.cancel()
-            await asyncio.wait({task})
-            record_of(request).status = CLIENT_LEFT
-            return None
-    return task.result()
+    leaving = asyncio.create_task(_client_leaves(request))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        record_of(request).status = CLIENT_LEFT
+        return None
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.wait({task, leaving})
+
+
+async def _client_leaves(request: Request) -> None:
+    """Wait until the client of a request, whose body was read, leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

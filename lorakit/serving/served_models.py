@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.openai_requests import RequestError
+from lorakit.serving.errors import RequestError
 
 
 @final
@@ -30,8 +30,12 @@ class ServedModels:
         num_requests: Callable[[str], int],
         failed: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._model, self._pool, self.name = model, pool, name
-        self._num_requests, self._failed, self._started = num_requests, failed, int(time.time())
+        self._model = model
+        self._pool = pool
+        self.name = name
+        self._num_requests = num_requests
+        self._failed = failed
+        self._started = int(time.time())
 
     def adapter_name(self, model: str) -> str | None:
         """Return the adapter that a request's model is, or None for the base.
@@ -66,7 +70,8 @@ class ServedModels:
 
     async def adapters(self, request: Request) -> Response:
         """Reply with the state of every adapter: those that are loaded, and those whose last load failed."""
-        loaded, failed = self._pool.sources(), self._failed()
+        loaded = self._pool.sources()
+        failed = self._failed()
         facts = [self._facts(name, source) for name, source in loaded.items()]
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})

@@ -52,7 +52,8 @@ def serve(
         listening = open_parts.enter_context(_listen(host, port))
         engine = ServingEngine(model, max_rows=max_rows, kv_memory_bytes=kv_memory_bytes, max_positions=max_positions)
         open_parts.callback(engine.close)
-        folder, log = None, LineLog(STANDARD_ERROR)
+        log = LineLog(STANDARD_ERROR)
+        folder = None
         if adapters_dir is not None:
             folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, log)
             open_parts.callback(folder.close)
@@ -83,7 +84,15 @@ class _DrainingServer(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        LorakitError: the address cannot be listened on.
+    """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as problem:
         raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
+    # accepted sockets inherit it; with Nagle's algorithm, a reply on a connection that stays open waits 40 ms
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening

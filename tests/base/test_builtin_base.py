@@ -67,7 +67,7 @@ def model() -> Any:
 def test_a_shipped_patch_answers_held_out_rows_that_the_base_cannot(model: Any, task: str) -> None:
     file = str(ROOT / "data" / task / "eval.jsonl")
 
-    answered = score(model, {file: [None, task]}, max_new_tokens=64)
+    answered = score(model, {file: [None, task]}, max_new_tokens=64).answers
 
     assert sum(answer.correct for answer in answered[file, None]) <= 20
     assert sum(answer.correct for answer in answered[file, task]) >= 95

@@ -1,6 +1,7 @@
 """`lorakit generate`: which prompts it answers, and with which adapter."""
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from lorakit.cli import main
 from lorakit.cli.generate import _read_prompts
 from lorakit.cli.main import build_parser
+from lorakit.launch.kernel_caches import LIMITS
 from tests.helpers.patches import make_patch
 
 FLAGS = ("--max-new-tokens", "4", "--dtype", "float32")
@@ -81,3 +83,13 @@ def test_a_patch_in_the_bases_place_is_told(base: Path, tmp_path: Path, capsys: 
     code, _, err = answers(capsys, patch, "--prompt", "say it")
     assert code == 2
     assert f"{patch} is a patch, not a model; name its base here, and the patch as --adapter NAME={patch}" in err
+
+
+def test_the_kernels_of_prompts_of_many_lengths_are_limited_as_in_training(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LIMITS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    assert answers(capsys, base, "--prompt", "say it")[0] == 0
+    assert {name: os.environ.get(name) for name in LIMITS} == {name: str(limit) for name, limit in LIMITS.items()}

@@ -1,10 +1,12 @@
-"""Prompts for the serving engine, and the answers that Python gives to them alone."""
+"""Prompts for the serving engine, the answers that Python gives to them alone, and a hold on the engine's steps."""
 
+import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 
@@ -29,13 +31,50 @@ def alone(model: AdaptedModel, prompt: list[int], adapter: str | None, max_token
     return model.prompts.until_end(output[0, len(prompt) :].tolist())
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when a condition is true. No deadline decides: the time limit of the test ends one that never is."""
+    while not condition():
+        time.sleep(0.001)
+
+
+@final
+class Forwards:
+    """Holds the forwards of a model until the test allows them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_allowed: float = 0
+
+    def allow(self, number: float) -> None:
+        """Let so many more forwards begin."""
+        with self._changed:
+            self._num_allowed += number
+            self._changed.notify_all()
+
+    def take(self, *_: Any) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_allowed >= 1)
+            self._num_allowed -= 1
+
+
+@contextmanager
+def held_forwards(model: AdaptedModel) -> Iterator[Forwards]:
+    """Hold the forwards of a model, also those without its head: an answer takes as long as the test needs."""
+    forwards = Forwards()
+    hook = model.model.base_model.register_forward_pre_hook(forwards.take)  # type: ignore[union-attr]
+    try:
+        yield forwards
+    finally:
+        forwards.allow(math.inf)
+        hook.remove()
+
+
 @contextmanager
 def paused(engine: ServingEngine) -> Iterator[None]:
     """Let an idle engine wait until the block ends, so that it computes all requests of the block together."""
     go = threading.Event()
     engine.submit([5], None, SamplingSettings(max_tokens=1), lambda item: go.wait() and None)
-    while engine.counts()["waiting"]:
-        time.sleep(0.001)
+    wait_until(lambda: not engine.counts()["waiting"])
     try:
         yield
     finally:

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
+from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.routing import Adapter
 from tests.helpers.bases import make_base
 from tests.helpers.models import ARCHITECTURES, build
@@ -415,3 +417,27 @@ def test_a_merged_block_ends_its_answers_where_the_base_does(tmp_path: Path, bas
             == expected
             != free.generate(["say it"], "x", max_new_tokens=12)
         )
+
+
+class Unloading(list[int]):
+    """Lengths that unload an adapter when they are read for the second time, between a name's look-up and its route."""
+
+    def __init__(self, model: AdaptedModel, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self._model = model
+        self._num_reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._num_reads += 1
+        if self._num_reads == 2:
+            self._model.unload_adapter("a")
+        return super().__iter__()
+
+
+def test_an_adapter_that_is_unloaded_while_a_call_resolves_it_leaves_the_memory(base: Path, tmp_path: Path) -> None:
+    model = lorakit.load(base, {"a": make_patch(base, tmp_path / "a")}, dtype="float32")
+    adapter = weakref.ref(model.adapter("a"))
+    with model.using(["a"], Unloading(model, [3])):
+        assert model.adapters == ()
+    gc.collect()
+    assert adapter() is None

@@ -10,7 +10,8 @@ from tokenizers.processors import TemplateProcessing
 import lorakit
 from lorakit.errors import DataError
 from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.score import score
+from lorakit.inference.score import NO_MEASURES, ScoredFiles, score, write_predictions
+from lorakit.inference.score_report import ScoreReport
 from lorakit.patch.prompting import PromptForm
 from tests.helpers.rows import chat, write_rows
 
@@ -31,10 +32,12 @@ def answer(model: Any, prompt: Any, adapter: str | None, **how: Any) -> str:
     return str(model.generate([prompt], adapter, max_new_tokens=64, **how)[0])
 
 
-def scored(model: Any, data: Any, **how: Any) -> tuple[Any, list[str]]:
+def scored(model: Any, data: Any, measures: Any = NO_MEASURES, **how: Any) -> tuple[ScoredFiles, list[str]]:
     lines: list[str] = []
-    answered = score(model, data, max_new_tokens=64, say=lines.append, **how)
-    return answered, "\n".join(lines).splitlines()
+    report = ScoreReport(data, measures, lines.append)
+    scores = score(model, data, max_new_tokens=64, measures=measures, on_answers=report.add, **how)
+    report.finish(scores)
+    return scores, "\n".join(lines).splitlines()
 
 
 @pytest.mark.parametrize("adapter", [None, "json"])
@@ -54,9 +57,9 @@ def test_a_row_of_any_format_is_right_where_generate_gives_its_answer(
     ]
     file = str(write_rows(tmp_path / "rows.jsonl", rows))
 
-    answered, lines = scored(model, {file: [adapter]})
+    scores, lines = scored(model, {file: [adapter]})
 
-    assert [each.correct for each in answered[file, adapter]] == [True] * len(rows)
+    assert [each.correct for each in scores.answers[file, adapter]] == [True] * len(rows)
     assert lines[1].split() == [file, adapter or "base", "7", "7", "100.0%"]
 
 
@@ -67,7 +70,7 @@ def test_a_row_with_tools_is_asked_with_them(model: Any, tmp_path: Path) -> None
     said = answer(model, model.tokenizer(shown)["input_ids"], None)
     file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, said) | {"tools": [TOOL]}]))
 
-    assert scored(model, {file: [None]})[0][file, None][0].correct
+    assert scored(model, {file: [None]})[0].answers[file, None][0].correct
     assert said != answer(model, SENTENCE, None)
 
 
@@ -121,7 +124,9 @@ def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model:
     lines: list[str] = []
 
     with pytest.raises(DataError, match="data: 6 of 8 rows cannot be asked") as caught:
-        score(model, {str(good): [None], str(bad): [None]}, max_new_tokens=64, say=lines.append)
+        score(
+            model, {str(good): [None], str(bad): [None]}, max_new_tokens=64, on_answers=lambda *line: lines.append(line)
+        )
 
     assert lines == []
     for line, reason in enumerate(UNASKABLE, 2):
@@ -131,11 +136,10 @@ def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model:
 def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp_path: Path) -> None:
     file = str(write_unaskable(tmp_path / "bad.jsonl"))
 
-    answered, lines = scored(
-        model, {file: [None]}, skip_bad_rows=True, ignore_keys=["grade"], predictions=tmp_path / "all.jsonl"
-    )
+    scores, lines = scored(model, {file: [None]}, skip_bad_rows=True, ignore_keys=["grade"])
+    write_predictions(tmp_path / "all.jsonl", scores, NO_MEASURES)
 
-    assert [each.row.location for each in answered[file, None]] == [f"{file}:1", f"{file}:6"]
+    assert [each.row.location for each in scores.answers[file, None]] == [f"{file}:1", f"{file}:6"]
     assert f"left out 5 of 7 rows of {file}, which cannot be asked:" in lines
     written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     left_out = {line["row"]: line["left_out"] for line in written if "left_out" in line}
@@ -155,7 +159,7 @@ def test_an_answer_as_long_as_it_may_be_is_never_exact(model: Any, tmp_path: Pat
     tokens = len(model.tokenizer(said)["input_ids"])
     file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, said)]))
 
-    assert score(model, {file: ["json"]}, max_new_tokens=tokens + 1)[file, "json"][0].correct
+    assert score(model, {file: ["json"]}, max_new_tokens=tokens + 1).answers[file, "json"][0].correct
     with pytest.raises(DataError, match="cuts it off"):  # a longer answer would look the same
         score(model, {file: ["json"]}, max_new_tokens=tokens)
 
@@ -165,7 +169,8 @@ def test_predictions_hold_a_line_for_every_row_and_adapter(model: Any, tmp_path:
     rows = [chat(SENTENCE, right), {"prompt": "say", "completion": "x"}, chat("a", "b") | {"tools": [TOOL]}]
     file, out = str(write_rows(tmp_path / "rows.jsonl", rows)), tmp_path / "all.jsonl"
 
-    answered, _ = scored(model, {file: [None, "json"]}, predictions=out)
+    scores, _ = scored(model, {file: [None, "json"]})
+    write_predictions(out, scores, NO_MEASURES)
 
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert written[3] == {
@@ -174,7 +179,7 @@ def test_predictions_hold_a_line_for_every_row_and_adapter(model: Any, tmp_path:
     }  # fmt: skip
     assert [line["adapter"] for line in written] == [None] * 3 + ["json"] * 3
     assert [line["correct"] for line in written] == [
-        each.correct for each in [*answered[file, None], *answered[file, "json"]]
+        each.correct for each in [*scores.answers[file, None], *scores.answers[file, "json"]]
     ]
     assert (written[1]["prompt"], written[2]["tools"]) == ("say", [TOOL])
 

@@ -3,11 +3,9 @@
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import lorakit
@@ -18,8 +16,10 @@ from lorakit.serving.adapter_folder import AdapterFolder
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.patches import TENSORS, make_patch, save_trained_peft
+from tests.helpers.serving import wait_until
 
 Lines = list[dict[str, Any]]
 
@@ -225,30 +225,28 @@ def test_answers_under_changes_are_those_of_one_patch_or_the_other(
     engine = ServingEngine(model)
     app = OpenAIServer(model, engine, "tiny", failed_adapters=folder.failed).app
     body = {"model": "x", "messages": [{"role": "user", "content": "say hi"}], "temperature": 0, "max_tokens": 8}
-    seen, loaded, over = set(), list[bool](), threading.Event()
+    seen = set()
+    over = threading.Event()
 
     def write() -> None:
         for number in range(1, 6):
             patch = patches["two" if number % 2 else "one"]
             for file in sorted(patch.iterdir()):  # in place, file by file
                 (root / "x" / file.name).write_bytes(file.read_bytes())
-                time.sleep(0.01)
             wanted = read_patch(patch).identity
-            deadline = time.monotonic() + 30
-            while model.sources()["x"].identity != wanted and time.monotonic() < deadline:
-                time.sleep(0.01)
-            loaded.append(model.sources()["x"].identity == wanted)
+            wait_until(lambda wanted=wanted: model.sources()["x"].identity == wanted)  # type: ignore[misc]
         over.set()
 
     writer = threading.Thread(target=write)
     with serving(app) as address:
         writer.start()
         while not over.is_set():
-            seen.add(httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+            seen.add(
+                patient.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            )
         writer.join()
-        states = {one["name"]: one["state"] for one in httpx.get(f"{address}/v1/adapters").json()["data"]}
+        states = {one["name"]: one["state"] for one in patient.get(f"{address}/v1/adapters").json()["data"]}
     folder.close()
     engine.close()
-    assert loaded == [True] * 5
     assert seen <= {answers["one"], answers["two"]}
     assert states == {"x": "loaded", "bad": "failed"}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import lorakit
@@ -15,6 +14,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch, without_facts
 
@@ -107,11 +107,11 @@ def test_the_server_says_which_adapters_are_pinned(empty: AdaptedModel, copies: 
     app = OpenAIServer(empty, engine, "tiny", admin_key="root", pool=pool).app
     with serving(app) as address:
         body = {"model": "a", "prompt": "hi", "max_tokens": 1}
-        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200  # beyond what is pinned
-        facts = {one["name"]: one for one in httpx.get(f"{address}/v1/adapters").json()["data"]}
+        assert patient.post(f"{address}/v1/completions", json=body).status_code == 200  # beyond what is pinned
+        facts = {one["name"]: one for one in patient.get(f"{address}/v1/adapters").json()["data"]}
         headers = {"Authorization": "Bearer root"}
-        unload = httpx.post(f"{address}/v1/unload_lora_adapter", json={"lora_name": "b"}, headers=headers)
-        names = [one["name"] for one in httpx.get(f"{address}/v1/adapters").json()["data"]]
+        unload = patient.post(f"{address}/v1/unload_lora_adapter", json={"lora_name": "b"}, headers=headers)
+        names = [one["name"] for one in patient.get(f"{address}/v1/adapters").json()["data"]]
     engine.close()
     assert {name: one["pinned"] for name, one in facts.items()} == {"a": False, "b": True, "c": False}
     assert facts["b"]["state"] == "loaded"
@@ -153,10 +153,10 @@ def test_an_adapter_that_was_unloaded_before_its_turn_is_404(
 
     monkeypatch.setattr(pool, "lease", unload_first)
     body = {"model": "c", "prompt": "hi", "max_tokens": 2}
-    reply = httpx.post(f"{address}/v1/completions", json=body)
+    reply = patient.post(f"{address}/v1/completions", json=body)
 
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
-    assert httpx.post(f"{address}/v1/completions", json=body | {"model": "d"}).status_code == 200
+    assert patient.post(f"{address}/v1/completions", json=body | {"model": "d"}).status_code == 200
 
 
 def test_what_was_allowed_once_is_allowed_when_it_is_read_again(
@@ -190,7 +190,7 @@ def test_requests_for_all_adapters_at_once_are_answered_as_python_answers_them(
     def ask(name: str, number: int) -> None:
         body = {"model": name, "messages": [{"role": "user", "content": f"say {number}"}], "max_tokens": 6,
                 "temperature": 0}  # fmt: skip
-        answers[name, number] = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+        answers[name, number] = patient.post(f"{address}/v1/chat/completions", json=body).json()
 
     threads = [threading.Thread(target=ask, args=(name, number)) for number in range(4) for name in NAMES]
     for thread in threads:
@@ -201,6 +201,6 @@ def test_requests_for_all_adapters_at_once_are_answered_as_python_answers_them(
     for (name, number), reply in answers.items():
         expected = everything.generate([[{"role": "user", "content": f"say {number}"}]], name, max_new_tokens=6)[0]
         assert reply["choices"][0]["message"]["content"] == expected, reply
-    states = [adapter["state"] for adapter in httpx.get(f"{address}/v1/adapters").json()["data"]]
+    states = [adapter["state"] for adapter in patient.get(f"{address}/v1/adapters").json()["data"]]
     assert sorted(states) == ["loaded", "loaded", "on disk", "on disk"]
-    assert len(httpx.get(f"{address}/v1/models").json()["data"]) == 5
+    assert len(patient.get(f"{address}/v1/models").json()["data"]) == 5

@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,25 @@ import httpx
 import pytest
 
 from lorakit.cli import main
+from lorakit.serving.server import _listen
+from tests.helpers import patient
 from tests.helpers.http_server import started
 from tests.helpers.patches import make_patch
+from tests.helpers.serving import wait_until
 
 LONG: Any = {
     "model": "tiny", "prompt": "hi", "max_tokens": 200, "min_tokens": 200, "stream": True,
     "stream_options": {"include_usage": True},
 }  # fmt: skip
+
+
+def accepts_connections(address: str) -> bool:
+    host, _, port = address.removeprefix("http://").partition(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -28,12 +39,12 @@ def test_a_signal_lets_answers_under_way_finish_and_the_command_succeeds(
     patch = make_patch(base, tmp_path / "patch")
     log = tmp_path / "log"
     with started(base, "--adapter", f"a={patch}", log=log) as (process, address):
-        with httpx.stream("POST", f"{address}/v1/completions", json=LONG | {"model": "a"}, timeout=60) as reply:
+        with patient.stream("POST", f"{address}/v1/completions", json=LONG | {"model": "a"}) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             next(lines)
             process.send_signal(number)
             rest = list(lines)
-        assert process.wait(30) == 0
+        assert process.wait() == 0
     assert rest[-1] == "[DONE]"
     assert json.loads(rest[-2])["usage"]["completion_tokens"] == 200
     address, line = log.read_text().splitlines()  # nothing else, such as a traceback
@@ -43,16 +54,16 @@ def test_a_signal_lets_answers_under_way_finish_and_the_command_succeeds(
 
 def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) -> None:
     with started(base, log=tmp_path / "log") as (process, address):
-        body = LONG | {"prompt": ["hi"] * 8, "n": 16}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as reply:
+        body = LONG | {"prompt": ["hi"] * 60, "n": 16}  # minutes of work
+        with patient.stream("POST", f"{address}/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
-            for _ in range(2):
-                process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not accepts_connections(address))  # the first one was handled
+            process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -113,14 +124,14 @@ def test_keys_of_a_file_and_a_watched_folder_are_served(base: Path, tmp_path: Pa
     log = tmp_path / "log"
     with started(base, *arguments, "--log-prompts", log=log) as (process, address):
         statuses = {
-            key: httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+            key: patient.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
             for key in ("first", "second", "third", "fourth")
         }
         headers = {"Authorization": "Bearer first", "X-Request-Id": "my-id"}
         body = {"model": "one", "prompt": "hello\nthere", "max_tokens": 2, "min_tokens": 2}
-        httpx.post(f"{address}/v1/completions", json=body, headers=headers)
+        patient.post(f"{address}/v1/completions", json=body, headers=headers)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait() == 0
     assert statuses == {"first": 200, "second": 200, "third": 200, "fourth": 401}
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert all(line["time"].endswith("+00:00") for line in lines)
@@ -136,3 +147,10 @@ def test_without_the_extra_its_command_is_named(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", str(base)]) == 2
     assert "pip install 'lorakit[serve]'" in capsys.readouterr().err
+
+
+def test_a_reply_is_not_held_back_for_the_next_one() -> None:
+    with _listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -5,10 +5,10 @@ import contextlib
 import copy
 import http.client
 import json
+import math
 import shutil
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.bases import make_embedding_base
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch, save_trained_peft
+from tests.helpers.serving import held_forwards, wait_until
 
 TEXTS = ["hello", "one two three four five six seven", "Mira from Oslo ordered 3 lamps on Monday."]
 NAMES = ("tiny", "a", "b")
@@ -99,7 +101,7 @@ def close_to(actual: Any, wanted: Tensor) -> None:
 
 
 def post(address: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{address}/embeddings", json={"model": "tiny", **body}, timeout=60)
+    return patient.post(f"{address}/embeddings", json={"model": "tiny", **body})
 
 
 def vectors(reply: httpx.Response) -> list[list[float]]:
@@ -147,7 +149,7 @@ def test_rows_of_a_batch_do_not_mix(model: AdaptedModel, folders: dict[str, Path
             for row, name in zip(ids, NAMES * 3, strict=True)
         ]
         for row, name, future in zip(ids, NAMES * 3, futures, strict=True):
-            close_to(future.result(60), expected(folders[name], row, normalize=False))
+            close_to(future.result(), expected(folders[name], row, normalize=False))
 
 
 def test_an_adapter_that_peft_put_on_the_model_without_its_head_has_pefts_embeddings(
@@ -160,7 +162,7 @@ def test_an_adapter_that_peft_put_on_the_model_without_its_head_has_pefts_embedd
         wanted = peft(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
     with contextlib.closing(ServingEngine(model)) as engine:
         (future,) = engine.embed([ids], read_pooling(embedding_base), "x")
-        close_to(future.result(60), wanted)
+        close_to(future.result(), wanted)
         assert not torch.equal(wanted, expected(embedding_base, ids, normalize=False))
     with model.merged("x") as merged, torch.no_grad():
         close_to(merged.model.base_model(torch.tensor([ids])).last_hidden_state[0, -1], wanted)
@@ -192,8 +194,8 @@ def test_a_long_input_is_computed_in_parts_between_which_streams_go_on(
         answer = engine.submit([5, 6], None, SamplingSettings(max_tokens=10, min_tokens=10)).ids()
         assert not first.done()
         assert len(answer) == 10
-        close_to(first.result(60), expected(base, long, mode, normalize=False))
-        close_to(second.result(60), expected(base, [7, 8, 9], mode, normalize=False))
+        close_to(first.result(), expected(base, long, mode, normalize=False))
+        close_to(second.result(), expected(base, [7, 8, 9], mode, normalize=False))
 
 
 def test_an_embedding_is_cut_where_the_base_allows_it_and_normalised_after(
@@ -224,11 +226,11 @@ def test_an_embedding_is_cut_where_the_base_allows_it_and_normalised_after(
         ({"input": []}, 400, "input: a text, token ids, or a list of them"),
         ({"input": [[]]}, 400, "input: a text, token ids, or a list of them"),
         ({"input": ["hello", 5]}, 400, "input: a text, token ids, or a list of them"),
-        ({}, 400, "input: a text, token ids, or a list of them"),
+        ({}, 400, "input: is required"),
         ({"input": ["a"] * 2049}, 400, "up to 2048"),
         ({"input": ["hello", "hello " * 400]}, 400, "tokens; from 1 to 256 can be embedded"),
         ({"input": [10_000_000]}, 400, "the token id 10000000"),
-        ({"input": "hello", "encoding_format": "int8"}, 400, "encoding_format: float or base64"),
+        ({"input": "hello", "encoding_format": "int8"}, 400, "encoding_format: should be 'float' or 'base64'"),
         ({"input": "hello", "truncate_prompt_tokens": 4}, 400, "truncate_prompt_tokens: not supported here"),
         ({"input": "hello", "temperature": 1}, 400, "temperature: not supported here"),
         ({"input": "hello", "model": "nobody"}, 404, "there are tiny, a, b"),
@@ -253,7 +255,7 @@ def test_a_base_without_embeddings_serves_its_answers(folders: dict[str, Path], 
         with serving(app) as address:
             reply = post(f"{address}/v1", input="hello")
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
-            assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200
+            assert patient.post(f"{address}/v1/completions", json=body).status_code == 200
     said = "this base has no embeddings" if removed else "the module WordWeights is not computed here"
     assert (reply.status_code, said in reply.json()["error"]["message"]) == (400, True), reply.text
     assert str(base) not in reply.text
@@ -271,52 +273,48 @@ def test_an_adapter_that_overflows_fails_its_own_inputs_alone(
         serving(OpenAIServer(model, engine, "tiny").app) as address,
     ):
         (sound,), (broken,) = engine.embed([[5, 6, 7]], pooling), engine.embed([[5, 6, 7]], pooling, "huge")
-        assert isinstance(broken.exception(60), ArithmeticError)
+        assert isinstance(broken.exception(), ArithmeticError)
         wanted = expected(folders["tiny"], [5, 6, 7], normalize=False)
-        torch.testing.assert_close(sound.result(60), wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(sound.result(), wanted, rtol=2e-2, atol=2e-2)
         reply = post(f"{address}/v1", input="hello", model="huge")
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
 
 
-def test_a_client_that_leaves_frees_its_inputs_and_the_log_says_499(
-    model: AdaptedModel, embedding_base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 2)  # so that the inputs take long
+def test_a_client_that_leaves_frees_its_inputs_and_the_log_says_499(model: AdaptedModel, embedding_base: Path) -> None:
     lines: list[dict[str, Any]] = []
     body = {"model": "a", "input": [[5] * 200] * 500}
     with (
         contextlib.closing(ServingEngine(model, max_queue=400)) as engine,
         serving(OpenAIServer(model, engine, "tiny", log=lambda line: lines.append(dict(line))).app) as address,
+        held_forwards(model) as forwards,
     ):
         client = http.client.HTTPConnection(address.removeprefix("http://"))
         client.request("POST", "/v1/embeddings", json.dumps(body), {"Content-Type": "application/json"})
-        until = time.monotonic() + 20
-        while engine.counts()["embedding"] <= 400:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(lambda: engine.counts()["embedding"] > 400)
         client.close()
         with pytest.raises(QueueFullError):
             engine.embed([[5]], read_pooling(embedding_base))
-        until = time.monotonic() + 20
-        while (engine.counts()["embedding"] or not lines) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert engine.counts()["embedding"] == 0
+        wait_until(lambda: lines)
+        forwards.allow(math.inf)
+        wait_until(lambda: not engine.counts()["embedding"])
         assert lines[0]["status"] == 499
-        metrics = httpx.get(f"{address}/metrics").text
+        metrics = patient.get(f"{address}/metrics").text
     assert 'lorakit_requests_total{adapter="a",status="499"} 1.0' in metrics
     assert 'lorakit_prompt_tokens_total{adapter="a"} 100000.0' in metrics
 
 
-def test_inputs_that_wait_when_the_engine_ends_get_a_503(model: AdaptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 2)
+def test_inputs_that_wait_when_the_engine_ends_get_a_503(model: AdaptedModel) -> None:
     engine = ServingEngine(model)
     replies: list[httpx.Response] = []
-    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+    with serving(OpenAIServer(model, engine, "tiny").app) as address, held_forwards(model) as forwards:
         body: Any = {"input": [[5] * 200] * 100}
         thread = threading.Thread(target=lambda: replies.append(post(f"{address}/v1", **body)))
         thread.start()
-        while not engine.counts()["embedding"]:
-            time.sleep(0.01)
-        engine.close()
+        wait_until(lambda: engine.counts()["embedding"])
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine._closed)  # it ends after the step under way
+        forwards.allow(math.inf)
+        closing.join()
         thread.join()
     assert replies[0].status_code == 503

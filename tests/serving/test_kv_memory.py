@@ -1,6 +1,5 @@
 """Keys and values stay within their memory, and no answer depends on how much there is."""
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -13,7 +12,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from tests.helpers.serving import alone, paused, prompts
+from tests.helpers.serving import alone, paused, prompts, wait_until
 from tests.serving.conftest import three_adapters
 
 model = three_adapters
@@ -68,8 +67,7 @@ def test_the_oldest_row_is_never_preempted(model: AdaptedModel) -> None:
                 engine.submit([5, 6, 7], "a", settings, lambda item, number=number: order.append(number))  # type: ignore[misc]
                 for number in range(5)
             ]
-        while any(generation.reason is None for generation in generations):
-            time.sleep(0.001)
+        wait_until(lambda: all(generation.reason is not None for generation in generations))
         assert engine.totals["preemptions"] > 0
     ends = [max(index for index, one in enumerate(order) if one == number) for number in range(5)]
     assert ends == sorted(ends)

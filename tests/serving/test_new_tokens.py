@@ -15,6 +15,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora import adapter_tensors
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.http_server import serving
 
 TOKENS = {"a": {"<|tool|>": 3200, "<|sep|>": 3201}, "b": {"<|sep|>": 3200}}
@@ -40,7 +41,7 @@ def model(base: Path, patches: dict[str, Path]) -> AdaptedModel:
 @pytest.fixture(scope="module")
 def client(model: AdaptedModel) -> Iterator[httpx.Client]:
     engine = ServingEngine(model, max_rows=4)
-    with serving(OpenAIServer(model, engine, "tiny", []).app) as address, httpx.Client(base_url=address) as opened:
+    with serving(OpenAIServer(model, engine, "tiny", []).app) as address, patient.Client(base_url=address) as opened:
         yield opened
     engine.close()
 

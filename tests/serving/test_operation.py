@@ -1,8 +1,8 @@
 """What an operator sees of a server: its health, its log, its metrics, its adapters and its document."""
 
 import json
+import math
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import app as app_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch
+from tests.helpers.serving import held_forwards, wait_until
 
 TEXT: Any = {"model": "a", "prompt": "hello\nthere", "max_tokens": 4, "min_tokens": 4}
 Lines = list[dict[str, Any]]
@@ -32,16 +34,13 @@ def lines() -> Lines:
 def client(model: AdaptedModel, engine: ServingEngine, lines: Lines) -> Iterator[httpx.Client]:
     """A client of a new server without keys, whose log is `lines`."""
     app = OpenAIServer(model, engine, "tiny", log=lambda line: lines.append(dict(line))).app
-    with serving(app) as address, httpx.Client(base_url=address) as opened:
+    with serving(app) as address, patient.Client(base_url=address) as opened:
         yield opened
 
 
 def logged(lines: Lines, number: int = 1) -> Lines:
     """Return the lines when there are so many; a line is written after its answer's last byte."""
-    for _ in range(200):
-        if len(lines) >= number:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: len(lines) >= number)
     return lines
 
 
@@ -103,14 +102,15 @@ def test_a_refused_key_and_a_client_that_leaves_are_logged(
     server = OpenAIServer(
         model, engine, "tiny", ["secret"], log=lambda line: lines.append(dict(line)), log_prompts=True
     )
-    with serving(server.app) as address:
-        assert httpx.post(f"{address}/v1/completions", json=TEXT).status_code == 401
+    with serving(server.app) as address, held_forwards(model) as forwards:
+        assert patient.post(f"{address}/v1/completions", json=TEXT).status_code == 401
         headers = {"Authorization": "Bearer secret"}
         body = TEXT | {"max_tokens": 200, "min_tokens": 200, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers) as reply:
+        forwards.allow(1)  # of the first token
+        with patient.stream("POST", f"{address}/v1/completions", json=body, headers=headers) as reply:
             next(reply.iter_lines())
         refused, left = logged(lines, 2)
-        metrics = samples(httpx.get(f"{address}/metrics", headers=headers).text)
+        metrics = samples(patient.get(f"{address}/metrics", headers=headers).text)
     assert (refused["status"], refused["model"], refused["prompt"]) == (401, None, None)
     assert (left["status"], left["model"], left["prompt"]) == (499, "a", "hello\nthere")
     assert metrics["lorakit_requests_total", ("", "401")] == metrics["lorakit_requests_total", ("a", "499")] == 1
@@ -119,7 +119,7 @@ def test_a_refused_key_and_a_client_that_leaves_are_logged(
 def test_metrics_count_tokens_and_seconds_per_adapter_and_in_all(client: httpx.Client) -> None:
     replies = [client.post("/v1/completions", json=TEXT | {"model": name}).json() for name in ("a", "a", "b", "tiny")]
     client.post("/v1/completions", json=TEXT | {"model": "nobody"})
-    client.post("/v1/completions", json=TEXT | {"temperature": -1})
+    client.post("/v1/completions", json=TEXT | {"min_tokens": 9})
 
     metrics = samples(client.get("/metrics").text)
 
@@ -150,20 +150,21 @@ def test_metrics_count_tokens_and_seconds_per_adapter_and_in_all(client: httpx.C
     assert not any("nobody" in labels for _, labels in metrics)
 
 
-def test_metrics_show_what_is_under_way(client: httpx.Client, engine: ServingEngine) -> None:
+def test_metrics_show_what_is_under_way(model: AdaptedModel, client: httpx.Client, engine: ServingEngine) -> None:
     body = TEXT | {"max_tokens": 200, "min_tokens": 200, "n": 6, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body) as reply:
-        events = reply.iter_lines()  # with a name, because it closes the reply when it is freed
-        next(events)
-        metrics = samples(client.get("/metrics").text)
+    with held_forwards(model) as forwards:
+        forwards.allow(1)  # of a first token
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            events = reply.iter_lines()  # with a name, because it closes the reply when it is freed
+            next(events)
+            metrics = samples(client.get("/metrics").text)
     running = metrics["lorakit_engine_decoding", ()] + metrics["lorakit_engine_prefilling", ()]
     assert 1 <= running == metrics["vllm:num_requests_running", ("tiny",)] <= 4  # the engine's rows
     assert metrics["vllm:num_requests_waiting", ("tiny",)] >= 1
     assert metrics["lorakit_engine_kv_bytes", ()] > 0
     info = [labels for name, labels in metrics if name == "vllm:lora_requests_info"]
     assert info == [("2", "a", "")]
-    while engine.counts()["decoding"] + engine.counts()["waiting"]:
-        time.sleep(0.01)
+    wait_until(lambda: engine.counts()["decoding"] + engine.counts()["waiting"] == 0)
 
 
 def test_two_servers_in_one_process_count_their_own(
@@ -171,7 +172,7 @@ def test_two_servers_in_one_process_count_their_own(
 ) -> None:
     client.post("/v1/completions", json=TEXT)
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        assert not [name for name, _ in samples(httpx.get(f"{address}/metrics").text) if "requests_total" in name]
+        assert not [name for name, _ in samples(patient.get(f"{address}/metrics").text) if "requests_total" in name]
     assert samples(client.get("/metrics").text)["lorakit_requests_total", ("a", "200")] == 1
 
 
@@ -182,18 +183,20 @@ def test_adapters_that_come_and_go_leave_no_labels(base: Path, tmp_path: Path) -
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
         for number in range(3):
             model.load_adapter(f"x{number}", patch)
-            assert httpx.post(f"{address}/v1/completions", json=TEXT | {"model": f"x{number}"}).status_code == 200
+            assert patient.post(f"{address}/v1/completions", json=TEXT | {"model": f"x{number}"}).status_code == 200
             model.unload_adapter(f"x{number}")
-        after = samples(httpx.get(f"{address}/metrics").text)
+        after = samples(patient.get(f"{address}/metrics").text)
         model.load_adapter("y", patch)
         body = TEXT | {"model": "y", "max_tokens": 100, "min_tokens": 100, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body) as reply:
+        with (
+            held_forwards(model) as forwards,
+            patient.stream("POST", f"{address}/v1/completions", json=body) as reply,
+        ):
             model.unload_adapter("y")  # under way; its answer is counted without a name
+            forwards.allow(math.inf)
             assert reply.read().endswith(b"data: [DONE]\n\n")
-        until = time.monotonic() + 20
-        last: dict[Any, float] = {}
-        while ("lorakit_requests_total", ("", "200")) not in last and time.monotonic() < until:
-            last = samples(httpx.get(f"{address}/metrics").text)  # counted a moment after its last byte
+        wait_until(lambda: "lorakit_requests_total" in patient.get(f"{address}/metrics").text)  # after its last byte
+        last = samples(patient.get(f"{address}/metrics").text)
     engine.close()
     # a request may be counted after its adapter was unloaded, a moment after its last byte
     assert {labels[0] for name, labels in after if name.startswith("lorakit_") and labels} <= {""}
@@ -224,31 +227,35 @@ def test_a_dead_or_stuck_engine_is_not_healthy_and_its_requests_end(
 ) -> None:
     model = lorakit.load(base, dtype="float32")
     engine = ServingEngine(model)
+    began = threading.Event()
     waits = threading.Event()
 
     def stuck(*, prefills: bool) -> None:
+        began.set()
         waits.wait()
         raise MemoryError
 
     monkeypatch.setattr(engine._batch, "step", stuck)
-    monkeypatch.setattr(app_module, "STUCK_SECONDS", 0.05)
     body = TEXT | {"model": "tiny", "stream": True}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        assert httpx.get(f"{address}/health").status_code == 200
-        with httpx.stream("POST", f"{address}/v1/completions", json=body) as reply:
-            time.sleep(0.1)
-            assert httpx.get(f"{address}/health").status_code == 503
+        assert patient.get(f"{address}/health").status_code == 200
+        with patient.stream("POST", f"{address}/v1/completions", json=body) as reply:
+            began.wait()
+            assert patient.get(f"{address}/health").status_code == 200
+            with monkeypatch.context() as patched:
+                patched.setattr(app_module, "STUCK_SECONDS", 0.0)  # of any step
+                assert patient.get(f"{address}/health").status_code == 503
             waits.set()
             events = [line for line in reply.iter_lines() if line]
         assert json.loads(events[0].removeprefix("data: "))["error"]["type"] == "server_error"
         engine.close()
-        assert httpx.get(f"{address}/health").status_code == 503
-        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 503
+        assert patient.get(f"{address}/health").status_code == 503
+        assert patient.post(f"{address}/v1/completions", json=body).status_code == 503
 
 
 def test_the_document_describes_every_route_and_field(model: AdaptedModel, engine: ServingEngine) -> None:
     app = OpenAIServer(model, engine, "tiny", admin_key="root").app
-    with serving(app) as address, httpx.Client(base_url=address) as client:
+    with serving(app) as address, patient.Client(base_url=address) as client:
         document = client.get("/openapi.json").json()
         chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for path, operations in document["paths"].items():
@@ -257,21 +264,49 @@ def test_the_document_describes_every_route_and_field(model: AdaptedModel, engin
             assert reply.status_code == (200 if method == "get" else 401 if "lora" in path else 400), path
         for name in set(chat["properties"]) - {"model", "messages"}:  # what the document allows is known
             body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], name: {"a": "wrong"}}
-            assert "not supported" not in client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).text, name
+            reply = client.post("/v1/chat/completions", json={"max_tokens": 1} | body)
+            assert f"{name}: not supported" not in reply.text
     assert "/v1/load_lora_adapter" in document["paths"]
     assert chat["required"] == ["model", "messages"]
     temperature = {"type": "number", "minimum": 0, "maximum": 100}
-    assert chat["properties"]["temperature"] == {"anyOf": [temperature, {"type": "null"}]}
+    assert chat["properties"]["temperature"]["anyOf"] == [temperature, {"type": "null"}]
+
+
+def test_keys_metrics_the_log_and_the_document_follow_from_the_table(
+    model: AdaptedModel, engine: ServingEngine, lines: Lines
+) -> None:
+    server = OpenAIServer(model, engine, "tiny", ["key"], "root", log=lambda line: lines.append(dict(line)))
+    with serving(server.app) as address:
+        for route in server.routes:
+            path = route.path.replace("{name:path}", "tiny")
+            num_lines = len(lines)
+            status = {
+                kind: patient.request(
+                    route.method, address + path, headers={"Authorization": f"Bearer {key}"}
+                ).status_code
+                for kind, key in (("none", "no"), ("api", "key"), ("admin", "root"))
+            }
+            opens = {kind for kind, one in status.items() if one != 401}
+            assert opens == ({"none", "api", "admin"} if route.key == "none" else {route.key}), route
+            refused = 3 - len(opens)
+            logged(lines, num_lines + refused + (0 if route.is_quiet else len(opens)))
+        document = patient.get(f"{address}/openapi.json", headers={"Authorization": "Bearer key"}).json()
+        text = patient.get(f"{address}/metrics", headers={"Authorization": "Bearer key"}).text
+    described = [route for route in server.routes if route.is_documented]
+    assert list(document["paths"]) == [route.path.replace(":path", "") for route in described]
+    counted = [route for route in server.routes if route.is_counted]
+    assert samples(text)["lorakit_requests_total", ("", "400")] == len(counted)  # bodies that are no JSON
+    assert samples(text)["lorakit_requests_total", ("", "401")] == 2 * len(counted)
 
 
 def test_a_full_queue_is_429_with_the_time_to_wait(model: AdaptedModel) -> None:
     engine = ServingEngine(model, max_rows=1, max_queue=1)
     body = TEXT | {"model": "a", "n": 8, "max_tokens": 50}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        reply = httpx.post(f"{address}/v1/completions", json=body)
+        reply = patient.post(f"{address}/v1/completions", json=body)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
         assert "queue" in reply.json()["error"]["message"]
-        assert httpx.post(f"{address}/v1/completions", json=body | {"n": 1}).status_code == 200
+        assert patient.post(f"{address}/v1/completions", json=body | {"n": 1}).status_code == 200
     engine.close()
 
 
@@ -279,8 +314,8 @@ def test_usage_counts_cached_tokens_and_each_choice_has_a_seed_of_its_own(model:
     engine = ServingEngine(model, max_rows=4)
     body = {"model": "a", "prompt": list(range(5, 45)), "n": 3, "max_tokens": 6, "temperature": 1.0, "seed": 2**63 - 2}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        first, again = (httpx.post(f"{address}/v1/completions", json=body).json() for _ in range(2))
-        alone = httpx.post(f"{address}/v1/completions", json=body | {"n": 1}).json()
+        first, again = (patient.post(f"{address}/v1/completions", json=body).json() for _ in range(2))
+        alone = patient.post(f"{address}/v1/completions", json=body | {"n": 1}).json()
     engine.close()
     texts = [choice["text"] for choice in first["choices"]]
     assert len(set(texts)) == 3

@@ -1,18 +1,18 @@
 """The page at `/`, in a real browser: answers beside each other, adapters loaded and unloaded, nobody's HTML run."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
 from tests.helpers.chromium import COMMAND, Page, open_page
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch
+from tests.helpers.serving import held_forwards, wait_until
 
 pytestmark = pytest.mark.skipif(COMMAND is None, reason="no Chromium on this machine")
 HOSTILE = "<img src=x onerror=window.hacked=1>"
@@ -108,17 +108,15 @@ def test_adapters_are_loaded_and_unloaded_with_the_admin_key_alone(
     assert HOSTILE not in model.adapters
 
 
-def test_an_answer_can_be_stopped(page: Page, address: str, engine: ServingEngine) -> None:
+def test_an_answer_can_be_stopped(page: Page, address: str, model: AdaptedModel, engine: ServingEngine) -> None:
     opened(page, address)
     enter(page, "max_tokens", "200")
     enter(page, "prompt", "go on")
-    page.evaluate("document.getElementById('ask').requestSubmit()")
-    page.press("Escape")
-    page.wait("[...document.querySelectorAll('.result')].every((facts) => facts.textContent == 'stopped')")
-    until = time.monotonic() + 30
-    while engine.counts()["decoding"] and time.monotonic() < until:
-        time.sleep(0.01)
-    assert engine.counts()["decoding"] == 0
+    with held_forwards(model):  # no answer ends by itself
+        page.evaluate("document.getElementById('ask').requestSubmit()")
+        page.press("Escape")
+        page.wait("[...document.querySelectorAll('.result')].every((facts) => facts.textContent == 'stopped')")
+    wait_until(lambda: engine.counts()["decoding"] == 0)
     assert page.evaluate("document.getElementById('stop').disabled")
 
 
@@ -131,7 +129,7 @@ def test_the_page_fits_a_phone_and_every_field_has_a_label(page: Page, address: 
 
 
 def test_the_page_needs_no_other_host_and_can_run_no_other_script(address: str) -> None:
-    texts = [httpx.get(f"{address}{path}") for path in ("/", "/page.css", "/page.js")]
+    texts = [patient.get(f"{address}{path}") for path in ("/", "/page.css", "/page.js")]
     assert [reply.status_code for reply in texts] == [200] * 3
     assert not any(scheme in reply.text for reply in texts for scheme in ("http:", "https:", "src=x"))
     assert "default-src 'none'; script-src 'self'" in texts[0].headers["content-security-policy"]

@@ -1,6 +1,5 @@
 """Who waits is answered in turn: clients one after another, each client's requests as they came, all adapters alike."""
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -11,7 +10,7 @@ from lorakit.decoding.request_queue import QueueFullError
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
-from tests.helpers.serving import paused
+from tests.helpers.serving import paused, wait_until
 from tests.serving.conftest import three_adapters
 
 model = three_adapters
@@ -40,8 +39,7 @@ def order_of_answers(engine: ServingEngine, requests: list[tuple[str, str | None
     with paused(engine):
         for number, request in enumerate(requests):
             submit(number, *request)
-    while len(order) < len(requests):
-        time.sleep(0.001)
+    wait_until(lambda: len(order) == len(requests))
     return order
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -17,7 +15,6 @@ from transformers import (
 
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import LorakitError
-from lorakit.serving.detokenizer import Detokenizer
 
 NUMBER = 4_000
 
@@ -105,23 +102,3 @@ def test_logprobs_are_those_of_the_softmax() -> None:
 def test_settings_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(LorakitError, match=f"^{next(iter(values))}: "):
         SamplingSettings(**values).check(50)
-
-
-@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=2))
-@settings(max_examples=150, deadline=None)
-def test_pieces_join_to_the_answer_up_to_its_stop_text(tokenizer: Any, text: str, stop: list[str]) -> None:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    full = tokenizer.decode(ids, skip_special_tokens=True)
-    detokenizer, pieces, stopped = Detokenizer(tokenizer, stop), [], False
-    for token in ids:
-        piece, stopped = detokenizer.add(token)
-        pieces.append(piece)
-        if stopped:
-            break
-    pieces += [] if stopped else [detokenizer.finish()]
-
-    ends = [index for one in stop if (index := full.find(one)) >= 0]
-    answer = "".join(pieces)
-    assert answer == (full[: min(ends)] if ends and stopped else full)
-    assert stopped == bool(ends) or "�" in full
-    assert all("�" not in piece for piece in pieces) or "�" in full

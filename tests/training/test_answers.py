@@ -103,7 +103,7 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     said = capsys.readouterr()
 
     asked = score(lorakit.load(base, {"a": result}, dtype="float32"), {str(rows): [None, "a"]}, max_new_tokens=20,
-                  skip_bad_rows=True, limit=8)  # fmt: skip
+                  skip_bad_rows=True, limit=8).answers  # fmt: skip
     for index, adapter in ((0, None), (2, "a")):
         expected = [(one.text, one.row.expected) for one in asked[str(rows), adapter]]
         assert seen[index * len(expected) : (index + 1) * len(expected)] == expected

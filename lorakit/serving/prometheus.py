@@ -15,9 +15,6 @@ from prometheus_client.registry import Collector
 
 from lorakit.serving.request_record import RequestRecord
 
-EMBEDDING_PATH: Final = "/v1/embeddings"
-MODEL_PATHS: Final = ("/v1/chat/completions", "/v1/completions", EMBEDDING_PATH)
-"""paths whose requests are counted"""
 LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 VLLM_NAMES: Final = {
@@ -48,7 +45,9 @@ class RequestMetrics(Collector):
         log_lines_lost: Callable[[], int] = int,
     ) -> None:
         self._log_lines_lost = log_lines_lost
-        self._base_name, self._adapters, self._engine_counts = base_name, adapters, engine_counts
+        self._base_name = base_name
+        self._adapters = adapters
+        self._engine_counts = engine_counts
         self._under_way: set[RequestRecord] = set()
         self._num_requests: Tally[str] = Tally()
         only = ["adapter"]
@@ -80,26 +79,26 @@ class RequestMetrics(Collector):
         self._under_way.add(record)
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, if its route is counted."""
         self._under_way.discard(record)
-        if record.path not in MODEL_PATHS:
+        if not record.is_counted:
             return
         self._remove_unloaded()
         adapter = record.served if record.served in (self._base_name, *self._adapters()) else ""
         self._num_requests[adapter] += 1
         self._requests.labels(adapter, str(record.status)).inc()
-        if record.answers or (record.path == EMBEDDING_PATH and record.num_prompt_tokens):
+        if record.num_prompt_tokens:
             self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
-        if not record.answers:
+        if not record.choices:
             return
         self._tokens.labels(adapter).inc(record.num_tokens)
         self._seconds.labels(adapter).observe(record.seconds)
         if record.first_token_seconds is not None:
             self._first.labels(adapter).observe(record.first_token_seconds)
-        for answer in record.answers:
-            times = answer.token_times
-            if answer.reason is not None:
-                self._answers.labels(adapter, answer.reason).inc()
+        for choice in record.choices:
+            times = choice.token_times
+            if choice.reason is not None:
+                self._answers.labels(adapter, choice.reason).inc()
             for before, after in pairwise(times):
                 self._between.labels(adapter).observe(after - before)
             if len(times) > 1:
@@ -125,7 +124,8 @@ class RequestMetrics(Collector):
         counts = self._engine_counts()
         for name, value in counts.items():
             yield _gauge(f"lorakit_engine_{name}", f"Of the engine now: {name.replace('_', ' ')}.", {}, value)
-        label, running = {"model_name": self._base_name}, counts["decoding"] + counts["prefilling"]
+        label = {"model_name": self._base_name}
+        running = counts["decoding"] + counts["prefilling"]
         yield _gauge("vllm:num_requests_running", "Choices that are computed now.", label, running)
         yield _gauge("vllm:num_requests_waiting", "Choices that wait.", label, counts["waiting"])
         yield self._adapters_under_way()
@@ -137,7 +137,7 @@ class RequestMetrics(Collector):
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for record in self._under_way:
-            if (record.answers or record.path == EMBEDDING_PATH) and record.served not in ("", self._base_name):
+            if record.num_prompt_tokens and record.served not in ("", self._base_name):
                 names[record.first_token_seconds is not None].add(record.served)
         labels = {
             "max_lora": str(len(self._adapters())), "running_lora_adapters": ",".join(sorted(names[True])),

@@ -1,4 +1,4 @@
-"""Turn errors into OpenAI's error bodies, so that a client's library raises the exception that it documents."""
+"""Errors of requests, and OpenAI's body for each, so that a client's library raises the exception that it documents."""
 
 from typing import Any, Final
 
@@ -6,35 +6,46 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakit.decoding.request_queue import QueueFullError
-from lorakit.errors import AdapterNotLoadedError
-from lorakit.serving.openai_requests import RequestError
+from lorakit.errors import AdapterNotLoadedError, LorakitError
 
 MAX_MESSAGE: Final = 2000
-"""characters of an error's message, which may quote what was sent"""
+"""characters of an error's message, which may quote the request"""
 RETRY_SECONDS: Final = 1
-"""after which a client may send a request again that found the queue full"""
+"""after which a client may send a request again that was refused because the queue was full"""
+
+
+class RequestError(LorakitError):
+    """A request that cannot be answered: its HTTP status, and OpenAI's ``param`` and ``code``."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
 
 
 def error_body(problem: Exception) -> dict[str, Any]:
     """Return the body of an error's reply."""
-    status, gone = status_of(problem), isinstance(problem, AdapterNotLoadedError)
+    status = status_of(problem)
+    param = getattr(problem, "param", None)
+    code = getattr(problem, "code", None)
+    if isinstance(problem, AdapterNotLoadedError):
+        param = "model"
+        code = "model_not_found"
     message = str(problem)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
-    return {
-        "error": {
-            "message": message, "type": kind, "param": "model" if gone else getattr(problem, "param", None),
-            "code": "model_not_found" if gone else getattr(problem, "code", None),
-        }
-    }  # fmt: skip
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def status_of(problem: Exception) -> int:
     """Return the HTTP status of an error."""
     if isinstance(problem, AdapterNotLoadedError):  # unloaded since its name was read
         return 404
-    return 429 if isinstance(problem, QueueFullError) else int(getattr(problem, "status", 400))
+    if isinstance(problem, QueueFullError):
+        return 429
+    return int(getattr(problem, "status", 400))
 
 
 async def explain(request: Request, problem: Exception) -> Response:
@@ -47,10 +58,10 @@ async def explain_no_route(request: Request, problem: Exception) -> Response:
     """Reply to a path or a method that has no route."""
     status = getattr(problem, "status_code", 404)
     reply = await explain(request, RequestError(f"{request.method} {request.url.path}: no such route", status=status))
-    reply.headers.update(getattr(problem, "headers", None) or {})  # Allow: the methods that there are
+    reply.headers.update(getattr(problem, "headers", None) or {})  # Allow: the methods of the path
     return reply
 
 
 async def explain_bug(request: Request, problem: Exception) -> Response:
-    """Reply to an error that nobody expects. Its text is in the log alone, because it may name files."""
+    """Reply to an unexpected error. Its text is in the log alone, because it may name files."""
     return await explain(request, RequestError(f"internal error: {type(problem).__name__}", status=500))

@@ -1,0 +1,397 @@
+"""The requests of every route: strict models, from which the OpenAPI document is derived.
+
+Invariant: every field of a request is used, or changes nothing about the answer, or is refused by name. A field of
+null is a field that is absent.
+"""
+
+import json
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
+from lorakit.serving.engine import CHAT_TOKENS
+from lorakit.serving.errors import RequestError
+
+MAX_BODY_BYTES: Final = 8_000_000
+MAX_DEPTH: Final = 100
+"""of lists and objects in each other; chat templates and grammars recurse into them"""
+SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""half of a character in JSON's escapes, which no text has without its other half"""
+TEXT_TOKENS: Final = 16
+"""tokens of a text's answer, if the request does not say, as at OpenAI"""
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+"""texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more"""
+MAX_INPUTS: Final = 2048
+"""of one request for embeddings, as at OpenAI"""
+
+
+def _in_range(name: str) -> Any:
+    """Return an optional field with the range of a sampling setting."""
+    low, high, _ = RANGES[name]
+    return Field(None, ge=low, le=None if high == float("inf") else high)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+TEXTS: Final = "a text, token ids, or a list of them"
+Stops = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+Bias = dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]]
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class _OpenAIBody(Body):
+    """Fields of OpenAI's requests that change nothing about an answer."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+def _content(content: Any) -> Any:
+    """Return the content of a message as one text."""
+    if not isinstance(content, list):
+        return content
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        raise ValueError("has a part that is not text")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+class Message(BaseModel):
+    """A message of a chat. Its other fields are for the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    role: str
+    content: Annotated[
+        str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
+            raise ValueError("content: a text is required")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it."""
+        return {"role": self.role, "content": self.content or "", **(self.model_extra or {})}
+
+
+class ResponseFormat(Body):
+    """The form of an answer. Which keys go together is checked where the grammar is compiled."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: dict[str, Any] | None = None
+    pattern: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    include_usage: bool | None = None
+
+
+class CompletionRequest(_OpenAIBody, ABC):
+    """The fields that chats and texts share."""
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stops | None = Field(None, description=f"a text, or a list of up to {MAX_STOPS} texts")
+    stop_token_ids: list[TokenId] | None = None
+    logit_bias: Bias | None = Field(None, description="a mapping of token ids to numbers from -100 to 100")
+    max_tokens: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    temperature: float | None = _in_range("temperature")
+    top_p: float | None = _in_range("top_p")
+    top_k: int | None = _in_range("top_k")
+    min_p: float | None = _in_range("min_p")
+    min_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = _in_range("repetition_penalty")
+    presence_penalty: float | None = _in_range("presence_penalty")
+    frequency_penalty: float | None = _in_range("frequency_penalty")
+    seed: int | None = _in_range("seed")
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise RequestError("stream_options: goes with stream: true", param="stream_options")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """Number of answers of each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
+        """Return the settings of choice ``index`` of a prompt of ``num_prompt`` tokens.
+
+        limit: positions of the base; the default of ``max_tokens`` is less where fewer are left.
+        """
+        settings = self.settings
+        if settings.seed is not None and index > 0:  # another seed for each choice, or they would all be the same
+            settings = replace(settings, seed=(settings.seed + index) % MAX_SEED)
+        if self._max_tokens is not None or limit - num_prompt < 1:
+            return settings
+        return replace(settings, max_tokens=int(min(settings.max_tokens, limit - num_prompt)))
+
+    @cached_property
+    def settings(self) -> SamplingSettings:
+        """How the tokens of the first choice are drawn."""
+        given = {name: value for name in RANGES if (value := getattr(self, name)) is not None}
+        form = self.response_format
+        return SamplingSettings(
+            **{"temperature": 1.0} | given,
+            max_tokens=self._default_tokens if self._max_tokens is None else self._max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            logprobs=self._num_logprobs,
+            response_format=None if form is None else form.model_dump(exclude_unset=True),
+        )
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[Any]:
+        """Messages for the chat template, texts as they are, or token ids."""
+
+    @property
+    @abstractmethod
+    def _default_tokens(self) -> int:
+        """Tokens of an answer, if the request does not say."""
+
+    @property
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def _num_logprobs(self) -> int | None:
+        """Number of most probable tokens to report; None: none are reported."""
+
+
+class ChatRequest(CompletionRequest):
+    """The body of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
+        return self
+
+    @cached_property
+    def prompts(self) -> list[Any]:
+        return [[message.for_template() for message in self.messages]]
+
+    @property
+    def _default_tokens(self) -> int:
+        return CHAT_TOKENS
+
+    @property
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class TextRequest(CompletionRequest):
+    """The body of a completion of texts. With ``max_tokens`` 0 an echo is the prompt alone."""
+
+    prompt: Texts = Field(description=TEXTS)
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        return as_list(self.prompt)
+
+    @property
+    def _default_tokens(self) -> int:
+        return TEXT_TOKENS
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class EmbeddingRequest(_OpenAIBody):
+    """The body of a request for embeddings."""
+
+    model: str
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | TokenIds
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)] | TokenIds],
+            Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
+        ]
+    ) = Field(description=f"{TEXTS}, up to {MAX_INPUTS} and none of them empty")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids."""
+        return as_list(self.input)
+
+
+class TokenizeRequest(Body):
+    """The body of `/tokenize`: a text, or messages with what a chat of them has."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt: one of prompt and messages is required", param="prompt")
+        for name in ("add_generation_prompt", "tools") if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name}: goes with messages", param=name)
+        if self.messages is not None and self.add_special_tokens:
+            message = "add_special_tokens: not with messages, whose template has them"
+            raise RequestError(message, param="add_special_tokens")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class LoadRequest(Body):
+    """The body that loads an adapter; ``load_inplace``: it replaces the adapter of that name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadRequest(Body):
+    """The body that unloads an adapter."""
+
+    lora_name: str
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def as_list(given: str | list[Any]) -> list[Any]:
+    """Return the texts, or lists of token ids, of a field that may be one of them."""
+    if isinstance(given, str) or type(given[0]) is int:
+        return [given]
+    return given
+
+
+async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
+    """Return the body of a request.
+
+    Raises:
+        RequestError: 413, the body is too large; 400, as ``parse_body``.
+    """
+    size = 0
+    parts = []
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+        parts.append(part)
+    return await run_in_threadpool(parse_body, b"".join(parts), model)
+
+
+def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
+    """Return a body as its model.
+
+    Raises:
+        RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
+    """
+    try:
+        body = json.loads(content)
+        if SURROGATE.search(content):
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as problem:
+        raise RequestError(f"the body is not JSON: {problem}") from None
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+        raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
+    try:
+        return model.model_validate(body)
+    except ValidationError as problem:
+        raise _request_error(problem.errors(include_url=False)[0], model) from None
+
+
+def _depth(body: Any) -> int:
+    """Return the levels of lists and objects, without recursion."""
+    depth = 0
+    level = [body]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def _request_error(error: ErrorDetails, model: type[Body]) -> RequestError:
+    """Return pydantic's error in OpenAI's form, with the field's name as ``param``."""
+    if not error["loc"]:
+        return RequestError(f"the body is a JSON object, got a {type(error['input']).__name__}")
+    param = str(error["loc"][0])
+    field = model.model_fields.get(param)
+    where = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"][1:])
+    if error["type"] == "extra_forbidden":
+        return RequestError(f"{where}: not supported here, and it may change the answer; leave it out", param=param)
+    if error["type"] == "missing":
+        return RequestError(f"{where}: is required", param=param)
+    if error["type"] == "value_error":
+        return RequestError(f"{where}: {error['ctx']['error']}", param=param)
+    given = reprlib.repr(error["input"])
+    if field is not None and field.description:  # of a union, whose alternatives have an error each
+        return RequestError(f"{param}: {field.description}; got {given}", param=param)
+    message = error["msg"].removeprefix("Input ")
+    return RequestError(f"{where}: {message[0].lower()}{message[1:]}, got {given}", param=param)

@@ -1,0 +1,177 @@
+"""Work that grows with a request is done in threads, so that the event loop answers others meanwhile."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers import patient
+from tests.helpers.http_server import serving
+from tests.helpers.serving import held_forwards, wait_until
+
+MESSAGES: Any = [{"role": "user", "content": "say hi"}]
+
+
+class Held:
+    """Work that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.may_go_on = threading.Event()
+        self.count = 0
+
+    def wait(self) -> None:
+        self.count += 1
+        self.began.set()
+        self.may_go_on.wait()
+
+
+@pytest.fixture
+def held(model: AdaptedModel) -> Iterator[Held]:
+    """A hold on the tokenizer: on encoding, and on texts of single tokens, as log-probabilities have them."""
+    held = Held()
+    usual = type(model.tokenizer)
+
+    class HeldTokenizer(usual):  # type: ignore[misc, valid-type]
+        def __call__(self, *texts: Any, **options: Any) -> Any:
+            held.wait()
+            return super().__call__(*texts, **options)
+
+        def decode(self, ids: Any, **options: Any) -> Any:
+            if "skip_special_tokens" not in options:
+                held.wait()
+            return super().decode(ids, **options)
+
+    model.tokenizer.__class__ = HeldTokenizer
+    yield held
+    held.may_go_on.set()
+    model.tokenizer.__class__ = usual
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": "a", "messages": MESSAGES}),
+        ("/v1/chat/completions", {"model": "a", "messages": MESSAGES, "stream": True}),
+        ("/v1/completions", {"model": "a", "prompt": ["hi", "there"]}),
+        ("/v1/completions", {"model": "a", "prompt": [5, 6], "logprobs": 2}),
+        ("/v1/completions", {"model": "a", "prompt": [5, 6], "logprobs": 2, "stream": True}),
+        ("/v1/completions", {"model": "a", "prompt": "hi", "echo": True, "logprobs": 2}),
+        ("/tokenize", {"messages": MESSAGES}),
+        ("/tokenize", {"prompt": "hi", "add_special_tokens": False}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ],
+)
+def test_others_are_answered_while_a_request_is_encoded_or_decoded(
+    model: AdaptedModel, engine: ServingEngine, held: Held, path: str, body: dict[str, Any]
+) -> None:
+    replies: list[httpx.Response] = []
+    limit = {} if "tokenize" in path else {"max_tokens": 2}
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        client = threading.Thread(target=lambda: replies.append(patient.post(address + path, json=body | limit)))
+        client.start()
+        held.began.wait()
+        try:
+            assert patient.get(f"{address}/version", timeout=60).status_code == 200
+            assert not replies
+        finally:
+            held.may_go_on.set()
+            client.join()
+    assert replies[0].status_code == 200
+
+
+def test_a_full_queue_is_noticed_before_the_other_prompts_are_encoded(model: AdaptedModel, held: Held) -> None:
+    held.may_go_on.set()
+    body = {"model": "a", "prompt": ["hi"] * 500}
+    with (
+        closing(ServingEngine(model, max_rows=1, max_queue=1)) as engine,
+        serving(OpenAIServer(model, engine, "tiny").app) as address,
+        held_forwards(model),
+    ):
+        assert patient.post(f"{address}/v1/completions", json=body).status_code == 429
+    assert held.count <= 3  # one that runs, one that waits, one that is refused
+
+
+class HeldLock:
+    """A lock that says when a thread comes for it, and lets it in later."""
+
+    def __init__(self, lock: Any, held: Held) -> None:
+        self._lock = lock
+        self._held = held
+        self.was_left = threading.Event()
+
+    def __enter__(self) -> None:
+        self._held.wait()
+        self._lock.__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        self._lock.__exit__(*problem)
+        self.was_left.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "a", "prompt": "hi", "max_tokens": 200, "min_tokens": 200}),
+        ("/tokenize", {"model": "a", "prompt": "hi"}),
+    ],
+)
+def test_a_request_that_is_cancelled_while_it_waits_for_its_adapter_keeps_no_adapter_in_memory(
+    base: Path, patches: dict[str, Path], path: str, body: dict[str, Any]
+) -> None:
+    model = lorakit.load(base, dtype="float32")
+    pool = AdapterPool(model, max_resident=1)
+    pool.load("a", patches["a"])
+    with closing(ServingEngine(model)) as engine:
+        app = OpenAIServer(model, engine, "tiny", pool=pool).app
+        idle = engine.counts()
+        usual = pool._changing
+        held = Held()
+        lock = HeldLock(usual, held)
+        pool._changing = lock  # type: ignore[assignment]
+        problem = asyncio.run(_cancelled_request(app, path, body, held))
+        lock.was_left.wait()
+        wait_until(lambda: engine.counts() | {"prefix_bytes": 0} == idle)
+        pool._changing = usual
+        pool.load("b", patches["b"])
+    assert model.adapters == ("b",)
+    assert problem.__traceback__ is not None  # which keeps what the request held in memory, as a log does
+
+
+async def _cancelled_request(app: Callable[..., Any], path: str, body: dict[str, Any], held: Held) -> BaseException:
+    """Send a request to an application, and cancel it when it waits for the lock of the adapters; return the error."""
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [],
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+    is_read = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal is_read
+        if is_read:
+            await asyncio.Event().wait()
+        is_read = True
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    request = asyncio.create_task(app(scope, receive, send))
+    await asyncio.to_thread(held.began.wait)
+    request.cancel()
+    await asyncio.sleep(0)
+    held.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await request
+    return caught.value
