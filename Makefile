@@ -29,7 +29,7 @@ install: .venv/installed
 
 # What tests, checks and benchmarks need besides, in the same environment.
 .venv/installed-test: .venv/installed
-	$(PIP) -e '.[test,dev,deepspeed,elastic,eval,quant,serve,structured]'
+	$(PIP) -e '.[test,dev,deepspeed,eval,quant,serve,structured]'
 	@touch $@
 
 quickstart: install

@@ -51,7 +51,6 @@ ONLY = {  # the only importers of a package
     "prometheus_client": {"serving"},
     "rouge_score": {"inference"},
     "sacrebleu": {"inference"},
-    "torchft": {"launch"},
 }
 BANNED = {  # words with a plainer standard one: DESIGN's list of words, and what stands there instead
     "whole": "full", "learnt": "trainable or label", "kept": "saved or resident", "told": "the noun", "asked": "requested",

@@ -17,6 +17,7 @@ from lorakit.base.find import find_tokenizer
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
+from lorakit.files.progress import library_call
 
 if TYPE_CHECKING:  # because bases are loaded without a recipe too, and then without importing pydantic
     from lorakit.recipe import Recipe
@@ -35,7 +36,7 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     Raises:
         BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
     """
-    with quiet_loading(), explain_load_errors(folder):
+    with quiet_loading(), explain_load_errors(folder), library_call():
         from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
 
         model, report = AutoModelForCausalLM.from_pretrained(

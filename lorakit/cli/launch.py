@@ -15,7 +15,6 @@ def add_launch_command(add_command: AddCommand) -> None:
     kind = launch.add_mutually_exclusive_group(required=True)
     kind.add_argument("--slurm", action="store_true", help="an sbatch script")
     kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
-    kind.add_argument("--pytorchjob", action="store_true", help="a Kubeflow PyTorchJob, for the older operator")
     launch.add_argument("--out", help="file to write, which must not exist (default: standard output)")
     launch.add_argument("--name", default="lorakit", help="name of the job")
     launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
@@ -33,9 +32,11 @@ def _launch(options: argparse.Namespace) -> int:
     from lorakit.recipe import load_recipe
 
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
-    if parallel.elastic is not None or parallel.backend == "auto":
-        key = "parallel.backend: auto is chosen" if parallel.elastic is None else "parallel.elastic: runs are started"
-        raise RecipeError(f"{key} by `lorakit train` on one machine, and not in a cluster's job; leave it out")
+    if parallel.backend == "auto":
+        raise RecipeError(
+            "parallel.backend: auto is chosen by `lorakit train` on one machine, and not in a cluster's job; name the"
+            " backend that `lorakit plan` advises"
+        )
     if options.slurm:
         text = slurm_job(
             options.recipe,
@@ -49,7 +50,7 @@ def _launch(options: argparse.Namespace) -> int:
         )
     else:
         if options.image is None or options.claim is None:
-            raise RecipeError("--k8s and --pytorchjob need --image (with lorakit in it) and --claim (a shared volume)")
+            raise RecipeError("--k8s needs --image (with lorakit in it) and --claim (a shared volume)")
         text = kubernetes_job(
             options.recipe,
             processes=parallel.processes,
@@ -58,7 +59,6 @@ def _launch(options: argparse.Namespace) -> int:
             claim=options.claim,
             folder=options.folder,
             name=options.name,
-            kind="TrainJob" if options.k8s else "PyTorchJob",
             gpus_per_process=options.gpus_per_process,
             overrides=options.overrides,
         )

@@ -35,11 +35,13 @@ def add_train_commands(add_command: AddCommand) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from lorakit.launch.environment import launched_size
     from lorakit.recipe import load_recipe
 
     # hides torch's warnings about settings that lorakit chose; torch raises its errors besides logging them
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
+    # before the next imports, which import torch
+    recipe = load_recipe(options.recipe, tuple(options.overrides), launched=partial(launched_size, os.environ))
     from lorakit.inference.measures import load_metrics
     from lorakit.launch.workers import die_with_parent
     from lorakit.training.hooks import Hooks

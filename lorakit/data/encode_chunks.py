@@ -27,6 +27,7 @@ from lorakit.data.row_counts import RowCounts
 from lorakit.data.rows import RowSource, read_raw
 from lorakit.data.token_records import TokenRecord
 from lorakit.errors import TemporaryFailure
+from lorakit.files.progress import report_progress
 from lorakit.launch.workers import die_with, usable_cores
 
 CHUNK_ROWS: Final = 256
@@ -217,7 +218,9 @@ def encode_chunks(
 
 def _next_record(waiting: deque[tuple[int, Future[bytes]]], progress: Callable[[int], None]) -> Iterator[bytes]:
     num_rows, future = waiting.popleft()
-    yield future.result()
+    record = future.result()
+    report_progress()
+    yield record
     progress(num_rows)
 
 
@@ -225,6 +228,7 @@ def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[R
     every = ((index, line, raw) for index, source in enumerate(sources) for line, raw in read_raw(source))
     rows = itertools.islice(every, limit)
     while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
+        report_progress()
         yield chunk
 
 

@@ -16,6 +16,7 @@ from lorakit.data.row_files import count_file_rows, form_of, read_file
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files.atomic import is_disk_full
 from lorakit.files.hub import connection_failure
+from lorakit.files.progress import library_call, report_progress
 
 REASON_LETTERS: Final = 300
 """of another library's error"""
@@ -46,6 +47,7 @@ class RowSource:
         with open(self.path, "rb") as file:
             while block := file.read(1 << 20):
                 state.update(block)
+                report_progress()
         return state.hexdigest()
 
 
@@ -74,7 +76,7 @@ def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
 def _open_hub(source: RowSource) -> Any:
     import datasets
 
-    with _hub_errors(source.name, source.split):
+    with _hub_errors(source.name, source.split), library_call():
         return datasets.load_dataset(
             source.name, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lorakit.errors import TemporaryFailure
+from lorakit.files.progress import report_progress
 
 MANIFEST = "manifest.json"
 
@@ -159,7 +160,9 @@ def _sweep(folder: Path, pattern: str) -> None:
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        value = hashlib.file_digest(file, "sha256").hexdigest()
+    report_progress()
+    return value
 
 
 def file_signature(path: Path) -> list[int] | None:
@@ -209,6 +212,7 @@ def _write_new(path: Path, content: Content, *, sync: bool = True) -> None:
         if sync:
             file.flush()
             os.fsync(file.fileno())
+    report_progress()
 
 
 def sync_file(path: Path) -> None:

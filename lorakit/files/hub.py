@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.errors import HubError, TemporaryFailure
+from lorakit.files.progress import library_call
 
 LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 REPOSITORY: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -33,7 +34,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        with _one_line_errors(name, writes=False):
+        with _one_line_errors(name, writes=False), library_call():
             return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except TemporaryFailure as problem:
         raise HubError(str(problem)) from None

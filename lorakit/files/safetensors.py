@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
+from lorakit.files.progress import report_progress
 
 READERS = 4
 READ_BYTES = 1 << 22
@@ -181,6 +182,7 @@ def _read_range(handle: int, view: memoryview, position: int) -> int:
     # in a loop, because Linux reads at most 2,147,479,552 bytes in one call
     while done < len(view) and (num_bytes := os.preadv(handle, [view[done:]], position + done)):
         done += num_bytes
+    report_progress()
     return done
 
 
@@ -275,6 +277,7 @@ def write_tensors(file: Writable, tensors: Mapping[str, Tensor], metadata: Mappi
     file.write(header_bytes(shapes, metadata))
     for tensor in tensors.values():
         file.write(tensor_bytes(tensor))
+        report_progress()
 
 
 def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

@@ -23,6 +23,7 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
+from lorakit.files.progress import report_progress
 from lorakit.lora.routing import Route, own_logits
 
 MAX_ROWS: Final = 64
@@ -77,6 +78,7 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
         batch.waiting.add(row)
     while batch.is_busy:
         batch.step()
+        report_progress()
 
 
 def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) -> None:
@@ -108,6 +110,7 @@ class _Drawn:
     rows: Sequence[RunningRequest]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        report_progress()
         if scores.isnan().any():
             raise LorakitError("the logits are not numbers")
         own = own_logits([row.generation.adapter for row in self.rows], scores.float().cpu())

@@ -24,7 +24,6 @@ from lorakit.run.record import versions
 EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",
     "trackio": "[log]", "starlette": "[serve]", "uvicorn": "[serve]", "llguidance": "[structured]",
-    "torchft": "[elastic]",
 }  # fmt: skip
 
 

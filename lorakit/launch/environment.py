@@ -14,8 +14,6 @@ from lorakit.launch import slurm
 
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
-WORKER_VARIABLE: Final = "LORAKIT_WORKER"
-"""Set by lorakit's launcher for a worker that replaces a lost one: how many it has started before."""
 DEFAULT_PORT: Final = 29500
 """torch's own default, used if neither launcher nor recipe gives a port."""
 START_HINT: Final = (
@@ -26,9 +24,6 @@ START_HINT: Final = (
 @dataclass(frozen=True)
 class World:
     """This process's rank among ``size`` processes; ``address``:``port`` is their rendezvous.
-
-    ``worker``: number of a process that replaces a lost one of an elastic run, among all that the launcher has started;
-    None for the processes that a run starts with.
 
     ``launcher``: lorakit, torchrun, accelerate, deepspeed, openmpi, mvapich, mpich, slurm, or environment for variables
     that were set by hand.
@@ -41,7 +36,6 @@ class World:
     launcher: str
     address: str
     port: int
-    worker: int | None = None
 
 
 class _Variables(NamedTuple):
@@ -61,6 +55,14 @@ MPI: Final = {
 }
 SLURM: Final = _Variables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
+ACCELERATE_BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "ACCELERATE_USE_DEEPSPEED": ("zero1", "zero2", "zero3"),
+    "ACCELERATE_USE_FSDP": ("fsdp2",),
+    "ACCELERATE_USE_MEGATRON_LM": (),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (),
+}
+"""variable with which `accelerate launch` chooses a backend -> backends of a recipe that it does not contradict"""
+
 
 def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) -> World | None:
     """Return this process's World, or None if no launcher started it.
@@ -70,18 +72,27 @@ def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) 
     Raises:
         RunError: some variables are missing, are no numbers, or contradict each other; or there is no address.
     """
-    env = {name: value.strip() for name, value in environment.items() if value.strip()}
+    env = _set_variables(environment)
     launcher, names = _find_launcher(env)
     if launcher is None:
         return _world_without_rank(env)
-    if launcher == "slurm":
-        env[SLURM.local_size] = str(slurm.tasks_on_this_node(env))
-    rank, size, local_rank, local_size = _read_ranks(env, names)
-    if names != TORCH:
-        _refuse_contradictory_variables(env, names)
+    rank, size, local_rank, local_size = _read_ranks(env, launcher, names)
     address, port = _rendezvous_address(env, rendezvous, one_machine=local_size == size, of_step=launcher == "slurm")
-    worker = int(env[WORKER_VARIABLE]) if launcher == "lorakit" and WORKER_VARIABLE in env else None
-    return World(rank, size, local_rank, local_size, launcher, address, port, worker)
+    return World(rank, size, local_rank, local_size, launcher, address, port)
+
+
+def launched_size(environment: Mapping[str, str]) -> dict[str, int] | None:
+    """Return the numbers of `processes` and `nodes` that a launcher started; None if none started this process.
+
+    Raises:
+        RunError: as `detect_world`.
+    """
+    env = _set_variables(environment)
+    launcher, names = _find_launcher(env)
+    if launcher is None:
+        return None
+    _, size, _, local_size = _read_ranks(env, launcher, names)
+    return {"processes": size, "nodes": _num_nodes(launcher, size, local_size, env)}
 
 
 def split_endpoint(text: str) -> tuple[str, int | None]:
@@ -94,6 +105,11 @@ def split_endpoint(text: str) -> tuple[str, int | None]:
     if match is None or not 0 <= int(match[3] or 1) < 2**16:
         raise RunError(f"parallel.rendezvous: {text!r} is no host:port; write it as node01:{DEFAULT_PORT}")
     return match[1] or match[2], int(match[3]) if match[3] else None
+
+
+def _set_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are not blank."""
+    return {name: value.strip() for name, value in environment.items() if value.strip()}
 
 
 def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
@@ -133,8 +149,10 @@ def _world_without_rank(env: Mapping[str, str]) -> World | None:
     return None
 
 
-def _read_ranks(env: Mapping[str, str], names: _Variables) -> tuple[int, int, int, int]:
-    """Return rank, size, local rank and local size, checked against each other."""
+def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tuple[int, int, int, int]:
+    """Return rank, size, local rank and local size, checked against each other and against torch's variables."""
+    if launcher == "slurm":
+        env = {**env, SLURM.local_size: str(slurm.tasks_on_this_node(env))}
     if names == TORCH and env.get("WORLD_SIZE") == "1":  # the other numbers follow
         env = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env}
     missing = [name for name in names if name not in env]
@@ -153,6 +171,8 @@ def _read_ranks(env: Mapping[str, str], names: _Variables) -> tuple[int, int, in
             f"{names.local_rank}={local_rank} with {names.local_size}={local_size} and {names.size}={size}:"
             " local ranks count the processes of one machine from 0."
         )
+    if names != TORCH:
+        _refuse_contradictory_variables(env, names)
     return rank, size, local_rank, local_size
 
 
@@ -200,7 +220,6 @@ def contradictions(
     backend: str,
     processes: int,
     nodes: int,
-    dtype: str,
     neighbours: int = 1,
 ) -> list[str]:
     """Return one line for each setting of launcher or environment that contradicts the recipe.
@@ -208,36 +227,30 @@ def contradictions(
     neighbours: processes of one machine that share tokens and weights, numbered one after the other.
     The recipe is the only channel for settings, so a contradiction is an error instead of an override.
     """
+    env = _set_variables(environment)
     lines = []
-    if world is not None and world.size != processes:
-        lines.append(f"{world.launcher} started {_count(world.size, 'process')}, parallel.processes is {processes}")
-    elif world is not None and (num_nodes := _num_nodes(world, environment)) != nodes:
-        lines.append(f"{world.launcher} uses {_count(num_nodes, 'machine')}, parallel.nodes is {nodes}")
-    elif world is not None and neighbours > 1 and world.rank % world.local_size != world.local_rank:
+    if world is not None:
+        num_nodes = _num_nodes(world.launcher, world.size, world.local_size, env)
+        if world.size != processes:
+            lines.append(f"{world.launcher} started {_count(world.size, 'process')}, parallel.processes is {processes}")
+        elif num_nodes != nodes:
+            lines.append(f"{world.launcher} uses {_count(num_nodes, 'machine')}, parallel.nodes is {nodes}")
+        elif neighbours > 1 and world.rank % world.local_size != world.local_rank:
+            lines.append(
+                f"{world.launcher} made rank {world.rank} number {world.local_rank} of the {world.local_size} processes"
+                f" of its machine, so the {neighbours} that share tokens or weights (parallel.sequence x"
+                " parallel.tensor) are on several; number the processes machine by machine"
+                " (srun --distribution=block, mpirun --map-by slot)"
+            )
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         lines.append(
-            f"{world.launcher} made rank {world.rank} number {world.local_rank} of the {world.local_size} processes of"
-            f" its machine, so the {neighbours} that share tokens or weights (parallel.sequence x parallel.tensor) are"
-            " on several; number the processes machine by machine (srun --distribution=block, mpirun --map-by slot)"
+            f"torchrun restarts up to {env['TORCHELASTIC_MAX_RESTARTS']} times and keeps one store for all starts,"
+            " where processes read the addresses of those before and wait for ever; set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun"
         )
-    env = {name: value.strip().lower() for name, value in environment.items() if value.strip()}
-    stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", backend.removeprefix("zero"))
-    # variable of `accelerate launch` -> (value that turns it on, whether the recipe says otherwise)
-    accelerate_settings = {
-        "ACCELERATE_USE_DEEPSPEED": ("true", backend != f"zero{stage}"),
-        "ACCELERATE_USE_FSDP": ("true", backend != "fsdp2" or env.get("FSDP_VERSION", "1") != "2"),
-        "ACCELERATE_USE_MEGATRON_LM": ("true", True),
-        "ACCELERATE_USE_PARALLELISM_CONFIG": ("true", True),
-    }
-    for name, (enabled, differs) in accelerate_settings.items():
-        if env.get(name) == enabled and differs:
-            details = [f"{key}={env[key]}" for key in ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "FSDP_VERSION") if key in env]
-            lines.append(f"{', '.join([f'{name}={enabled}', *details])}, parallel.backend is {backend}")
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no" and dtype not in ("auto", {"bf16": "bfloat16", "fp16": "float16"}.get(precision)):
-        lines.append(f"ACCELERATE_MIXED_PRECISION={precision}, base.dtype is {dtype}")
-    compiler = env.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if compiler != "no":
-        lines.append(f"ACCELERATE_DYNAMO_BACKEND={compiler}, and a recipe compiles nothing")
+    for name, backends in ACCELERATE_BACKENDS.items():
+        if env.get(name, "").lower() == "true" and backend not in backends:
+            lines.append(f"{name}={env[name]} makes accelerate use another backend than {backend}; unset it")
     return lines
 
 
@@ -245,8 +258,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def _num_nodes(world: World, environment: Mapping[str, str]) -> int:
+def _num_nodes(launcher: str, size: int, local_size: int, env: Mapping[str, str]) -> int:
     """Return the launcher's number of machines, or else size / local size, rounded up."""
-    variable = {"deepspeed": "CROSS_SIZE", "slurm": "SLURM_STEP_NUM_NODES"}.get(world.launcher, "GROUP_WORLD_SIZE")
-    env = environment.get(variable, "")
-    return int(env) if env.isdecimal() else -(-world.size // world.local_size)
+    variable = {"deepspeed": "CROSS_SIZE", "slurm": "SLURM_STEP_NUM_NODES"}.get(launcher, "GROUP_WORLD_SIZE")
+    number = env.get(variable, "")
+    return int(number) if number.isdecimal() else -(-size // local_size)

@@ -1,4 +1,4 @@
-"""Write job files for clusters as text: a Slurm script, a Kubeflow TrainJob or PyTorchJob. Imports no torch.
+"""Write job files for clusters as text: a Slurm script, or a Kubeflow TrainJob. Imports no torch.
 
 Invariant: each job starts the recipe's processes, signals them in time to save, and then continues from the checkpoint.
 """
@@ -6,7 +6,7 @@ Invariant: each job starts the recipe's processes, signals them in time to save,
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.yaml_text import yaml_text
@@ -19,9 +19,16 @@ TRAINER: Final = "trainer.kubeflow.org"
 
 
 def slurm_job(
-    recipe: str, *, processes: int, nodes: int, gpus_per_process: int = 1, cpus_per_process: int = 8,
-    time_limit: str = "24:00:00", name: str = "lorakit", overrides: Sequence[str] = (),
-) -> str:  # fmt: skip
+    recipe: str,
+    *,
+    processes: int,
+    nodes: int,
+    gpus_per_process: int = 1,
+    cpus_per_process: int = 8,
+    time_limit: str = "24:00:00",
+    name: str = "lorakit",
+    overrides: Sequence[str] = (),
+) -> str:
     """Return an sbatch script that runs one task per process, saves before the time limit and requeues itself.
 
     Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
@@ -64,15 +71,23 @@ exit "$code"
 
 
 def kubernetes_job(
-    recipe: str, *, processes: int, nodes: int, image: str, claim: str, folder: str = "/work", name: str = "lorakit",
-    kind: Literal["TrainJob", "PyTorchJob"] = "TrainJob", gpus_per_process: int = 1, overrides: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """Return YAML for Kubeflow: one pod per node, in which torchrun starts ``processes / nodes`` lorakit processes.
+    recipe: str,
+    *,
+    processes: int,
+    nodes: int,
+    image: str,
+    claim: str,
+    folder: str = "/work",
+    name: str = "lorakit",
+    gpus_per_process: int = 1,
+    overrides: Sequence[str] = (),
+) -> str:
+    """Return a TrainJob of Kubeflow Trainer 2, and a TrainingRuntime for its volumes, as YAML.
+
+    There is one pod per node, in which torchrun starts ``processes / nodes`` lorakit processes.
 
     claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
     folder: where recipe, data, output and caches are.
-    kind: TrainJob is Kubeflow Trainer 2, with a TrainingRuntime for the volumes. PyTorchJob is the older Training
-        Operator; its RANK and WORLD_SIZE count pods, not processes, so torchrun uses them as node numbers.
 
     Raises:
         RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
@@ -81,20 +96,13 @@ def kubernetes_job(
     check_kubernetes_names(name, claim)
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
     train = ["-m", "lorakit.cli", "train", recipe, *overrides]
-    if kind == "TrainJob":  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
-        pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
-        return "---\n".join(yaml_text(part) for part in _train_job(name, nodes, local, pod))
-    rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
-    command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={local}", *rendezvous, *train]
-    return yaml_text(_pytorch_job(name, nodes, local, _pod("pytorch", image, command, claim, folder, limits)))
+    # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
+    pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
+    return "---\n".join(yaml_text(part) for part in _train_job(name, nodes, local, pod))
 
 
 def check_kubernetes_names(*names: str) -> None:
-    """Return if Kubernetes accepts the names.
-
-    Raises:
-        RunError: it does not accept one.
-    """
+    """Raise RunError unless Kubernetes accepts the names."""
     for name in names:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
             raise RunError(f"{name!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
@@ -119,7 +127,10 @@ def _pod(
         "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes
         "containers": [
             {
-                "name": container, "image": image, "command": list(command), "workingDir": folder,
+                "name": container,
+                "image": image,
+                "command": list(command),
+                "workingDir": folder,
                 "env": [{"name": key, "value": value} for key, value in environment.items()],
                 **({"resources": {"limits": dict(limits)}} if limits else {}),
                 "volumeMounts": [
@@ -132,7 +143,7 @@ def _pod(
             {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
         ],
-    }  # fmt: skip
+    }
 
 
 def _train_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -164,18 +175,3 @@ def _train_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> lis
         },
     }
     return [runtime, job]
-
-
-def _pytorch_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    replica = {"restartPolicy": "OnFailure", "template": {"spec": dict(pod)}}
-    workers = {"Worker": {"replicas": nodes - 1, **replica}} if nodes > 1 else {}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {
-            "nprocPerNode": str(local),
-            "runPolicy": {"backoffLimit": 3},
-            "pytorchReplicaSpecs": {"Master": {"replicas": 1, **replica}, **workers},
-        },
-    }

@@ -1,7 +1,8 @@
 """Start the processes of one machine, end them together, and start all of them once more after a failure.
 
-Invariant: no worker outlives the launcher, and the exit code is that of the worker which failed first on its own.
-Several machines are started by torchrun, srun, mpirun or Kubernetes (launch/environment.py). Imports no torch.
+Invariant: no worker outlives the launcher, and the exit code and the message are those of the root cause: an exit that
+may only follow from another worker's failure is the cause only if there is no other exit. Several machines are started
+by torchrun, srun, mpirun or Kubernetes (launch/environment.py). Imports no torch.
 """
 
 import contextlib
@@ -11,26 +12,23 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final, TextIO
 
-from lorakit.errors import RunError
+from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.launch.environment import DEFAULT_PORT
-from lorakit.launch.exits import (
-    COMMAND,
-    TEMPORARY_FAILURE,
-    GroupFailure,
-    explain_failure,
-    explain_stop,
-    is_consequence,
-    reason_only,
-    root_cause,
-)
-from lorakit.launch.workers import POLL_SECONDS, Workers, usable_cores, write_line
+from lorakit.launch.workers import POLL_SECONDS, Worker, Workers, format_ranks, usable_cores, write_line
 
 LOOPBACK: Final = "127.0.0.1"
+USER_ERROR: Final = LorakitError.exit_code
+TEMPORARY_FAILURE: Final = TemporaryFailure.exit_code
+COMMAND: Final = "lorakit train:"
+RESUME_HINT: Final = "; what was saved is kept, the same command goes on"
+OUTPUT_HINT: Final = "; what it said is above"
+# SIGABRT: a library aborted on a lost connection. SIGTERM: from outside. 75: its watchdog named another rank's failure.
+CONSEQUENCE_CODES: Final = {-signal.SIGABRT, -signal.SIGTERM, TEMPORARY_FAILURE}
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,9 @@ class Delays:
 
     settle_seconds: float = 0.5
     """After a failure: for other workers to fail, because the first to exit may have followed another one's failure."""
-    cause_seconds: float = 6.0
-    """For the cause, while every exit is a consequence. Longer than a failed rank waits for the others to read its
-    reason (5 s, launch/watchdog.py), because that rank exits after them."""
+    cause_seconds: float = 9.0
+    """For the cause, while every exit is a consequence. Longer than rank 0 stays for the others to read its reason
+    (launch/watchdog.py), because that rank exits after them."""
     grace_seconds: float = 5.0
     """From SIGTERM to SIGKILL, after a failure."""
     yield_seconds: float = 20.0
@@ -53,13 +51,30 @@ class Delays:
 DEFAULT_DELAYS: Final = Delays()
 
 
-def launch(command: Sequence[str], *, processes: int, max_restarts: int = 0, delays: Delays = DEFAULT_DELAYS) -> int:
+@dataclass(frozen=True)
+class GroupFailure:
+    """Why all workers ended: the launcher's exit code, the message, and whether a restart could end otherwise."""
+
+    exit_code: int
+    message: str
+    may_restart: bool
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int,
+    max_restarts: int = 0,
+    restart_command: Callable[[], Sequence[str]] | None = None,
+    delays: Delays = DEFAULT_DELAYS,
+) -> int:
     """Run ``command`` in ``processes`` workers on this machine and return the exit code.
 
     Rank 0 inherits standard output and standard error. The output of the other ranks is passed on to standard error,
     each line after ``[rank 3] ``. SIGINT, SIGTERM and SIGHUP are sent to each worker once, as SIGTERM, so that it
     saves; a second SIGINT kills the workers. After a failure that is no user error all workers start again, up to
-    ``max_restarts`` times. OMP_NUM_THREADS is cores / workers, unless the environment sets it.
+    ``max_restarts`` times, with the command that ``restart_command`` returns (None: ``command``). OMP_NUM_THREADS is
+    cores / workers, unless the environment sets it.
 
     Raises:
         RunError: called outside the main thread, where Python delivers no signals.
@@ -76,6 +91,7 @@ def launch(command: Sequence[str], *, processes: int, max_restarts: int = 0, del
                 write_line(failure.message, stderr)
                 return failure.exit_code
             restarts += 1
+            command = restart_command() if restart_command else command
             write_line(
                 f"{COMMAND} {reason_only(failure.message)}; all start again from the last checkpoint"
                 f" ({restarts} of {max_restarts})",
@@ -105,12 +121,14 @@ class StopSignals:
     """Stop requests that the launcher received: the last signal's name ("" for none) and their number."""
 
     def __init__(self) -> None:
-        self.name, self.count = "", 0
+        self.name = ""
+        self.count = 0
 
     def record(self, number: int, frame: FrameType | None) -> None:
         # schedulers repeat SIGTERM, so SIGTERM after a first signal is the same request; Ctrl-C twice means "now"
         if not self.name or number == signal.SIGINT:
-            self.name, self.count = signal.Signals(number).name, self.count + 1
+            self.name = signal.Signals(number).name
+            self.count += 1
 
     def is_repeated(self) -> bool:
         return self.count > 1
@@ -191,14 +209,98 @@ def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(_threads_per_worker(processes)),
         **inherited,
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def _threads_per_worker(processes: int) -> int:
     return max(1, usable_cores() // processes)
+
+
+# --- the root cause of a failure -------------------------------------------------------------------------------------
+
+
+def explain_failure(failed: Sequence[Worker]) -> GroupFailure:
+    """Return the failure of the root cause among ``failed``; a user error or a temporary failure is not restarted."""
+    first = root_cause(failed)
+    may_restart = first.code not in (USER_ERROR, TEMPORARY_FAILURE)
+    return GroupFailure(exit_code(first), failure_message(first, failed), may_restart)
+
+
+def explain_stop(signal_name: str, failed: Sequence[Worker]) -> GroupFailure:
+    """Return the end after a signal to the launcher: the messages of workers that saved, and other failures."""
+    saved = [worker for worker in failed if worker.code == TEMPORARY_FAILURE and worker.message]
+    message = failure_message(saved[0], saved) if saved else f"{COMMAND} stopped by {signal_name}{RESUME_HINT}"
+    first = root_cause(failed)
+    if severity(first) in (0, 2):
+        message = f"{failure_message(first, failed)}\n{message}"
+    return GroupFailure(TEMPORARY_FAILURE, message, may_restart=False)
+
+
+def root_cause(failed: Sequence[Worker]) -> Worker:
+    """Return the worker whose exit is the most severe; ties go to one with a message, then to the first to exit."""
+    return min(failed, key=lambda worker: (severity(worker), not worker.message))
+
+
+def severity(worker: Worker) -> int:
+    """0 for a user error, 1 for a death by signal, 2 for another failure, 3 for a possible consequence of one."""
+    code = worker.code or 0
+    if code == USER_ERROR:
+        return 0
+    if code in CONSEQUENCE_CODES:
+        return 3
+    return 1 if code < 0 else 2
+
+
+def is_consequence(worker: Worker) -> bool:
+    """True if the worker may have exited because of another one.
+
+    Exit code 2 without a message counts too: the rank with the user error sends the message, its peers exit alike.
+    """
+    return not worker.message and (severity(worker) == 3 or worker.code == USER_ERROR)
+
+
+def exit_code(worker: Worker) -> int:
+    """Return the launcher's exit code for this worker's exit; a death by signal is temporary."""
+    return TEMPORARY_FAILURE if worker.code is None or worker.code < 0 else worker.code
+
+
+def failure_message(first: Worker, failed: Sequence[Worker]) -> str:
+    """Return the message of ``first``, then different user errors of other ranks; without one, how it exited."""
+    if not first.message:
+        return f"{COMMAND} {describe_exit(first)}"
+    ranks_by_message: dict[str, list[int]] = {first.message: []}
+    for worker in failed:
+        is_user_error = bool(worker.message) and worker.code == first.code == USER_ERROR
+        if worker.message == first.message or is_user_error:
+            ranks_by_message.setdefault(worker.message, []).append(worker.rank)
+    return "\n".join(
+        message if 0 in ranks else f"[{format_ranks(ranks)}] {message}" for message, ranks in ranks_by_message.items()
+    )
+
+
+def describe_exit(worker: Worker) -> str:
+    """Return ``rank 1 was killed by SIGKILL (out of memory?); ...``."""
+    code = worker.code or 0
+    if code < 0:
+        # the kernel's out-of-memory killer sends SIGKILL and leaves no message
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}{RESUME_HINT}"
+    if code == TEMPORARY_FAILURE:
+        return f"rank {worker.rank} stopped{RESUME_HINT}"
+    return f"rank {worker.rank} failed (exit code {code}){OUTPUT_HINT}"
+
+
+def reason_only(message: str) -> str:
+    """Return a message without the command's name and without the hint at its end, to be put into another sentence."""
+    return message.removeprefix(COMMAND).removesuffix(OUTPUT_HINT).removesuffix(RESUME_HINT).strip()

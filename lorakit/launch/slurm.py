@@ -28,7 +28,8 @@ def tasks_on_this_node(env: Mapping[str, str]) -> int:
     Raises:
         RunError: the list has no entry for this node.
     """
-    text, node = env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", "0")
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    node = env.get("SLURM_NODEID", "0")
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -56,7 +57,8 @@ def job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
 
     The tasks cannot exchange a port before they have met, so each computes it. Two jobs on one host seldom share it.
     """
-    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "") if of_step else "0"
+    job = env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "") if of_step else "0"
     if not (job.isdecimal() and step.isdecimal()):
         return None
     return FIRST_PORT + (int(job) * 31 + int(step)) % NUM_PORTS
@@ -84,6 +86,7 @@ def _expand_range(item: str, text: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
     if match is None:
         raise RunError(f"{text!r} is no Slurm node list: {item!r} is no number or range")
-    first, last = match[1], match[2] or match[1]
+    first = match[1]
+    last = match[2] or first
     # node names keep leading zeros: node[08-10] is node08, node09, node10
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

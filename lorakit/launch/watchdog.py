@@ -1,57 +1,59 @@
-"""Detect that a rank failed, under any launcher, and make all ranks exit with the same reason and exit code.
+"""Detect that a rank failed, under any launcher, and make all ranks end with the same reason and exit code.
 
-Invariant: no other machine's clock is read. A rank counts as lost when its heartbeat count has not grown for a number
-of seconds that this process was itself awake. So a job that is suspended and continued as a whole raises no alarm.
+The rule: about once a second each rank writes its heartbeat, writes a reason if it has one, and reads the reason and
+its neighbours' heartbeats. **The first reason written is the reason of all ranks.** The main thread raises it as soon
+as it can (`fail`, `explain`); the process is ended some seconds later in any case. Rank 0, which usually hosts the
+store, stays a little longer, so that the others can read the reason there.
 
-Two threads, because a call to a store whose host is gone may never return. One exchanges heartbeats with the store. The
-other compares times only, and ends the process even if the main thread is blocked inside a collective.
+No other machine's clock is read: a rank is lost when its heartbeat's count has not grown in so many reads of the store.
+So a job that is suspended and continued as a whole raises no alarm. Imports no torch.
 """
 
 import contextlib
 import faulthandler
+import json
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from typing import Final, final
-
-from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Final, Protocol, final
 
 from lorakit.errors import TemporaryFailure
+from lorakit.files.progress import progress_count
 from lorakit.launch import heartbeat
-from lorakit.launch.heartbeat import FailureReason, Heartbeat, Peers
-from lorakit.launch.heartbeat_store import HeartbeatStore
+from lorakit.launch.heartbeat import FailureReason, Heartbeat
 
-_NUM_NEIGHBOURS: Final = 8
+NUM_NEIGHBOURS: Final = 8
 """A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
-_SETTLE_SECONDS: Final = 5.0
-"""For the others to read a reason before this process ends, because the store may end with it."""
-_EXIT_SECONDS: Final = 10.0
-"""For the main thread to exit by itself after it has received the reason."""
-_STEP: Final = re.compile(r"step (\d+)")
+SETTLE_SECONDS: Final = 5.0
+"""for the store to answer, before a rank ends with a reason that the others could not read"""
+RAISE_SECONDS: Final = 5.0
+"""from the reason until the process is ended, unless its main thread has begun to raise it"""
+EXIT_SECONDS: Final = 10.0
+"""for a main thread that raises the reason to end the process"""
 
 
-def is_collective_error(error: BaseException) -> bool:
-    """True if an error may follow from another rank's failure, which `Watchdog.explain` then finds.
+class Store(Protocol):
+    """Texts by key that all ranks share; "" for a key without one. Raises RuntimeError while it is unreachable."""
 
-    Source: messages of torch 2.13's gloo when a peer is killed, stopped or gone. NCCL's errors are DistBackendErrors.
-    """
-    is_from_backend = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
-    return isinstance(error, DistError) or (type(error) is RuntimeError and is_from_backend)
+    address: str
+
+    def set(self, key: str, text: str) -> None: ...
+    def set_if_absent(self, key: str, text: str) -> str: ...
+    def get(self, keys: Sequence[str]) -> list[str]: ...
 
 
 @final
 class Watchdog:
-    """Send this rank's heartbeat, watch its peers, and end this rank with the common reason when any rank fails.
+    """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails.
 
-    store: a TCPStore, or a PrefixStore over one, that no other Watchdog uses. Only clones of it are used.
-    silent_seconds: after so long without a heartbeat a rank is lost. Must exceed any C call that holds the GIL.
-    stuck_seconds: after so long without a new phase on any rank the run is deadlocked.
+    silent_seconds: a rank without a heartbeat for so long is lost. Must exceed any C call that holds the GIL.
+    stuck_seconds: if no rank makes progress for so long, the run is deadlocked.
     start_seconds: how much later than this rank another one may start.
-    grace_seconds: from a known reason until the process is ended, unless the main thread reacts before.
+    clock: seconds since any fixed moment. end_process: called with a message and an exit code.
     """
 
     def __init__(
@@ -63,236 +65,207 @@ class Watchdog:
         silent_seconds: float = 20.0,
         stuck_seconds: float = 1800.0,
         start_seconds: float = 600.0,
-        grace_seconds: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
-        self._start_seconds, self._grace_seconds = start_seconds, grace_seconds
+        self.rank = rank
+        self.reason: FailureReason | None = None
+        """the reason of all ranks; None while no rank has failed"""
+        self._store = store
+        self._size = size
         self._interval_seconds = min(1.0, silent_seconds / 10)
-        neighbours = {0, *((rank + i) % size for i in range(1, _NUM_NEIGHBOURS + 1))} - {rank}
-        self._neighbours = sorted(other for other in neighbours if other < size)
-        self._peers = Peers(self._neighbours)
-        self._store = HeartbeatStore(store)
-        pid = os.getpid()
-        self._identity = (socket.gethostname(), pid, heartbeat.pid_namespace_id(), heartbeat.process_start_time(pid))
-        self._position = self._last_position = (-1, 0, "starting")
-        """step, number of set_phase calls since the step began, phase"""
-        self._changed = threading.Condition()
-        """guards the fields below, and is notified when one of them changes"""
-        self._now = self._progress_at = self._store_read_at = 0.0
-        """seconds that this process was awake since start()"""
-        self._round_began_at, self._round_failed = -1.0, False
-        """start and outcome of the last finished exchange with the store"""
-        self._count = self._num_closed = self._num_acknowledged = 0
-        self._proposed: tuple[FailureReason, float] | None = None
-        """reason to be written to the store, which keeps the first one; and since when"""
-        self._reason: tuple[FailureReason, float] | None = None
-        """reason that holds for all ranks, and since when"""
-        self._main_notified_at: float | None = None
-        """when the main thread called fail() or explain(): it prints the reason itself; None before"""
-        self._has_connected = self._closed = self._sent_closed = self._sent_acknowledgement = self._stopped = False
-        self._threads = [
-            threading.Thread(target=target, daemon=True) for target in (self._exchange_loop, self._watch_loop)
-        ]
+        self._silent_seconds = silent_seconds
+        self._stuck_seconds = stuck_seconds
+        self._start_seconds = start_seconds
+        self._stay_seconds = 0.0 if rank else 3 * self._interval_seconds
+        """how much longer rank 0 stays"""
+        self._clock = clock
+        self._end_process = end_process or _end_process
+        self._neighbours = sorted({0, *((rank + i) % size for i in range(1, NUM_NEIGHBOURS + 1))} - {rank})
+        self._phases = (0, "starting")
+        self._count = 0
+        self._beats: dict[int, Heartbeat] = {}
+        """rank -> its newest heartbeat"""
+        self._unchanged_reads: dict[int, int] = {}
+        """neighbour -> reads of the store since its last new heartbeat"""
+        self._time = clock()
+        self._awake_seconds = 0.0
+        """time since the start, without the time in which this process was suspended"""
+        self._progress: object = None
+        self._progress_at = 0.0
+        self._read_at: float | None = None
+        """awake seconds at the last answer of the store; None before the first"""
+        self._proposed: FailureReason | None = None
+        """the reason that this rank writes, unless there is one"""
+        self._tried: FailureReason | None = None
+        """the reason that the last exchange could write"""
+        self._raises = False
+        """True once the main thread raises the reason"""
+        self._ends_at = 0.0
+        self._changed = threading.Condition(threading.RLock())
+        """guards the fields above; notified when there is a reason, or one to write"""
+        self._closed = False
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def set_phase(self, phase: str) -> None:
-        """Set the main thread's phase, as "step 12: backward" or "loading the base". Every call counts as progress."""
-        last_step, calls, _ = self._position
-        match = _STEP.match(phase)
-        step = int(match[1]) if match else last_step
-        self._position = (step, calls + 1 if step == last_step else 0, phase[:200])
+        """Start two threads, because a call to a store whose host is gone may never return."""
+        for target in (self._exchange_until_closed, self._check_time_until_closed):
+            threading.Thread(target=target, daemon=True).start()
 
     def close(self) -> None:
-        """End the watch without a failure. Rank 0 waits until all have closed, because it may host the store."""
+        """End the watch without a failure. Every rank must have arrived here: call it after a barrier."""
+        self._closed = True
 
-        def is_sent() -> bool:
-            return self._sent_closed and (self.rank > 0 or self._num_closed >= self.size)
-
-        with self._changed:
-            if self._reason or self._closed:
-                return
-            self._closed = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: is_sent() or self._rank_0_closed(), min(3.0, 4 * self._interval_seconds))
-            self._stopped = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(2 * self._interval_seconds)
+    def set_phase(self, phase: str) -> None:
+        """Set the main thread's activity, such as "step 12: saving", which counts as progress too."""
+        self._phases = (self._phases[0] + 1, phase[:200])
 
     def fail(self, message: str, exit_code: int) -> FailureReason:
-        """Return the reason that holds for all ranks: this failure, or the one that another rank wrote first."""
+        """Write this rank's own failure. Returns the reason of all ranks, which may be one that was written before."""
+        beat = self._own_heartbeat()
         verb = "stopped" if exit_code == TemporaryFailure.exit_code else "failed"
-        own = self._own_heartbeat()
-        return self._agree_on_reason(
-            FailureReason(self.rank, f"{own.name()} {verb} at: {own.phase}\n{message[:8000]}", exit_code)
-        )
+        text = f"{beat.name()} {verb} at: {beat.phase}\n{message[:8000]}"
+        return self._agree(FailureReason(self.rank, text, exit_code))
 
     def explain(self, error: BaseException) -> FailureReason:
-        """Return the reason for a failed collective, waiting until another rank's failure can have been noticed.
+        """Return the reason for a broken collective, after waiting until the loss of a rank would have been noticed.
 
         If every rank still runs, the reason is the error itself, with the phase of each rank.
         """
         with self._changed:
-            self._main_notified_at = self._now
+            self._raises = True
             limit = self._silent_seconds + 3 * self._interval_seconds
-            self._changed.wait_for(lambda: self._proposed or self._reason or self._rank_0_closed(), limit)
+            self._changed.wait_for(lambda: self.reason is not None, limit)
             lines = heartbeat.status_lines(self._all_heartbeats())
         message = f"{self._own_heartbeat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
-        return self._agree_on_reason(FailureReason(None, f"{message}\n{lines}\n{heartbeat.RETRY_HINT}"))
+        return self._agree(FailureReason(None, f"{message}\n{lines}\n{heartbeat.RETRY_HINT}"))
 
-    def _agree_on_reason(self, own: FailureReason) -> FailureReason:
-        """Propose a reason, and wait until every rank has acknowledged the one that holds."""
+    def _agree(self, own: FailureReason) -> FailureReason:
+        """Write a reason, unless there is one, and return the reason of all ranks."""
         with self._changed:
-            self._main_notified_at = self._now
-            proposed, since = self._proposed = self._proposed or (own, self._now)
+            self._raises = True
+            self.propose(own)
+            self._changed.wait_for(lambda: self.reason is not None, SETTLE_SECONDS)
+            reason = self._set_reason(own)
+        time.sleep(self._stay_seconds)
+        return reason
+
+    def propose(self, reason: FailureReason) -> None:
+        """Have the next `exchange` write a reason, unless there is one."""
+        with self._changed:
+            self._proposed = reason
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._all_acknowledged() or self._cannot_share(since), _SETTLE_SECONDS)
-            if self.rank == 0:
-                # the others read the number of acknowledgements once more, and the store may end with rank 0
-                self._changed.wait_for(lambda: False, self._interval_seconds / 2)
-            return self._set_reason(proposed)
+
+    def exchange(self) -> None:
+        """Carry out the rule once: write the heartbeat, read, and write a reason if there is one to write.
+
+        Raises:
+            RuntimeError: the store is unreachable.
+        """
+        self._tried = self._proposed
+        self._count += 1
+        own = self._own_heartbeat()
+        # all ranks only in a possible deadlock: their heartbeats show whether none moves, at a cost of size^2 reads
+        others = [rank for rank in range(self._size) if rank != self.rank]
+        ranks = self._neighbours if own.idle_seconds < self._stuck_seconds else others
+        self._store.set(_key(self.rank), json.dumps(asdict(own)))
+        text, *beats = self._store.get(["reason", *map(_key, ranks)])
+        with self._changed:
+            self._read_at = self._awake_seconds
+            for beat in beats:
+                self._receive(beat)
+            proposed = self._proposed or self._find_failure()
+        if not text and proposed is not None:
+            text = self._store.set_if_absent("reason", json.dumps(asdict(proposed)))
+        if text:
+            self._set_reason(FailureReason(**json.loads(text)))
+
+    def check_time(self) -> None:
+        """Measure idleness and the store's silence, and end the process if it should have ended by itself."""
+        with self._changed:
+            now = self._clock()
+            self._awake_seconds += min(now - self._time, 1.0)  # in the rest of a longer time it was suspended
+            self._time = now
+            progress = (self._phases, progress_count())
+            if progress != self._progress:
+                self._progress = progress
+                self._progress_at = self._awake_seconds
+            # the first connection gets more time, because torch resolves host names and DNS may be slow
+            limit = self._start_seconds if self._read_at is None else self._silent_seconds
+            if self.reason is None and self._awake_seconds > (self._read_at or 0.0) + limit:
+                first = self._beats.get(0)
+                self._set_reason(heartbeat.store_unreachable(self._store.address, self._silent_seconds, first))
+            if self.reason is not None and self._awake_seconds > self._ends_at:
+                self._end_process("" if self._raises else f"\nlorakit: {self.reason}\n", self.reason.exit_code)
 
     def _set_reason(self, reason: FailureReason) -> FailureReason:
-        if self._reason is None:
-            self._reason = (reason, self._now)
-            self._changed.notify_all()
-            if reason.dump_stacks:  # in a thread, because the write blocks if standard error is a full pipe
-                threading.Thread(target=faulthandler.dump_traceback, args=(2,), daemon=True).start()
-        return self._reason[0]
-
-    def _exchange_loop(self) -> None:
-        while not self._stopped:
-            began_at, failed = self._now, True
-            # an unreachable store raises; the other thread measures for how long
-            with contextlib.suppress(RuntimeError, OSError):
-                if self._needs_exchange():
-                    self._exchange()
-                failed = False
-            with self._changed:
-                self._round_began_at, self._round_failed = began_at, failed
-                self._changed.notify_all()
-                if not self._stopped:
-                    self._changed.wait(self._interval_seconds / (4 if self._proposed or self._reason else 1))
-
-    def _exchange(self) -> None:
-        self._count += 1
-        own, all_others = self._own_heartbeat(), [rank for rank in range(self.size) if rank != self.rank]
-        # all ranks only in a possible deadlock: their heartbeats show whether nobody moves, at a cost of size^2 reads
-        ranks = all_others if own.idle_seconds >= self._stuck_seconds else self._neighbours
-        proposed = self._proposed[0] if self._proposed and not self._reason else None
-        acknowledged = self._reason is not None
-        snapshot = self._store.exchange(own, ranks, proposed, acknowledged)
+        """Let a reason be that of all ranks, unless there is one. Returns the one there is."""
         with self._changed:
-            self._sent_closed, self._sent_acknowledgement = own.closed, acknowledged
-            self._has_connected, self._store_read_at = True, self._now
-            self._num_closed, self._num_acknowledged = snapshot.num_closed, snapshot.num_acknowledged
-            self._peers.receive(snapshot.heartbeats, self._now)
-            if snapshot.reason:
-                self._set_reason(snapshot.reason)
+            if self.reason is None:
+                self.reason = reason
+                if reason.dump_stacks:  # in a thread, because the write blocks if standard error is a full pipe
+                    threading.Thread(target=faulthandler.dump_traceback, args=(2,), daemon=True).start()
+            limit = EXIT_SECONDS if self._raises else RAISE_SECONDS
+            self._ends_at = self._awake_seconds + limit + self._stay_seconds
+            self._changed.notify_all()
+            return self.reason
 
-    def _watch_loop(self) -> None:
-        before = time.monotonic()
-        while not self._stopped:
-            time.sleep(self._interval_seconds / 4)
-            before, passed = time.monotonic(), time.monotonic() - before
-            with self._changed:
-                self._now += min(passed, 1.0)  # in the rest of a longer time this process was suspended
-                if self._last_position is not self._position:
-                    self._last_position, self._progress_at = self._position, self._now
-                reason = None if self._reason or self._proposed or self._closed else self._diagnose()
-                if reason:
-                    self._proposed = (reason, self._now)
-                    self._changed.notify_all()
-                if self._proposed and self._cannot_share(self._proposed[1]):
-                    self._set_reason(self._proposed[0])
-            if self._reason:
-                self._exit_when_due(*self._reason)
+    def _receive(self, text: str) -> None:
+        if text:
+            beat = Heartbeat(**json.loads(text))
+            is_new = beat.rank not in self._beats or beat.count != self._beats[beat.rank].count
+            self._beats[beat.rank] = beat
+            self._unchanged_reads[beat.rank] = 0 if is_new else self._unchanged_reads[beat.rank] + 1
 
-    def _exit_when_due(self, reason: FailureReason, since: float) -> None:
-        """End the process under a main thread that did not react to the reason in time."""
-        if self._main_notified_at is None and self._now > since + self._grace_seconds:
-            _exit_process(f"\nlorakit: {reason}\n", reason.exit_code)
-        if self._main_notified_at is not None and self._now > max(since, self._main_notified_at) + _EXIT_SECONDS:
-            _exit_process("", reason.exit_code)
-
-    def _diagnose(self) -> FailureReason | None:
-        """Return the reason to end, if a peer, the store or all progress is lost."""
-        if self._rank_0_closed():
-            return self._diagnose_deadlock()
-        if died := self._peers.process_died(self._identity[2], self._now, self._has_exchanged_since):
-            return heartbeat.process_died(died)
-        if self._store_is_unreachable():
-            first = self._peers.heartbeats.get(0)
-            return heartbeat.store_unreachable(self._store.address, self._silent_seconds, first, self.size)
-        almost = self._silent_seconds - 2 * self._interval_seconds
-        # compared with the last successful read: while the store does not answer, no peer can be called silent
-        if lost := self._peers.heartbeat_lost(self._store_read_at, self._silent_seconds, almost):
+    def _find_failure(self) -> FailureReason | None:
+        """Return the failure that the heartbeats show, or None."""
+        silent_reads = self._silent_seconds / self._interval_seconds
+        if max(self._unchanged_reads.values(), default=0) > silent_reads:
+            # ranks of one machine stop together, but their last heartbeats differ by up to an interval
+            lost = [self._beats[rank] for rank, reads in self._unchanged_reads.items() if reads > silent_reads - 2]
             return heartbeat.heartbeat_lost(lost, self._silent_seconds)
-        if self._store_read_at > self._start_seconds and (missing := self._peers.never_started()):
+        missing = [rank for rank in self._neighbours if rank not in self._beats]
+        if missing and self._awake_seconds > self._start_seconds:
             return heartbeat.never_started(missing, self._store.address, self._start_seconds)
-        return self._diagnose_deadlock()
-
-    def _diagnose_deadlock(self) -> FailureReason | None:
-        beats = [self._own_heartbeat()] if self._rank_0_closed() else self._all_heartbeats()
-        idle_seconds = min(beat.idle_seconds for beat in beats if not beat.closed)
-        is_complete = self._rank_0_closed() or len(beats) == self.size
-        if not is_complete or idle_seconds < self._stuck_seconds:
-            return None
-        return heartbeat.deadlocked(beats, idle_seconds)
-
-    def _rank_0_closed(self) -> bool:
-        """True if rank 0 ended without a failure; the store, which it may host, is then not used any more."""
-        return 0 in self._peers.heartbeats and self._peers.heartbeats[0].closed
-
-    def _needs_exchange(self) -> bool:
-        """True if this rank still has to write or read: torch logs pages when a call fails, so none is made in vain."""
-        waits = self._main_notified_at is not None and not self._all_acknowledged()
-        return not self._rank_0_closed() and (self._reason is None or not self._sent_acknowledgement or waits)
-
-    def _store_is_unreachable(self) -> bool:
-        # the first connection gets more time, because torch resolves host names and DNS may be slow
-        limit = self._silent_seconds if self._has_connected else self._start_seconds
-        return self._now > self._store_read_at + limit
-
-    def _has_exchanged_since(self, since: float) -> bool:
-        """True if everything that was written to the store before ``since`` has been read, or never will be."""
-        return self._round_began_at > since or self._now > since + _SETTLE_SECONDS or self._store_is_unreachable()
-
-    def _cannot_share(self, since: float) -> bool:
-        """True if a reason proposed at ``since`` cannot reach the other ranks."""
-        failed = self._round_failed and self._round_began_at > since
-        return failed or self._now > since + _SETTLE_SECONDS or self._store_is_unreachable() or self._rank_0_closed()
-
-    def _all_acknowledged(self) -> bool:
-        """True if every rank that can still read the store has read the reason."""
-        num_lost = self._reason[0].num_lost if self._reason else -self.size
-        return self._num_acknowledged + self._num_closed + num_lost >= self.size
+        beats = self._all_heartbeats()
+        idle_seconds = min(beat.idle_seconds for beat in beats)
+        if len(beats) == self._size and idle_seconds >= self._stuck_seconds:
+            return heartbeat.deadlocked(beats, idle_seconds)
+        return None
 
     def _own_heartbeat(self) -> Heartbeat:
-        idle_seconds = self._now - self._progress_at
-        return Heartbeat(self.rank, self._count, *self._identity, *self._position, idle_seconds, self._closed)
+        idle_seconds = self._awake_seconds - self._progress_at
+        return Heartbeat(self.rank, self._count, socket.gethostname(), os.getpid(), *self._phases, idle_seconds)
 
     def _all_heartbeats(self) -> list[Heartbeat]:
-        return [beat for _, beat in sorted({**self._peers.heartbeats, self.rank: self._own_heartbeat()}.items())]
+        return [beat for _, beat in sorted({**self._beats, self.rank: self._own_heartbeat()}.items())]
+
+    def _exchange_until_closed(self) -> None:
+        while not self._closed and self.reason is None:
+            with contextlib.suppress(RuntimeError):  # the other thread measures for how long the store is unreachable
+                self.exchange()
+            with self._changed:
+                self._changed.wait_for(lambda: self._proposed is not self._tried, self._interval_seconds)
+
+    def _check_time_until_closed(self) -> None:
+        while not self._closed:
+            time.sleep(self._interval_seconds / 4)
+            self.check_time()
 
 
-def _exit_process(message: str, exit_code: int) -> None:
+def _key(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _end_process(message: str, exit_code: int) -> None:
     """Print the message and end this process, also if nobody reads standard error."""
 
     def write() -> None:
         os.write(2, message.encode(errors="replace"))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-            sys.stderr.flush()
 
-    try:
-        # in a thread, because a write to a full pipe would block for ever
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(2.0)
-    finally:
-        os._exit(exit_code)
+    # in a thread, because a write to a full pipe would block for ever
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(2.0)
+    os._exit(exit_code)

@@ -54,17 +54,13 @@ class Workers:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stderr: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.output, self._stderr = OutputMerger(stderr), stderr
+        self.output = OutputMerger(stderr)
         try:
             for environment in environments:
-                self.start(command, environment)
+                self.all.append(_start(command, environment, stderr))
         except BaseException:
             self.kill()
             raise
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start one more worker."""
-        self.all.append(_start(command, environment, self._stderr))
 
     @property
     def running(self) -> list[Worker]:
@@ -129,7 +125,8 @@ class OutputMerger:
         """Add output of a rank. ``is_last``: no more follows, so the unfinished line is complete."""
         *lines, rest = (self._unfinished.pop(rank, b"") + data).split(b"\n")
         if rest and (is_last or len(rest) > 2**16):
-            lines, rest = [*lines, rest], b""
+            lines.append(rest)
+            rest = b""
         self._unfinished[rank] = rest
         if lines:
             self._since = self._since if self._waiting else time.monotonic()
@@ -159,7 +156,8 @@ def write_line(text: str, stderr: TextIO) -> None:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 1``, ``ranks 1-3`` or ``ranks 1, 4``."""
-    first, last = min(ranks), max(ranks)
+    first = min(ranks)
+    last = max(ranks)
     if first == last:
         return f"rank {first}"
     return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
@@ -216,10 +214,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str], stderr: TextI
     output_pipe, output_end = (None, None) if rank == 0 else os.pipe()
     try:
         process = subprocess.Popen(
-            command, env={**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {message_end}"},
-            stdin=subprocess.DEVNULL, stdout=output_end, stderr=stderr if output_end is None else output_end,
-            pass_fds=[message_end], start_new_session=True,
-        )  # fmt: skip
+            command,
+            env={**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {message_end}"},
+            stdin=subprocess.DEVNULL,
+            stdout=output_end,
+            stderr=stderr if output_end is None else output_end,
+            pass_fds=[message_end],
+            start_new_session=True,
+        )
     finally:
         for pipe in (message_end, output_end):
             if pipe is not None:

@@ -65,11 +65,12 @@ def default_store() -> distributed_c10d.Store:
 
 
 def set_message_timeout(timeout: timedelta) -> None:
-    """Set how long messages of the default process group may take, after it has formed.
+    """Set how long messages may take in every process group that has formed.
 
-    Without `_set_pg_timeout`, the long time that messages may take would hold while a group connects, too.
+    Without `_set_pg_timeout` and `_world`, the time that the groups may take to form would hold for messages too.
     """
-    distributed_c10d._set_pg_timeout(timeout)
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # --- accelerate 1.15.0 -----------------------------------------------------------------------------------------------

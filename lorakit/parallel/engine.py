@@ -24,6 +24,7 @@ from lorakit.backends import BACKENDS
 from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
+from lorakit.files.progress import report_progress
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
@@ -214,6 +215,7 @@ class Engine(ABC):
                 under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
             else:
                 self._backward(under_way.pop(number), is_last)
+            report_progress()
         self._stage_steps.wait()
         loss, metrics = sums.reduce(self.mesh)
         if not math.isfinite(loss):  # raised before the update, so that the adapter stays as it was
@@ -258,6 +260,7 @@ class Engine(ABC):
             with torch.no_grad():
                 sent = StageForward(None)
                 for number, batch in enumerate(micro_batches):
+                    report_progress()
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as can be under way, because all wait here for the last stage
                     if number % self.axes.num_ahead == 0 and self.group.any(stop()):

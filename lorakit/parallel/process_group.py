@@ -55,10 +55,7 @@ def collective_backend(parallel: "ParallelSection", device: torch.device) -> str
 
 
 def message_timeout(parallel: "ParallelSection") -> timedelta:
-    """Return how long torch waits for a message.
-
-    A minute longer than the watchdog, because its error names the rank and the phase, and torch's does not.
-    """
+    """Return how long torch waits while the groups form, before the watchdog runs."""
     return timedelta(seconds=parallel.stuck_seconds + 60)
 
 

@@ -7,20 +7,24 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.launch.environment import World
+from lorakit.launch.heartbeat_store import HeartbeatStore, is_collective_error
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
-from lorakit.launch.watchdog import Watchdog, is_collective_error
+from lorakit.launch.watchdog import Watchdog
 from lorakit.parallel import open_engine
-from lorakit.parallel._internals import default_store
+from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.process_group import destroy_process_group, torch_environment
 from lorakit.recipe import Recipe
 from lorakit.version import VERSION
+
+LONGEST_WAIT: Final = timedelta(days=30)
 
 
 @contextmanager
@@ -45,26 +49,25 @@ def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
-    if recipe.parallel.elastic is not None:
-        with _elastic_engine(recipe, world, on_failure) as engine:
-            yield engine
-        return
     os.environ.update(torch_environment(world))  # accelerate and DeepSpeed read their ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
     watchdog = Watchdog(
-        default_store(),
+        HeartbeatStore(default_store(), f"{world.address}:{world.port}"),
         world.rank,
         world.size,
         silent_seconds=recipe.parallel.silent_seconds,
         stuck_seconds=recipe.parallel.stuck_seconds,
     )
     watchdog.start()
+    # a rank may wait for another one's work as long as that makes progress, and the watchdog ends all other waiting
+    set_message_timeout(LONGEST_WAIT)
     engine.set_phase = watchdog.set_phase
     try:
         engine.group.check_same("what they run", shared_facts(recipe))
         with without_deprecations():
             yield engine
+        engine.group.any(False)  # all ranks arrive here, and only then may one of them end
         watchdog.close()
     except Exception as problem:
         on_failure()
@@ -74,41 +77,6 @@ def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable
         raise error from None
     finally:
         destroy_process_group()
-
-
-@contextmanager
-def _elastic_engine(recipe: Recipe, world: World, on_failure: Callable[[], None]) -> Iterator[Engine]:
-    """Yield the engine of an elastic run. The processes that it starts with have met, one that joins has not.
-
-    No watchdog: whoever loses another goes on, and the launcher ends the run where too few are left.
-    """
-    from lorakit.parallel.elastic import ElasticEngine
-
-    if world.launcher != "lorakit":
-        raise RunError(
-            f"parallel.elastic: {world.launcher} started this process, and only `lorakit train` itself starts processes"
-            " that may be lost; leave the key out, or start the run with `lorakit train`"
-        )
-    engine = open_engine(recipe.parallel, world)
-    assert isinstance(engine, ElasticEngine)
-    try:
-        if not engine.joins:
-            engine.meet(0)
-            engine.group.check_same("what they run", shared_facts(recipe))
-        with without_deprecations():
-            yield engine
-    except Exception as problem:
-        on_failure()
-        if is_collective_error(problem):
-            raise TemporaryFailure(
-                f"another process was lost before the first step ({str(problem).splitlines()[0][:200]}); the same"
-                " command begins again"
-            ) from None
-        if is_out_of_memory(problem):
-            raise out_of_memory(problem) from None
-        raise
-    finally:
-        engine.close()
 
 
 @contextmanager
@@ -140,22 +108,16 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
 
 
 def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
-    """Return the error this process ends with: its own problem, or that of the rank which failed first.
-
-    The ranks exchange their reasons here, so that all end with the same one.
-    """
+    """Return the error this process ends with: its own problem, or that of the rank which failed first."""
     if is_out_of_memory(problem):
         problem = out_of_memory(problem)
-    if isinstance(problem, LorakitError):
-        reason = watchdog.fail(str(problem), problem.exit_code)
-        own = reason.rank in (None, watchdog.rank)
-    elif isinstance(problem, RuntimeError):  # as torch.distributed's errors are, so another rank may be the cause
+    if is_collective_error(problem):
         reason = watchdog.explain(problem)
-        own = reason.rank is None and not reason.num_lost
+    elif isinstance(problem, LorakitError):
+        reason = watchdog.fail(str(problem), problem.exit_code)
     else:
         reason = watchdog.fail(f"{type(problem).__name__}: {problem}", exit_code=1)
-        own = True
-    if own:
+    if reason.rank == watchdog.rank:
         return problem
     return PeerFailure(str(reason), reason.exit_code)
 

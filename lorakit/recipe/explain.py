@@ -26,6 +26,11 @@ OTHER_NAMES: Final = {
     "tensor_parallel_size": "tensor", "report_to": "log_to",
 }  # fmt: skip
 """names of other trainers that are not similar to lorakit's, and lorakit's"""
+WITHDRAWN: Final = {
+    "parallel.elastic": "there is no such key; on one machine parallel.max_restarts continues from the last"
+    " checkpoint, and across machines torchrun's elastic agent does, with parallel.processes: auto (docs/clusters.md)",
+}
+"""keys of earlier recipes, and what serves instead"""
 
 
 def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
@@ -114,6 +119,9 @@ def _line(node: yaml.Node, keys: list[int | str]) -> int:
 
 def _message(problem: Any, keys: list[int | str]) -> str:
     kind, value = problem["type"], problem["input"]
+    name = ".".join(map(str, keys))
+    if kind == "extra_forbidden" and name in WITHDRAWN:
+        return WITHDRAWN[name]
     if kind == "extra_forbidden":
         return f"unknown key.{_nearest_keys(str(keys[-1]), keys[:-1])}"
     if kind == "missing":

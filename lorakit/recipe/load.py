@@ -7,6 +7,7 @@ import json
 import numbers
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,11 +21,15 @@ from lorakit.recipe.updates import with_defaults
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
+Launched = Callable[[], Mapping[str, int] | None]
 SECTIONS = ("base", "adapter", "data", "train", "parallel")
 
 
-def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: Launched = lambda: None) -> Recipe:
     """Load the recipe in a YAML file, with ``key.path=value`` overrides applied before validation.
+
+    launched: returns the numbers of `processes` and `nodes` that a launcher started, for `parallel.processes: auto`;
+    None if no launcher started this process.
 
     Raises:
         RecipeError: names all problems, one ``file:line: key: problem`` per line.
@@ -52,7 +57,26 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
     problems = [problem for item in overrides for problem in _apply(values, item)]
     if problems:
         raise RecipeError("\n".join(problems))
+    _count_processes(path, values, launched)
     return _validate(path, values, node, sources)
+
+
+def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> None:
+    """Replace `parallel.processes: auto` by the launcher's numbers.
+
+    Raises:
+        RecipeError: no launcher started this process.
+    """
+    section = values.get("parallel")
+    if not isinstance(section, dict) or section.get("processes") != "auto":
+        return
+    numbers = launched()
+    if numbers is None:
+        raise RecipeError(
+            f"{path}: parallel.processes: auto is the number of processes that torchrun or another launcher started,"
+            " and none started this one; name a number, as in parallel.processes=8"
+        )
+    values["parallel"] = {"nodes": numbers["nodes"], **section, "processes": numbers["processes"]}
 
 
 def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:

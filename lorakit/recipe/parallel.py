@@ -5,13 +5,15 @@ The sentence under each field is its description in the JSON schema.
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, WithJsonSchema, model_validator
 
 from lorakit.backends import BACKENDS, Backend, BackendName, backends_with
 from lorakit.recipe.section import Count, Name, Section
 
+COUNT_OR_AUTO = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
+"""schema of `processes`; `load_recipe` replaces `auto` before validation"""
 NEIGHBOURS = ("sequence", "tensor")
 """axes whose processes are on one machine"""
 
@@ -28,20 +30,16 @@ class OffloadSection(Section):
         return self.parameters == "stream"
 
 
-class ElasticSection(Section):
-    min: Count = 1
-    """Fewest processes with which the run goes on. With fewer it stops, and saves a checkpoint."""
-
-
 class ParallelSection(Section):
     backend: BackendName = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
     optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the simplest that fits,
     with `sequence`, `pipeline` or `tensor` where no backend alone fits (`lorakit plan`)."""
-    processes: Count = 1
-    """Number of processes over all machines, one per GPU."""
+    processes: Annotated[int, Field(ge=1), WithJsonSchema(COUNT_OR_AUTO)] = 1
+    """Number of processes over all machines, one per GPU. `auto`: as many as torchrun or another launcher started, and
+    another number after a restart if it then starts fewer or more."""
     nodes: Count = 1
-    """Number of machines. Each runs `processes / nodes` processes."""
+    """Number of machines, each with `processes / nodes` processes. With `processes: auto` the launcher's."""
     sequence: Count = 1
     """Neighbouring processes that share the tokens of each packed line, for rows too long for one. Goes with every
     backend of several processes and `data.packing`; the base's attention heads must divide by it."""
@@ -67,21 +65,17 @@ class ParallelSection(Section):
     reshard_after_forward: bool = True
     """fsdp2: free a layer's gathered weights after forward. `false` keeps them for backward: faster, more memory."""
     max_restarts: int = Field(0, ge=0, le=1000)
-    """How many times a run that lost a process restarts by itself from its last checkpoint. With `elastic`: how many
-    lost processes are replaced while the others go on."""
+    """How many times a run that lost a process restarts by itself from its last checkpoint."""
     silent_seconds: float = Field(20.0, ge=1, le=3600)
     """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
     stuck_seconds: float = Field(1800.0, ge=1, le=864000)
     """Seconds without progress of any process after which the run ends; the message names who waits for whom."""
-    elastic: ElasticSection | None = None
-    """Let a run of ddp on one machine go on without a process that it lost, from the step under way. `max_restarts`
-    lost processes are replaced, by new ones that join between two steps. Needs `pip install 'lorakit[elastic]'`."""
     deepspeed: dict[str, JsonValue] = Field({})
     """Further keys of DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
-        problems = [*_axis_problems(self), *_elastic_problems(self)]
+        problems = [*_axis_problems(self)]
         problems += [*(_auto_problems(self) if self.is_auto else _parallel_problems(self))]
         if problems:
             raise ValueError("; ".join(problems))
@@ -163,22 +157,6 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
         names = backends_with(lambda other: other.zero_stage is not None)
         yield f"deepspeed: goes with {names}, got backend `{name}`"
     yield from _offload_problems(section, backend, section.offloads)
-
-
-def _elastic_problems(section: ParallelSection) -> Iterator[str]:
-    if section.elastic is None:
-        return
-    if section.backend != "ddp":
-        yield f"elastic: goes with ddp, where each process has everything, got backend `{section.backend}`"
-    shared = [f"{axis}: {size}" for axis, size in section.axes.items() if size > 1]
-    if shared:
-        yield f"elastic: a lost process takes its part of each row or weight with it; leave out {', '.join(shared)}"
-    if section.nodes > 1:
-        yield f"elastic: one machine's processes, got nodes: {section.nodes}"
-    if section.communication in ("nccl", "mpi"):
-        yield f"elastic: the adapter's gradients go through gloo, got communication: {section.communication}"
-    if section.elastic.min > section.processes:
-        yield f"elastic.min: {section.elastic.min} is more than processes: {section.processes}"
 
 
 def _offload_problems(section: ParallelSection, backend: Backend, offloads: OffloadSection) -> Iterator[str]:

@@ -182,6 +182,8 @@ class TrainSection(Section):
     """Compile the layers with torch.compile (backend single, unquantised base); adds a minute to the first step."""
     save_every_steps: Count = 50
     """Optimizer updates between checkpoints."""
+    save_every_seconds: float | None = Field(None, gt=0)
+    """A checkpoint is also due once this many seconds have passed since the last one. Null: never for that reason."""
     keep_checkpoints: Count = 2
     """Number of checkpoints that stay on disk while the run trains, besides the best one. At its end the last stays."""
     eval_every_steps: Count = 50

@@ -20,10 +20,20 @@ RECORD: Final = "run.json"
 SAMPLES: Final = "samples.json"
 """the first held-out rows with their answers in the last evaluation that generated"""
 HARMLESS: Final = {  # keys that change the numbers of a run at most in their last digits
-    "train.save_every_steps", "train.keep_checkpoints", "train.eval_every_steps", "train.log_to",
-    "train.activation_checkpointing", "train.activation_offload", "train.compile", "train.micro_batch_size",
-    "data.cache_gb", "output", "train.eval_generate", "evaluation.measures",
-}  # fmt: skip
+    "data.cache_gb",
+    "evaluation.measures",
+    "output",
+    "train.activation_checkpointing",
+    "train.activation_offload",
+    "train.compile",
+    "train.eval_every_steps",
+    "train.eval_generate",
+    "train.keep_checkpoints",
+    "train.log_to",
+    "train.micro_batch_size",
+    "train.save_every_seconds",
+    "train.save_every_steps",
+}
 HARMLESS_BELOW: Final = "parallel."
 LENGTH: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
@@ -74,11 +84,6 @@ class RunRecord:
         for key in self.values.pop("facts_of_end", ()):  # of an end that was not the last
             self.values.pop(key, None)
         self.values |= {"status": "running", **facts}
-        write_json(self._path, self.values)
-
-    def add_change(self, change: dict[str, Any]) -> None:
-        """Record that workers of an elastic run have left or joined."""
-        self.values.setdefault("elastic", []).append(change)
         write_json(self._path, self.values)
 
     def finish(self, status: str = "finished", **facts: Any) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -132,17 +132,37 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}"
 
 
-def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
-    """Return if a run's checkpoints and patch fit on the disk of its output folder.
+class SaveSchedule:
+    """When a checkpoint is due: every so many steps, and once so many seconds have passed since the last one.
 
-    Raises:
-        RunError: they do not, or the folder cannot be written.
+    every_seconds: None if time does not matter, as on ranks other than 0: the clock of rank 0 decides for all.
+    clock: seconds since any fixed moment.
     """
+
+    def __init__(self, every_steps: int, every_seconds: float | None, clock: Callable[[], float]) -> None:
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._saved_at = clock()
+
+    def is_due(self, step: int) -> bool:
+        """True if a checkpoint of this step is due."""
+        is_late = self._every_seconds is not None and self._clock() - self._saved_at >= self._every_seconds
+        return is_late or step % self._every_steps == 0
+
+    def record_save(self) -> None:
+        """Begin to count seconds anew."""
+        self._saved_at = self._clock()
+
+
+def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
+    """Raise RunError unless the output folder can be written, and its disk has room for checkpoints and patch."""
     output = Path(recipe.output)
     parent = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RunError(f"output: {output.absolute()} cannot be written: {parent} is a file or write-protected")
-    saved = math.ceil(count_steps(recipe, num_rows) / recipe.train.save_every_steps)
+    every_steps = 1 if recipe.train.save_every_seconds else recipe.train.save_every_steps
+    saved = math.ceil(count_steps(recipe, num_rows) / every_steps)
     # the best step's beside the newest ones, one that is being written (or two patches at the end), and a patch
     number = min(recipe.train.keep_checkpoints, saved) + 2
     needed = num_trainable * (CHECKPOINT_BYTES * number + 4)

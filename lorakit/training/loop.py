@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from lorakit.run.result import read_result
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.run.trackers import check_trackers
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
+from lorakit.training.checkpoint import SaveSchedule
 from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
 from lorakit.training.hooks import NO_HOOKS, Hooks
 from lorakit.training.job import Job, build_job, choose_start
@@ -48,6 +49,7 @@ def run(
     why: str = "",
     say: Callable[[str], None] = announce,
     hooks: Hooks = NO_HOOKS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Path:
     """Train a recipe's adapter, or resume it, in this process. Returns the folder of the patch.
 
@@ -56,19 +58,16 @@ def run(
     world: this process's rank and group, as its launcher set them; None if no launcher started it. fresh: discard
     what the output folder contains, instead of resuming. why: the reason for the values that `auto` keys were given,
     for the record. say: prints the few lines before and after the run. hooks: the caller's callbacks and functions.
+    clock: seconds, for train.save_every_seconds.
 
     Raises:
         LorakitError: a problem that the user can solve. Checkpoints stay. An error of a callback likewise.
         TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
     with catching_signals() as stop, distributed_engine(recipe, world, stop.defer) as engine:
-        if recipe.parallel.elastic is not None:
-            from lorakit.training.elastic import run_elastically  # here, because it repeats the rounds of this file
-
-            return run_elastically(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
         if not engine.group.is_rank_0:
             say = print_nothing
-        return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks)
+        return run_on_engine(engine, recipe, stop, fresh=fresh, why=why, say=say, hooks=hooks, clock=clock)
 
 
 def run_on_engine(
@@ -80,9 +79,12 @@ def run_on_engine(
     why: str,
     say: Callable[[str], None],
     hooks: Hooks = NO_HOOKS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Path:
     """Carry out `run` on an open engine: assemble the job, restore its newest checkpoint, train, write the patch."""
-    output, group, start_time = Path(recipe.output), engine.group, time.monotonic()
+    output = Path(recipe.output)
+    group = engine.group
+    start_time = time.monotonic()
     start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
     recipe = start.apply(recipe) if start else recipe
     settings = recipe.model_dump(mode="json")
@@ -106,8 +108,10 @@ def run_on_engine(
             stop.defer()  # from here on the loop handles signals, after the step they interrupt
             model = job.loss_model.model
             callbacks.call("on_start", RunStart(output, recipe, model, progress.step, job.total_steps))
+            every_seconds = recipe.train.save_every_seconds if group.is_rank_0 else None
+            saves = SaveSchedule(recipe.train.save_every_steps, every_seconds, clock)
             with closing(Prefetcher(job.batches, job.total_steps)) as batches:
-                stopped = train_loop(job, batches, progress, report, stop, callbacks)
+                stopped = train_loop(job, batches, progress, report, stop, callbacks, saves)
 
         finish(job, progress, record, time.monotonic() - start_time, stopped)
         say(end_summary(job, progress, stopped))
@@ -155,6 +159,7 @@ def train_loop(
     report: Report | NullReport,
     stop: StopRequest,
     callbacks: Callbacks,
+    saves: SaveSchedule,
 ) -> str | None:
     """Evaluate, save and step, until the last step or early stopping. Returns why a callback stopped it, or None.
 
@@ -162,57 +167,33 @@ def train_loop(
         TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved. An error of a callback
         likewise.
     """
-    end = None
-    while end is None:
-        end = train_round(job, batches, progress, report, stop, callbacks)
-    return end.why
-
-
-@dataclass(frozen=True)
-class End:
-    """The last round has ended. ``why``: the reason of a callback that stopped the run; None if none did."""
-
-    why: str | None = None
-
-
-def train_round(
-    job: Job,
-    batches: Prefetcher,
-    progress: Progress,
-    report: Report | NullReport,
-    stop: StopRequest,
-    callbacks: Callbacks,
-) -> End | None:
-    """Do what is due before a step, then the step, and return None; without a step to do, return the end.
-
-    Raises:
-        TemporaryFailure: as `train_loop`.
-    """
-    improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop, callbacks)
-    interrupted = evaluation_is_due(job, progress)  # still due: a signal ended it, and the resumed run repeats it
-    done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
-    save_is_due = progress.step % job.recipe.train.save_every_steps == 0
-    # decided together: all ranks stop after the same step
-    stopping, ended = map(bool, job.engine.group.all_reduce_sum(stop.is_requested(), callbacks.has_ended))
-    if progress.step and (save_is_due or done or improved or stopping or ended):
-        job.engine.set_phase(f"step {progress.step}: saving")
-        folder = job.checkpoints.save(job.engine, progress)
-        if folder is not None:
-            callbacks.call("on_checkpoint", folder)
-        ended = job.engine.group.any(callbacks.has_ended)
-    if ended:
-        job.engine.group.run_on_all(callbacks.raise_failure)
-    if done:
-        return End()
-    if ended:
-        reason = job.engine.group.run_on_rank_0(lambda: callbacks.stopped)
-        return End(f"after step {progress.step} of {job.total_steps}: {reason}")
-    if stopping:
-        signal_name = next(filter(None, job.engine.group.all_gather(stop.signal_name)))
-        saved = f"saved after step {progress.step}" if progress.step else "before the first step"
-        raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
-    train_step(job, batches, progress, report, callbacks)
-    return None
+    group = job.engine.group
+    while True:
+        improved = evaluation_is_due(job, progress) and evaluate(job, progress, report, stop, callbacks)
+        interrupted = evaluation_is_due(job, progress)  # a signal ended it, and the resumed run repeats it
+        done = not interrupted and (progress.step >= job.total_steps or stops_early(job.recipe, progress))
+        # added up over all ranks, because all must save or stop after the same step
+        wishes = saves.is_due(progress.step), stop.is_requested(), callbacks.has_ended
+        due, stopping, ended = map(bool, group.all_reduce_sum(*wishes))
+        if progress.step and (due or done or improved or stopping or ended):
+            job.engine.set_phase(f"step {progress.step}: saving")
+            folder = job.checkpoints.save(job.engine, progress)
+            saves.record_save()
+            if folder is not None:
+                callbacks.call("on_checkpoint", folder)
+            ended = group.any(callbacks.has_ended)
+        if ended:
+            group.run_on_all(callbacks.raise_failure)
+        if done:
+            return None
+        if ended:
+            reason = group.run_on_rank_0(lambda: callbacks.stopped)
+            return f"after step {progress.step} of {job.total_steps}: {reason}"
+        if stopping:
+            signal_name = next(filter(None, group.all_gather(stop.signal_name)))
+            saved = f"saved after step {progress.step}" if progress.step else "before the first step"
+            raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
+        train_step(job, batches, progress, report, callbacks)
 
 
 def train_step(
@@ -244,11 +225,7 @@ def train_step(
 
 
 def check_gradients(job: Job, progress: Progress) -> None:
-    """Return if every adapter tensor has had a gradient. Collective.
-
-    Raises:
-        RunError: with the names of the tensors that have had none.
-    """
+    """Raise RunError, which names the tensors, unless every adapter tensor has had a gradient. Collective."""
     names = job.engine.tensors_without_gradient()
     if names:
         raise RunError(
@@ -278,7 +255,8 @@ def evaluate(
     result = job.engine.evaluate(sampler.eval_micro_batches(), stop.is_requested)
     if result is None:
         return False
-    loss, measures = result.loss, dict[str, float]()
+    loss = result.loss
+    measures: dict[str, float] = {}
     if not math.isfinite(loss):
         raise RunError(
             f"step {progress.step}: the held-out loss is {loss}; look at the rows of data.eval, or lower"

@@ -10,16 +10,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
-from lorakit.launch.elastic import launch_elastically
-from lorakit.launch.environment import World, contradictions, detect_world
+from lorakit.launch.environment import World, contradictions, detect_world, launched_size
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
-from lorakit.launch.lighthouse import check_torchft
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.recipe.load import plain_value
 from lorakit.training.hooks import NO_HOOKS, Hooks, check_hooks
@@ -56,7 +55,7 @@ def train(
         raise RecipeError(f"fresh: True or False, got {fresh!r}")
     texts = tuple(f"{key}={_as_json(value)}" for key, value in overrides.items())
     with _recipe_file(recipe) as path:
-        loaded = load_recipe(path, texts)
+        loaded = load_recipe(path, texts, launched=partial(launched_size, os.environ))
         code = run_or_launch(loaded, path, texts, fresh=fresh, hooks=hooks)
     if code:
         raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
@@ -115,6 +114,11 @@ def run_or_launch(
     limit_kernel_caches()
     world = current_process(recipe, os.environ)
     if world is not None:
+        if fresh and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise RunError(
+                "--fresh: torchrun may start this command again (--max-restarts), and each start would discard the run;"
+                " choose another output, or start once with --max-restarts=0"
+            )
         return _train_here(recipe, world, fresh=fresh, why=why, hooks=hooks)
     require_one_machine(
         nodes=recipe.parallel.nodes,
@@ -127,7 +131,9 @@ def run_or_launch(
         from lorakit.planning import resolve_auto
 
         choice = resolve_auto(recipe, fresh=fresh)
-        recipe, values, why = choice.apply(recipe), choice.values, choice.why
+        recipe = choice.apply(recipe)
+        values = choice.values
+        why = choice.why
     parallel = recipe.parallel
     if not parallel.is_distributed:
         return _train_here(recipe, None, fresh=fresh, why=why, hooks=hooks)
@@ -142,18 +148,25 @@ def run_or_launch(
         *(["--why", why] if why else []),
         *(part for file in hooks.metric_files for part in ("--metric", file)),
     ]
-    if parallel.elastic is not None:
-        check_torchft()
-        return launch_elastically(
-            command,
-            [part for part in command if part != "--fresh"],  # one that joins must not begin the run once more
-            processes=parallel.processes,
-            fewest=parallel.elastic.min,
-            max_replaced=parallel.max_restarts,
-            silent_seconds=parallel.silent_seconds,
-            stuck_seconds=parallel.stuck_seconds,
-        )
-    return launch(command, processes=parallel.processes, max_restarts=parallel.max_restarts)
+    return launch(
+        command,
+        processes=parallel.processes,
+        max_restarts=parallel.max_restarts,
+        restart_command=_restart_command(command, Path(recipe.output)) if fresh else None,
+    )
+
+
+def _restart_command(command: Sequence[str], output: Path) -> Callable[[], Sequence[str]]:
+    """Return a function that gives the command of a restart: without --fresh once the run before is discarded."""
+    from lorakit.run.record import recorded_run  # imports torch, and is needed for --fresh alone
+
+    starts = recorded_run(output).get("starts")
+
+    def restart_command() -> Sequence[str]:
+        has_begun = recorded_run(output).get("starts") != starts
+        return [part for part in command if part != "--fresh" or not has_begun]
+
+    return restart_command
 
 
 def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str, hooks: Hooks) -> int:
@@ -177,7 +190,6 @@ def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | N
         backend=parallel.backend,
         processes=parallel.processes,
         nodes=parallel.nodes,
-        dtype=recipe.base.dtype,
         neighbours=parallel.sequence * parallel.tensor,
     )
     if lines:

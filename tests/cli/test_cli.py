@@ -82,7 +82,7 @@ def test_check_refuses_an_axis_that_the_base_does_not_divide_by(run: Any, recipe
     ("parallel", "problem"),
     [
         ({"backend": "auto"}, "parallel.backend: auto is chosen by `lorakit train` on one machine"),
-        ({"backend": "ddp", "processes": 3, "elastic": {"min": 2}}, "parallel.elastic: runs are started by `lorakit"),
+        ({"backend": "ddp", "processes": "auto"}, "none started this one; name a number, as in parallel.processes=8"),
     ],
 )
 def test_jobs_that_every_task_would_refuse_are_not_written(

@@ -2,7 +2,8 @@
 
 `run_python` and `start_python` behave as `subprocess.run` and `subprocess.Popen` of ``[sys.executable, *arguments]``.
 A fork shares nothing with pytest: it has the given environment, folder, streams, a session and default signals of its
-own. When lorakit's launcher runs in such a process, its workers are forked too, as its children.
+own. When lorakit's launcher runs in such a process, its workers are forked too, as its children. A process changes its
+environment by itself, so /proc/PID/environ shows that of the server.
 
 Not for tests of memory (pages of the server count as the child's), nor of the start itself, nor of ``PYTHON*``
 variables: those start a real ``sys.executable``.
@@ -10,7 +11,6 @@ variables: those start a real ``sys.executable``.
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -42,10 +42,9 @@ PRELOADED: Final = (
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """Libraries' modules that a training process imports; with every module of lorakit, imported before the first fork."""
-FORKED: Final = ("lorakit.cli", "lorakit.launch.lighthouse", "tests.helpers.elastic_worker", "tests.helpers.ranks")
+FORKED: Final = ("lorakit.cli", "tests.helpers.ranks")
 """Modules that a forked process forks for itself when it starts ``sys.executable -m MODULE``."""
 MESSAGE_BYTES: Final = 1 << 18
-ENVIRON_BYTES: Final = 1 << 14
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -193,12 +192,7 @@ def _server() -> socket.socket:
     """The socket of this process's server, which is started at the first call and ends when pytest does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "FORK_SERVER_ROOM": "-" * ENVIRON_BYTES,
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())], cwd=ROOT, env=environment, stdin=DEVNULL,
             stdout=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -268,7 +262,6 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str], inherited:
         _close_others(inherited)
         os.environ.clear()
         os.environ.update(environment)
-        _show_environment()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -335,17 +328,6 @@ def _close_others(inherited: Sequence[int]) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, 1 << 16)
-
-
-def _show_environment() -> None:
-    """Write the environment where the kernel reads /proc/PID/environ: by it tests find ranks and what was left over.
-
-    It overwrites what the server was started with, which nothing points to after `os.environ.clear`.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])
-    data = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in os.environ.items())
-    ctypes.memmove(begin, data[: end - begin].ljust(end - begin, b"\0"), end - begin)
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]

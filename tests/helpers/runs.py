@@ -1,10 +1,12 @@
-"""Output folders of runs, made from a finished one."""
+"""Output folders of runs, made from a finished one, and the workers of a run."""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 END = ("results", "peak_memory_bytes", "ranks", "steps", "tokens", "label_tokens", "facts_of_end")
 
@@ -39,3 +41,9 @@ def change_metrics(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     for line in lines:
         change(line)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Return the process ids of a launcher's workers, by rank: they are started in this order."""
+    workers = psutil.Process(launcher).children()
+    return [worker.pid for worker in sorted(workers, key=lambda worker: (worker.create_time(), worker.pid))]

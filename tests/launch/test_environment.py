@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lorakit.errors import RunError
-from lorakit.launch.environment import World, contradictions, detect_world, split_endpoint
+from lorakit.launch.environment import World, contradictions, detect_world, launched_size, split_endpoint
 from lorakit.launch.slurm import node_names
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_endpoints() -> None:
             split_endpoint(wrong)
 
 
-DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "dtype": "bfloat16"}
+DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2}
 
 
 @pytest.mark.parametrize(
@@ -177,21 +177,17 @@ DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "dtype": "b
         (ACCELERATE, {}, ["accelerate started 1 process, parallel.processes is 4"]),
         (TORCHRUN, {"nodes": 1}, ["torchrun uses 2 machines, parallel.nodes is 1"]),
         ({**FOUR_BY_MPI, "MASTER_ADDR": "n1"}, {"nodes": 4}, ["openmpi uses 2 machines, parallel.nodes is 4"]),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ["ACCELERATE_USE_DEEPSPEED=true, parallel.backend is ddp"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ["ACCELERATE_USE_DEEPSPEED=true makes accelerate use another backend than ddp; unset it"]),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {"backend": "zero2"}, []),
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {"backend": "zero3"}, []),
+        ({"ACCELERATE_USE_FSDP": "true"}, {"backend": "fsdp2"}, []),
+        ({"ACCELERATE_USE_FSDP": "TRUE"}, {"backend": "zero3"}, ["ACCELERATE_USE_FSDP=TRUE makes accelerate use another backend than zero3; unset it"]),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, ["ACCELERATE_USE_MEGATRON_LM=true makes accelerate use another backend than ddp; unset it"]),
         (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {"backend": "zero2"},
-            ["ACCELERATE_USE_DEEPSPEED=true, ACCELERATE_DEEPSPEED_ZERO_STAGE=3, parallel.backend is zero2"],
+            {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "8"}, {},
+            ["torchrun restarts up to 8 times and keeps one store for all starts, where processes read the addresses of those"
+             " before and wait for ever; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun"],
         ),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"backend": "fsdp2"}, []),
-        ({"ACCELERATE_USE_FSDP": "true"}, {"backend": "fsdp2"}, ["ACCELERATE_USE_FSDP=true, parallel.backend is fsdp2"]),
-        ({"ACCELERATE_USE_FSDP": "true"}, {"backend": "zero3"}, ["ACCELERATE_USE_FSDP=true, parallel.backend is zero3"]),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, ["ACCELERATE_USE_MEGATRON_LM=true, parallel.backend is ddp"]),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"dtype": "float32"}, ["ACCELERATE_MIXED_PRECISION=bf16, base.dtype is float32"]),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"dtype": "float16"}, []),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, ["ACCELERATE_MIXED_PRECISION=fp8, base.dtype is bfloat16"]),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, {"dtype": "float32"}, []),
+        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "8", "TORCHELASTIC_USE_AGENT_STORE": "False"}, {}, []),
         (SRUN, {"neighbours": 2}, []),
         (
             SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, {"neighbours": 2},  # srun --distribution=cyclic
@@ -200,11 +196,23 @@ DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "dtype": "b
              " (srun --distribution=block, mpirun --map-by slot)"],
         ),
         (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, {}, []),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, ["ACCELERATE_DYNAMO_BACKEND=inductor, and a recipe compiles nothing"]),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_the_recipe_are_listed(environment: Any, recipe: Any, expected: list[str]) -> None:
     assert contradictions(detect_world(environment), environment, **{**DDP, **recipe}) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, {"processes": 4, "nodes": 2}),
+        (SRUN, {"processes": 4, "nodes": 2}),
+        (FOUR_BY_MPI, {"processes": 4, "nodes": 2}),  # no address is needed to count
+    ],
+)  # fmt: skip
+def test_the_processes_that_a_launcher_started_are_counted(environment: Any, expected: dict[str, int] | None) -> None:
+    assert launched_size(environment) == expected
 
 
 # ---------------------------------------------------------------------------------------------- real launchers

@@ -31,6 +31,7 @@ from lorakit.run.metrics import read_metrics
 from lorakit.training.checkpoint import Checkpoints
 from tests.helpers.bases import make_base
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -120,17 +121,6 @@ def at_start(folder: Path, code: str) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
-
-
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return rank -> process id of the workers of lorakit's launcher."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    ranks = {}
-    for pid in map(int, children):
-        with contextlib.suppress(OSError):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ranks.update({int(item[5:]): pid for item in variables if item.startswith(b"RANK=")})
-    return ranks
 
 
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[str]) -> None:
@@ -322,7 +312,7 @@ def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, s
 
 
 def killed(rank: int, number: int) -> Callable[[subprocess.Popen[str]], None]:
-    return lambda process: os.kill(ranks_of(process)[rank], number)
+    return lambda process: os.kill(workers_of(process.pid)[rank], number)
 
 
 @pytest.mark.attack
@@ -376,7 +366,7 @@ def test_a_rank_that_dies_while_loading_is_named(endless: Path, start: Any, tmp_
     process = start([*TRAIN, str(endless), *DDP])
     wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)  # rank 0 begins to load
 
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    os.kill(workers_of(process.pid)[1], signal.SIGKILL)
     code, output = ended(process)
 
     assert code == 75, output
@@ -388,7 +378,7 @@ def test_a_rank_without_memory_is_named_and_ends_all(endless: Path, start: Any, 
     process = start([*TRAIN, str(endless), *DDP], MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="0")
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)
 
-    resource.prlimit(ranks_of(process)[1], resource.RLIMIT_DATA, (2**20, 2**20))
+    resource.prlimit(workers_of(process.pid)[1], resource.RLIMIT_DATA, (2**20, 2**20))
     code, output = ended(process)
 
     assert code in (2, 75), output
@@ -474,7 +464,9 @@ def test_a_second_run_is_refused_and_a_repeated_sigterm_is_one_request(
     code, output = ended(start([*TRAIN, str(endless), *DDP]))
 
     assert code == 2, output
-    assert output.count(f"output: {out} is in use by process {ranks_of(process)[0]} on {socket.gethostname()}") == 1
+    assert (
+        output.count(f"output: {out} is in use by process {workers_of(process.pid)[0]} on {socket.gethostname()}") == 1
+    )
     assert_in_words(output)
 
     process.send_signal(signal.SIGTERM)

@@ -58,23 +58,6 @@ def test_a_train_job_lets_its_pods_run_torchrun() -> None:
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
 
 
-def test_a_pytorch_jobs_pods_are_numbered_by_their_rank_and_its_processes_by_torchrun() -> None:
-    job = yaml.safe_load(
-        kubernetes_job("a.yaml", processes=6, nodes=3, image="i", claim="data", kind="PyTorchJob", gpus_per_process=0)
-    )
-
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {name: part["replicas"] for name, part in replicas.items()} == {"Master": 1, "Worker": 2}
-    for part in replicas.values():
-        (container,) = part["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"
-        assert "resources" not in container
-        assert container["command"] == [
-            "torchrun", "--nnodes=3", "--nproc-per-node=2", "--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)",
-            "--master-port=$(MASTER_PORT)", "-m", "lorakit.cli", "train", "a.yaml",
-        ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -143,10 +143,10 @@ def test_workers_are_recognised_by_their_environment_and_import_no_torch(
 
     assert code == 0, err
     world, no_torch = out.splitlines()
-    port = int(world.partition("port=")[2].partition(",")[0])
+    port = int(world.partition("port=")[2].partition(")")[0])
     assert world == f"{World(0, 2, 0, 2, 'lorakit', '127.0.0.1', port)} []"
     assert no_torch == "False"
-    assert f"rank=1, size=2, local_rank=1, local_size=2, launcher='lorakit', address='127.0.0.1', port={port}, " in err
+    assert f"rank=1, size=2, local_rank=1, local_size=2, launcher='lorakit', address='127.0.0.1', port={port})" in err
 
 
 def test_the_cores_are_shared_unless_the_environment_says_how(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +348,17 @@ time.sleep(60 if first else 0)
     ports = [line.split()[1] for line in out.splitlines()]
     assert len(set(ports)) == 2
     assert "lorakit train: rank 1 was killed by SIGSEGV; all start again from the last checkpoint (1 of 2)\n" in err
+
+
+def test_a_restart_goes_on_instead_of_discarding_the_run_once_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "worker.py").write_text("import os, sys; print(sys.argv[1:], flush=True); os.abort()")
+    command = [sys.executable, "-S", "-E", str(tmp_path / "worker.py")]
+
+    launch([*command, "--fresh"], processes=1, max_restarts=2, restart_command=lambda: command, delays=Delays(**QUICK))
+
+    assert capfd.readouterr().out.splitlines() == ["['--fresh']", "[]", "[]"]
 
 
 def test_restarts_are_used_up_and_a_user_error_takes_none(run: Run) -> None:

@@ -2,10 +2,12 @@
 
 import inspect
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lorakit.parallel import _internals
@@ -51,6 +53,19 @@ def test_operations_and_their_tensors_are_intercepted() -> None:
 
 def test_torch_has_a_default_store() -> None:
     assert list(inspect.signature(torch.distributed.distributed_c10d._get_default_store).parameters) == []
+
+
+def test_the_time_for_messages_is_set_in_every_group_that_has_formed() -> None:
+    short = timedelta(seconds=5)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=short)
+    try:
+        groups = [dist.group.WORLD, dist.new_group([0], timeout=short)]
+        _internals.set_message_timeout(timedelta(days=30))
+
+        for group in groups:
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(days=30)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

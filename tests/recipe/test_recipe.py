@@ -195,29 +195,27 @@ def test_stages_that_cannot_be_are_refused(settings: dict[str, object], message:
         ParallelSection(pipeline=2, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        *(
-            (
-                {"backend": backend},
-                f"elastic: goes with ddp, where each process has everything, got backend `{backend}`",
-            )
-            for backend in ("auto", "zero1", "zero2", "zero3", "fsdp2")
-        ),
-        (
-            {"pipeline": 2},
-            "elastic: a lost process takes its part of each row or weight with it; leave out pipeline: 2",
-        ),
-        ({"sequence": 2, "tensor": 2}, "leave out sequence: 2, tensor: 2"),
-        ({"nodes": 2}, "elastic: one machine's processes, got nodes: 2"),
-        ({"communication": "nccl"}, "elastic: the adapter's gradients go through gloo, got communication: nccl"),
-        ({"elastic": {"min": 5}}, "elastic.min: 5 is more than processes: 4"),
-    ],
-)
-def test_elastic_is_refused_by_name_where_a_process_cannot_be_lost(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ParallelSection.model_validate({"backend": "ddp", "processes": 4, "elastic": {}} | settings)
+def test_a_withdrawn_key_is_refused_with_what_serves_instead(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD + "parallel: {backend: ddp, processes: 4, elastic: {min: 2}}\n")
+
+    with pytest.raises(
+        RecipeError,
+        match="parallel.elastic: there is no such key; .* parallel.max_restarts .* torchrun's elastic agent",
+    ):
+        load_recipe(path)
+
+
+def test_auto_processes_are_those_that_the_launcher_started(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD + "parallel: {backend: ddp, processes: auto}\n")
+
+    parallel = load_recipe(path, launched=lambda: {"processes": 6, "nodes": 3}).parallel
+
+    assert (parallel.processes, parallel.nodes) == (6, 3)
+    assert load_recipe(path, ("parallel.processes=2",)).parallel.processes == 2
+    with pytest.raises(RecipeError, match="none started this one; name a number, as in parallel.processes=8"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from lorakit.run.metrics import read_metrics
 from tests.helpers.bases import make_base
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, ForkedProcess, run_python, start_python
 from tests.helpers.patches import make_patch
+from tests.helpers.runs import workers_of
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -60,15 +61,6 @@ def interrupted(recipe: Path, *overrides: str, at: int, action: Action) -> tuple
         action(process)
         output = process.communicate(timeout=220)[0]
     return process.wait(), output
-
-
-def workers_of(launcher: int) -> list[int]:
-    """Process ids of a launcher's workers, by rank."""
-    ranks = {}
-    for pid in subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split():
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ranks.update({int(item[5:]): int(pid) for item in environment if item.startswith(b"RANK=")})
-    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def kill_rank(rank: int) -> Action:

@@ -12,11 +12,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import lorakit
+from lorakit import Callback
 from lorakit.cli import main
 from lorakit.errors import PatchError, RunError, TemporaryFailure
 from lorakit.inspection.show import show
 from lorakit.patch import read_patch
+from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
+from lorakit.training.callbacks import Step
+from lorakit.training.hooks import Hooks
+from lorakit.training.loop import run
+from lorakit.training.start import _restart_command
 from tests.helpers.training import stop_at, train
 
 Recipe = Callable[..., Path]
@@ -285,3 +291,54 @@ def test_harmless_keys_may_change_while_a_run_is_stopped(
     assert "resuming   after step 4" in said
     assert set(evals(out)) == {0, 6, 9, 12}
     assert_equal(out, read_patch(whole).layers)
+
+
+# --- checkpoints by time ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_due_once_so_many_seconds_have_passed_since_the_last(recipe: Recipe, tmp_path: Path) -> None:
+    seconds = [100.0]
+    saved: list[int] = []
+
+    class Clock(Callback):
+        def on_step(self, step: Step) -> None:
+            seconds[0] += 10
+
+        def on_checkpoint(self, folder: Path) -> None:
+            saved.append(int(folder.name.removeprefix("step-")))
+
+    settings = {"steps": 12, "save_every_steps": 5, "save_every_seconds": 30, "eval_every_steps": 50}
+    hooks = Hooks(callbacks=(Clock(),))
+    often = run(load_recipe(recipe(train=settings)), say=lambda text: None, hooks=hooks, clock=lambda: seconds[0])
+    assert saved == [3, 5, 8, 10, 12]
+
+    saved.clear()
+    path = recipe(train=settings, output=str(tmp_path / "seldom"))
+    seldom = run(load_recipe(path), say=lambda text: None, hooks=hooks, clock=lambda: 0.0)
+    assert saved == [5, 10, 12]
+    assert (often / TENSORS).read_bytes() == (seldom / TENSORS).read_bytes()
+
+
+# --- starting over, and starting again -------------------------------------------------------------------------------
+
+
+def test_a_restart_goes_on_with_the_new_run_and_never_with_the_one_that_is_to_be_discarded(tmp_path: Path) -> None:
+    command = ["lorakit", "train", "recipe.yaml", "--fresh"]
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": {}, "starts": ["before"]}))
+    restart_command = _restart_command(command, tmp_path)
+
+    assert list(restart_command()) == command  # the old run is there still
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": {}, "starts": ["now"]}))
+    assert list(restart_command()) == command[:-1]
+
+
+def test_fresh_is_refused_where_torchrun_starts_the_command_again(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(RunError, match="each start would discard the run"):
+        lorakit.train(recipe(parallel={"backend": "ddp"}), fresh=True)
+    assert not (tmp_path / "out").exists()

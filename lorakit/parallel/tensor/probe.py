@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
-from lorakit.launch.watchdog import is_collective_error
+from lorakit.launch.heartbeat_store import is_collective_error
 from lorakit.lora import adapter_modules
 from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel

@@ -1,0 +1,41 @@
+"""Count the units of work that this process has done, so that slow work can be distinguished from none.
+
+A micro-batch, a chunk of rows, a file, a tensor and an answer are units. The count is one number of the process, like
+its CPU time, and not an argument of every function: work is done in many rooms and threads, and one watchdog reads it.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Final
+
+CPU_SECONDS: Final = 5.0
+"""computed for a library's call, and counted as a unit; a process that only waits needs an hour for them"""
+
+_num_units = 0
+_num_calls = 0
+
+
+def report_progress() -> None:
+    """Count one unit of work, in any thread."""
+    global _num_units
+    _num_units += 1
+
+
+@contextlib.contextmanager
+def library_call() -> Iterator[None]:
+    """Count CPU time as work inside the block, for a library's call that reports nothing, such as a download.
+
+    Not for a call that waits for other ranks: some backends compute while they wait.
+    """
+    global _num_calls
+    _num_calls += 1
+    try:
+        yield
+    finally:
+        _num_calls -= 1
+
+
+def progress_count() -> int:
+    """Return a number that has changed if this process has done work since the last call."""
+    return _num_units + (int(time.process_time() / CPU_SECONDS) if _num_calls else 0)
