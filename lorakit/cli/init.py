@@ -10,7 +10,7 @@ from lorakit.errors import LorakitError, did_you_mean
 
 def add_init_command(add_command: AddCommand) -> None:
     """Add `init`."""
-    init = add_command("init", _init, "write a recipe for a base and a file of rows, with a reason for each value")
+    init = add_command("init", _init, "write a recipe for a base and a file of rows")
     init.add_argument("--base", help="model folder, hub id or builtin:tiny (in a terminal, you are asked)")
     init.add_argument("--data", nargs="+", metavar="FILE", help="training rows (in a terminal, you are asked)")
     add_columns_option(init)

@@ -44,7 +44,7 @@ def _train(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, tuple(options.overrides), launched=partial(launched_size, os.environ))
     from lorakit.inference.measures import load_metrics
     from lorakit.launch.workers import die_with_parent
-    from lorakit.training.hooks import Hooks
+    from lorakit.training.callbacks import Hooks
     from lorakit.training.start import run_or_launch
 
     die_with_parent()

@@ -1,8 +1,8 @@
 """Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
 
 Files in this order: find_rows.py, rows.py, row_files.py, json_row.py, columns.py, eval_split.py, row_formats.py,
-chat_template.py, encode.py (the label mask), question.py (for `score`), encode_chunks.py, token_records.py,
-token_journal.py, token_cache.py, token_table.py, load.py, dataset.py, sampler.py, batch.py, prefetch.py.
+chat_template.py, encode.py (the label mask), question.py (for `score`), encode_chunks.py, token_cache.py,
+token_table.py, load.py, dataset.py, sampler.py, batch.py, prefetch.py.
 """
 
 from lorakit.data.chat_template import end_marker

@@ -12,12 +12,11 @@ in part.
 """
 
 import json
-import signal
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, final
+from datetime import date
+from typing import Any, Final, final
 
 from lorakit.data.json_row import BadRow
 from lorakit.data.row_formats import Chat
@@ -27,49 +26,42 @@ from lorakit.errors import DataError
 SHOWN_FIELDS: Final = ("role", "content", "tool_calls")
 """fields of a message that are looked for in the text by themselves"""
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
-RENDER_SECONDS: Final = 10.0
-"""computing time after which a rendering is ended; it takes milliseconds"""
-TEMPLATE_FAILURES: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEMPLATE_FAILURES: Final = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 """errors of a template's expressions, besides jinja's own"""
+DATE_FUNCTION: Final = "strftime_now"
+"""function of transformers that templates write today's date with, such as Llama 3.1's"""
 
 
 def render_template(
-    tokenizer: Any, messages: Sequence[Any], tools: list[Any] | None = None, *, prompt: bool = False
+    tokenizer: Any,
+    messages: Sequence[Any],
+    tools: list[Any] | None = None,
+    *,
+    prompt: bool = False,
+    template: str | None = None,
 ) -> str:
-    """Render messages with a tokenizer's chat template; ``prompt``: with the header of the answer that is to follow.
+    """Render messages with a chat template; ``prompt``: with the header of the answer that is to follow.
 
-    Raises:
-        DataError: the template computes without an end. Errors of the template are jinja's or TEMPLATE_FAILURES.
+    ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox. Errors of the template are
+    jinja's or TEMPLATE_FAILURES.
     """
-    with _limited_computing(tokenizer):
-        return str(
-            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
-        )
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
+    )
+    return str(text)
 
 
-@contextmanager
-def _limited_computing(tokenizer: Any) -> Iterator[None]:
-    """End a rendering that never ends, such as of loops in loops, with an error that names the template.
+def writes_date(tokenizer: Any) -> bool:
+    """True if a tokenizer's chat template writes today's date, so that the same row has other tokens tomorrow."""
+    return DATE_FUNCTION in str(tokenizer.chat_template)
 
-    Only where signals can be handled, in the main thread. It renders once before any other thread does.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def give_up(*_: object) -> NoReturn:
-        raise DataError(
-            f"the chat template that begins {str(tokenizer.chat_template)[:60]!r} (data.chat_template, or that of"
-            f" {tokenizer.name_or_path}) computed for {RENDER_SECONDS:g} seconds without an end; look at its loops"
-        )
-
-    before = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+def dated_template(template: str, today: date) -> str:
+    """Return a template that writes a fixed date, where its formats are texts: ``strftime_now("%d %b %Y")``."""
+    call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
+    return call.sub(lambda match: json.dumps(today.strftime(match[2])), template)
 
 
 @dataclass(frozen=True)
@@ -86,24 +78,25 @@ class Answer:
 
 @final
 class ChatTemplate:
-    """The chat template of one tokenizer."""
+    """The chat template of one tokenizer. ``today``: the date that it writes as today's; None: the clock's."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, today: date | None = None) -> None:
         self._tokenizer = tokenizer
+        self._template = None if today is None else dated_template(str(tokenizer.chat_template), today)
         self._added_tokens = added_tokens(tokenizer)
 
     def render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
 
         Raises:
-            BadRow: there is no template, or it raises an error. DataError: it never ends.
+            BadRow: there is no template, or it raises an error.
         """
         import jinja2
 
         if not self._tokenizer.chat_template:
             raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
         try:
-            return render_template(self._tokenizer, messages, tools, prompt=prompt)
+            return render_template(self._tokenizer, messages, tools, prompt=prompt, template=self._template)
         except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
 
@@ -136,10 +129,9 @@ class ChatTemplate:
         return Answer(start, stop, stop - len(end_token) if end_token else None)
 
     def check_complete(self, row: Chat, text: str) -> None:
-        """Pass if every message, tool and tool call is in the text.
+        """Raise BadRow unless every message, tool and tool call is in the text.
 
-        Raises:
-            BadRow: a part is left out. The adapter would learn to answer without it, and be given it in use.
+        The adapter would learn to answer without a part that is left out, and be given that part in use.
         """
         for number, message in enumerate(row.messages, 1):
             content = str(message["content"]).strip()
@@ -167,12 +159,10 @@ class ChatTemplate:
         return frozenset(key for index, key in fields if self._leaves_out(row, text, [(index, key)]))
 
     def _check_fields(self, row: Chat, text: str) -> None:
-        """Pass if every further field of a message changes the text, or is harmless.
+        """Raise BadRow unless every further field of a message, such as ``reasoning_content``, changes the text.
 
-        An assistant's message without loss may lose fields: templates drop the reasoning of earlier turns in use too.
-
-        Raises:
-            BadRow: such as ``reasoning_content`` that the template does not show.
+        Harmless fields need not, nor those of an assistant's message without loss: templates drop the reasoning of
+        earlier turns in use too.
         """
         for index, message in enumerate(row.messages):
             if message["role"] == "assistant" and not row.trained[index]:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from lorakit.data.row_counts import RowCounts
-from lorakit.data.selected_rows import SelectedRows
 from lorakit.data.token_table import TokenTable
 from lorakit.errors import DataError
 
@@ -27,7 +26,7 @@ DIGESTS_AT_A_TIME: Final = 1 << 20
 class Part:
     """The rows of one source. ``name``: labels its held-out loss; None for the only source of a recipe."""
 
-    table: TokenTable | SelectedRows
+    table: TokenTable
     name: str | None = None
     passes: float = 1.0
     """passes over its rows in an epoch"""
@@ -72,9 +71,8 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
         if not len(others):
             name = part.name or ", ".join(part.table.sources)
             raise DataError(f"data.on_shared_rows: drop: every row of {name} is a held-out row too; name other rows")
-        assert isinstance(part.table, TokenTable)
-        table = part.table if len(others) == len(part.table) else SelectedRows(part.table, others)
-        parts.append(replace(part, table=table))
+        is_full = len(others) == len(part.table)
+        parts.append(part if is_full else replace(part, table=part.table.select(others)))
     return TokenDataset(parts)
 
 
@@ -97,6 +95,10 @@ class TokenDataset:
         digests = [table.digest for table in tables]
         self.digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         self.lengths = tables[0].lengths if len(tables) == 1 else np.concatenate([table.lengths for table in tables])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the parts, which are names of folders."""
+        return TokenDataset, (self.parts,)
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -16,6 +16,7 @@ the text is a label.
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any, final
 
 import numpy as np
@@ -53,16 +54,19 @@ class Encoder:
     """Encodes rows with one tokenizer.
 
     ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token). ``ignore``: keys to leave unread.
+    ``today``: the date that a chat template writes as today's; None: the clock's.
     """
 
-    def __init__(self, tokenizer: Any, loss_on: str, ignore: Collection[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, loss_on: str, ignore: Collection[str] = (), *, today: date | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer, self._loss_on, self._ignore = tokenizer, loss_on, ignore
         self._added_ids = list(tokenizer.added_tokens_decoder)
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, today)
 
     def __call__(self, row: Any) -> Encoded:
         """Return the tokens and the label mask of a row.

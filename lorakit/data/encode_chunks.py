@@ -1,7 +1,6 @@
 """Encode rows in chunks, on all cores, in the order of the files.
 
-Invariant: the chunks of the same sources are the same, however many processes encode them. So an interrupted call can
-go on after the last chunk that was encoded (token_journal.py).
+Invariant: the chunks of the same sources are the same, however many processes encode them.
 """
 
 import itertools
@@ -16,16 +15,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
+
+import numpy as np
 
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.eval_split import content_of, is_eval_row
 from lorakit.data.json_row import BadRow, parse_raw
-from lorakit.data.row_counts import RowCounts
+from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.rows import RowSource, read_raw
-from lorakit.data.token_records import TokenRecord
+from lorakit.data.token_table import Columns as TableColumns
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress
 from lorakit.launch.workers import die_with, usable_cores
@@ -55,6 +57,8 @@ class RowSettings:
     """share of the rows that is held out (eval_split.py)"""
     eval_side: bool = False
     """take the rows that are held out, instead of the others"""
+    today: str | None = None
+    """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 
     def joins(self, row: Encoded) -> bool:
         """True if a row is joined with the texts beside it."""
@@ -68,39 +72,57 @@ class RowSettings:
         return is_eval_row(content, self.eval_share) == self.eval_side
 
 
-LocatedText = tuple[Encoded, int, int]
-"""(text, index of its source, line)"""
+LocatedRow = tuple[Encoded, int, int]
+"""(row, index of its source, line)"""
 
 
+@dataclass(frozen=True)
+class EncodedChunk:
+    """The rows of a chunk as columns of a table, with the counts of all rows that were read for them."""
+
+    columns: TableColumns
+    counts: RowCounts
+    bad: BadRows
+
+
+EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
+
+
+@final
 class ChunkEncoder:
-    """Encodes chunks of rows of these sources with one tokenizer. The result is the bytes of a TokenRecord."""
+    """Encodes chunks of rows of these sources with one tokenizer."""
 
     def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
-        self._encode = Encoder(tokenizer, settings.loss_on, settings.ignore_keys)
-        self._settings, self._sources = settings, sources
+        today = None if settings.today is None else date.fromisoformat(settings.today)
+        self._encode = Encoder(tokenizer, settings.loss_on, settings.ignore_keys, today=today)
+        self._settings = settings
+        self._sources = sources
 
-    def __call__(self, chunk: list[RawRow]) -> bytes:
-        record, texts = TokenRecord(RowCounts()), list[LocatedText]()
+    def __call__(self, chunk: list[RawRow]) -> EncodedChunk:
+        rows = list[LocatedRow]()
+        texts = list[LocatedRow]()
+        all_counts = RowCounts()
+        bad = BadRows()
         for source, line, raw in chunk:
             counts = RowCounts()
             try:
                 encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
                 counts.bad = 1
-                record.bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
+                bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
             else:
                 if encoded is not None and self._settings.joins(encoded):
-                    counts.unread, counts.joined = dict.fromkeys(sorted(encoded.unread), 1), 1
+                    counts.unread = dict.fromkeys(sorted(encoded.unread), 1)
+                    counts.joined = 1
                     texts.append((encoded, source, line))
-                    encoded = None
-                for fitted in fit(encoded, self._settings, counts) if encoded is not None else ():
-                    record.append(fitted, source, line)
-            record.counts.add(counts)
+                elif encoded is not None:
+                    rows += [(fitted, source, line) for fitted in fit(encoded, self._settings, counts)]
+            all_counts.add(counts)
         for row, source, line in join_texts(texts, self._settings.max_tokens):
             counts = RowCounts()
-            record.append(_counted(row, counts), source, line)
-            record.counts.add(counts)
-        return record.to_bytes()
+            rows.append((_counted(row, counts), source, line))
+            all_counts.add(counts)
+        return EncodedChunk(_columns(rows), all_counts, bad)
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> Encoded | None:
         """Encode a row; None if it is on the other side of the split.
@@ -120,6 +142,23 @@ class ChunkEncoder:
         counts.mapped = dict.fromkeys(mapped.read, 1)
         encoded = self._encode(mapped.row)
         return replace(encoded, unread=encoded.unread | mapped.unread)
+
+
+def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
+    """Return rows as the columns of a table."""
+    import xxhash
+
+    ids = [np.array(row.ids, np.int32) for row, _, _ in rows]
+    masks = [np.array(row.label_mask, np.bool_) for row, _, _ in rows]
+    return {
+        "input_ids": np.concatenate([np.empty(0, np.int32), *ids]),
+        "label_mask": np.concatenate([np.empty(0, np.bool_), *masks]),
+        "lengths": np.array([len(tokens) for tokens in ids], np.int32),
+        "sources": np.array([source for _, source, _ in rows], np.int32),
+        "lines": np.array([line for _, _, line in rows], np.int64),
+        "weights": np.array([row.weight for row, _, _ in rows], np.float32),
+        "digests": np.array([xxhash.xxh3_64_intdigest(tokens.tobytes()) for tokens in ids], np.uint64),
+    }
 
 
 def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]:
@@ -155,7 +194,7 @@ def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:
             yield replace(row, ids=ids, label_mask=label_mask)
 
 
-def join_texts(texts: Sequence[LocatedText], limit: int) -> Iterator[LocatedText]:
+def join_texts(texts: Sequence[LocatedRow], limit: int) -> Iterator[LocatedRow]:
     """Yield the texts joined end to end, in rows of ``limit`` tokens. The last row of each weight may be shorter.
 
     Each text ends with its end token, and its tokens are predicted from the text before it too. The location of a row
@@ -185,13 +224,11 @@ def _counted(row: Encoded, counts: RowCounts) -> Encoded:
 
 def encode_chunks(
     sources: list[RowSource],
-    encoder: ChunkEncoder,
-    *,
-    skip: int,
+    encoder: EncodeChunk,
     progress: Callable[[int], None],
     limit: int | None = None,
-) -> Iterator[bytes]:
-    """Yield the record of every chunk after the first ``skip``, in order.
+) -> Iterator[EncodedChunk]:
+    """Yield every chunk, encoded, in order.
 
     ``limit``: number of rows to read; None: all. ``progress``: called with the number of rows so far, if there are more
     than this process encodes by itself.
@@ -199,24 +236,28 @@ def encode_chunks(
     Raises:
         TemporaryFailure: a process that encodes was killed.
     """
-    chunks = itertools.islice(enumerate(_read_chunks(sources, limit)), skip, None)
-    yield from (encoder(chunk) for _, chunk in itertools.islice(chunks, INLINE_CHUNKS))
+    chunks = _read_chunks(sources, limit)
+    yield from map(encoder, itertools.islice(chunks, INLINE_CHUNKS))
     following = next(chunks, None)
     if following is None:
         return
-    progress(following[0] * CHUNK_ROWS)
-    waiting: deque[tuple[int, Future[bytes]]] = deque()
+    num_rows = INLINE_CHUNKS * CHUNK_ROWS
+    progress(num_rows)
+    waiting: deque[tuple[int, Future[EncodedChunk]]] = deque()
     num_processes = usable_cores()
     with _pool(num_processes, encoder) as submit:
-        for index, chunk in itertools.chain([following], chunks):
-            waiting.append((index * CHUNK_ROWS + len(chunk), submit(chunk)))
+        for chunk in itertools.chain([following], chunks):
+            num_rows += len(chunk)
+            waiting.append((num_rows, submit(chunk)))
             if len(waiting) > 2 * num_processes:  # so that memory does not grow with the files
-                yield from _next_record(waiting, progress)
+                yield from _next_chunk(waiting, progress)
         while waiting:
-            yield from _next_record(waiting, progress)
+            yield from _next_chunk(waiting, progress)
 
 
-def _next_record(waiting: deque[tuple[int, Future[bytes]]], progress: Callable[[int], None]) -> Iterator[bytes]:
+def _next_chunk(
+    waiting: deque[tuple[int, Future[EncodedChunk]]], progress: Callable[[int], None]
+) -> Iterator[EncodedChunk]:
     num_rows, future = waiting.popleft()
     record = future.result()
     report_progress()
@@ -232,12 +273,12 @@ def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[R
         yield chunk
 
 
-_encoder: ChunkEncoder | None = None
+_encoder: EncodeChunk | None = None
 """of a process of the pool"""
 
 
 @contextmanager
-def _pool(num_processes: int, encoder: ChunkEncoder) -> Iterator[Callable[[list[RawRow]], Future[bytes]]]:
+def _pool(num_processes: int, encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[EncodedChunk]]]:
     """Open processes that encode; yield what submits a chunk to them.
 
     They are forked, because spawned ones would run the user's script once more, and each import transformers.
@@ -253,13 +294,13 @@ def _pool(num_processes: int, encoder: ChunkEncoder) -> Iterator[Callable[[list[
         yield lambda chunk: pool.submit(_encode_in_process, chunk)
     except BrokenProcessPool:
         raise TemporaryFailure(
-            "data: a process that tokenises was killed (out of memory?); the same command goes on where it stopped"
+            "data: a process that tokenises was killed (out of memory?); the same command tokenises again"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_process(parent: int, encoder: ChunkEncoder) -> None:
+def _start_process(parent: int, encoder: EncodeChunk) -> None:
     global _encoder
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its processes
@@ -268,6 +309,6 @@ def _start_process(parent: int, encoder: ChunkEncoder) -> None:
     _encoder = encoder
 
 
-def _encode_in_process(chunk: list[RawRow]) -> bytes:
+def _encode_in_process(chunk: list[RawRow]) -> EncodedChunk:
     assert _encoder is not None
     return _encoder(chunk)

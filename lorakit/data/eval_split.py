@@ -24,7 +24,7 @@ def is_eval_row(content: Mapping[str, Any] | None, share: float) -> bool:
 
 
 def content_of(row: Any, columns: Columns, ignore: Collection[str]) -> dict[str, Any] | None:
-    """Return what of a file's row is learnt: without its weight, and without keys that say where it comes from.
+    """Return the training content of a file's row, without its weight and its origin.
 
     With ``columns``, those that are read, whatever a template writes around them. None if the row is no mapping.
     """

@@ -69,11 +69,15 @@ def eval_sets(data: "DataSection") -> list[RowSet]:
 
 
 def load_rows(
-    data: "DataSection", sets: list[RowSet], tokenizer: Any, progress: OpenProgress = lambda: nullcontext(no_progress)
+    data: "DataSection",
+    sets: list[RowSet],
+    tokenizer: Any,
+    progress: OpenProgress = lambda: nullcontext(no_progress),
+    today: str | None = None,
 ) -> TokenDataset:
     """Return the tokenised rows of all sets.
 
-    ``progress``: opens the display of one set.
+    ``progress``: opens the display of one set. ``today``: as of `RowSettings`.
 
     Raises:
         DataError: names the problems of all sets.
@@ -82,7 +86,8 @@ def load_rows(
     for one in sets:
         try:
             with progress() as show:
-                (part,) = tokenize_sources(one.sources(), tokenizer, one.settings, show).parts
+                settings = replace(one.settings, today=today)
+                (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
             parts.append(replace(part, name=one.name, passes=one.passes))
         except DataError as problem:
             problems.append(str(problem))
@@ -137,11 +142,7 @@ def _rows_of(sources: Iterable[RowSource]) -> Iterator[LocatedRow]:
 
 
 def check_sources(data: "DataSection") -> None:
-    """Return if the files of all rows exist.
-
-    Raises:
-        DataError: names all that do not.
-    """
+    """Raise DataError, which names all missing ones, unless the files of all rows exist."""
     problems = list[str]()
     for one in training_sets(data) + eval_sets(data):
         try:

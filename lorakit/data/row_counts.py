@@ -5,6 +5,8 @@ from typing import Final
 
 LARGEST: Final = ("largest_id", "longest")
 """fields that are the largest value of any row; the other numbers are sums"""
+OTHERS: Final = ("unread", "mapped", "system", "today")
+"""fields that are no numbers"""
 SHOWN_REASONS: Final = 10
 SHOWN_LOCATIONS: Final = 3
 """first rows of each reason that are named"""
@@ -42,6 +44,8 @@ class RowCounts:
     """training rows that are left out, because they are held-out rows too"""
     eval_rows: int = 0
     """rows that are held out of the training rows"""
+    today: str | None = None
+    """date as YYYY-MM-DD that the chat template wrote as today's; None: it writes none"""
     mapped: dict[str, int] = field(default_factory=dict)
     """column that `data.columns` names -> rows that have it"""
 
@@ -51,12 +55,14 @@ class RowCounts:
             self.system = other.system
         elif other.rows and other.system != self.system:
             self.system = None
-        for mine, others in ((self.unread, other.unread), (self.mapped, other.mapped)):
-            for key, number in others.items():
-                mine[key] = mine.get(key, 0) + number
-        for name in (each.name for each in fields(self) if each.name not in ("unread", "mapped", "system")):
-            one, two = getattr(self, name), getattr(other, name)
-            setattr(self, name, max(one, two) if name in LARGEST else one + two)
+        for table, added in ((self.unread, other.unread), (self.mapped, other.mapped)):
+            for key, number in added.items():
+                table[key] = table.get(key, 0) + number
+        self.today = self.today or other.today
+        for name in (each.name for each in fields(self) if each.name not in OTHERS):
+            mine = getattr(self, name)
+            theirs = getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name in LARGEST else mine + theirs)
 
     def facts(self) -> dict[str, object]:
         """Return the counts by name, for files and records."""

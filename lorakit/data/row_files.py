@@ -1,6 +1,7 @@
 """Read the rows of a file, in the form that its suffix names: JSON lines, a JSON array, CSV, TSV, parquet or Arrow.
 
-Invariant: memory does not grow with the file, and every row has a number: its line, or its place in a table or array.
+Invariant: every row has a number: its line, or its place in a table or array. Memory does not grow with the file, but
+for a JSON array, which is read at once.
 """
 
 import codecs
@@ -12,13 +13,14 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, Final
 
 from lorakit.data.json_row import BadRow, without_none
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
-BLOCK_CHARACTERS: Final = 1 << 20
+MAX_ARRAY_BYTES: Final = 1_000_000_000
+"""of a file that is one JSON array; other files are read row by row"""
 TABLE_ROWS: Final = 1024
 """rows of a table that are Python objects at a time"""
 
@@ -98,65 +100,41 @@ def _read_json(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow
 
 
 def _read_array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    with io.TextIOWrapper(file, "utf-8-sig") as text:
-        window, number = _Window(path, text), 0
-        window.next_character()
-        window.position += 1  # the opening bracket
-        while (mark := window.next_character()) != "]":
-            if number:
-                if mark != ",":
-                    raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
-                window.position += 1
-                window.next_character()
-            number += 1
-            yield number, window.next_element(number).encode()
-        window.position += 1
-        if mark := window.next_character():
-            raise DataError(f"{path}: after the JSON array stands {mark!r}; a file has one array")
+    content = file.read(MAX_ARRAY_BYTES + 1)
+    if len(content) > MAX_ARRAY_BYTES:
+        raise DataError(
+            f"{path}: a JSON array above {MAX_ARRAY_BYTES / 1e9:g} GB, which is read at once; write a row on each line:"
+            " jq -c '.[]' FILE > NEW.jsonl"
+        )
+    text = content.decode("utf-8-sig")
+    del content
+    decode = json.JSONDecoder().raw_decode
+    space = re.compile(r"[ \t\r\n]*")
 
+    def next_character(position: int) -> tuple[int, str]:
+        match = space.match(text, position)
+        assert match is not None
+        return match.end(), text[match.end() : match.end() + 1]
 
-@final
-class _Window:
-    """A moving part of a text, so that an array is read element by element."""
-
-    def __init__(self, path: Path, file: io.TextIOWrapper) -> None:
-        self._path, self._file, self._text, self.position = path, file, "", 0
-        self._decode = json.JSONDecoder().raw_decode
-
-    def _grow(self) -> bool:
-        """Read as much as there is left of the window, at least a block; False at the end of the file."""
-        rest = self._text[self.position :]
-        block = self._file.read(max(BLOCK_CHARACTERS, len(rest)))
-        self._text, self.position = rest + block, 0
-        return bool(block)
-
-    def next_character(self) -> str:
-        """Move to the next character that is no white space, and return it; empty at the end of the file."""
-        while True:
-            space = re.compile(r"[ \t\r\n]*").match(self._text, self.position)
-            assert space is not None
-            self.position = space.end()
-            if self.position < len(self._text):
-                return self._text[self.position]
-            if not self._grow():
-                return ""
-
-    def next_element(self, number: int) -> str:
-        """Return the text of the JSON value that begins here, and move behind it."""
-        ended = False
-        while True:
-            try:
-                _, stop = self._decode(self._text, self.position)
-                if stop < len(self._text) or ended:
-                    break
-            except (ValueError, RecursionError) as problem:  # perhaps because the window ends inside it
-                if ended or len(self._text) - self.position > MAX_LINE_BYTES:
-                    why = problem.msg if isinstance(problem, json.JSONDecodeError) else "nested too deeply, or too long"
-                    raise DataError(f"{self._path}: cut or damaged at row {number}, not JSON: {why}") from None
-            ended = not self._grow()
-        element = self._text[self.position : stop]
-        self.position = stop
-        return element
+    position, mark = next_character(0)  # the opening bracket
+    number = 0
+    position, mark = next_character(position + 1)
+    while mark != "]":
+        if number and mark != ",":
+            raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
+        if number:
+            position, mark = next_character(position + 1)
+        number += 1
+        try:
+            _, stop = decode(text, position)
+        except (ValueError, RecursionError) as problem:
+            why = problem.msg if isinstance(problem, json.JSONDecodeError) else "nested too deeply, or too long"
+            raise DataError(f"{path}: cut or damaged at row {number}, not JSON: {why}") from None
+        yield number, text[position:stop].encode()
+        position, mark = next_character(stop)
+    _, mark = next_character(position + 1)
+    if mark:
+        raise DataError(f"{path}: after the JSON array stands {mark!r}; a file has one array")
 
 
 def _read_csv(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:

@@ -1,6 +1,6 @@
 """Decide about every key of a row, a turn and a message: it is read, or it is harmless, or the row is refused.
 
-A key that is ignored where it says what is to be learnt gives a silent wrong result: ``"train": false`` beside an
+A key that is ignored where it decides the labels gives a silent wrong result: ``"train": false`` beside an
 answer, or KTO's ``"label": false`` beside a bad one. So an unknown key is an error that names the key.
 ``data.ignore_keys`` of the recipe names those that are not to be read.
 """
@@ -16,7 +16,7 @@ HARMLESS: Final = frozenset({
     "prompt_id", "row_id", "source", "split", "subset", "tags", "task", "timestamp", "token_count", "topic", "uid",
     "updated_at", "url", "uuid",
 })  # fmt: skip
-"""keys that say where a row comes from, and nothing about what is to be learnt"""
+"""keys of a row's origin, which decide no label"""
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
 SWITCHES: Final = ("weight", "train", "loss")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's and another's name"""
@@ -34,8 +34,8 @@ REMEDIES: Final = {
     "tools": "plain text has no tools; use `messages`",
     "function_call": "OpenAI's earlier form; use `tool_calls`",
     "functions": "OpenAI's earlier form; use `tools`",
-    "train": "of a full row is not read; write weight: 0 for a row that is not to be learnt",
-    "loss": "of a full row is not read; write weight: 0 for a row that is not to be learnt",
+    "train": "of a full row is not read; write weight: 0 for a row that is not to be trained on",
+    "loss": "of a full row is not read; write weight: 0 for a row that is not to be trained on",
 }  # fmt: skip
 """key -> what it means and where it is meant to go"""
 

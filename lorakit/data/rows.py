@@ -103,7 +103,7 @@ def _row_error(name: str, number: int, problem: Exception) -> Exception:
         return problem
     failure = connection_failure(f"data: {name}: after row {number}", problem)
     if isinstance(failure, TemporaryFailure):
-        return TemporaryFailure(f"{failure}; the same command goes on with what was tokenised")
+        return TemporaryFailure(f"{failure}; the same command tokenises again")
     if failure is not None:
         return failure
     return DataError(

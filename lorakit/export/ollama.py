@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lorakit.data.chat_template import render_template
+from lorakit.data.chat_template import render_template, writes_date
 from lorakit.errors import BaseModelError
 from lorakit.patch.prompting import PromptForm
 
@@ -61,7 +61,7 @@ def modelfile(source: str, adapter: str | None, tokenizer: Any, form: PromptForm
     if form.raw or not tokenizer.chat_template:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
         return "\n".join(lines) + "\n"
-    if "strftime_now" in str(tokenizer.chat_template):
+    if writes_date(tokenizer):
         raise BaseModelError(f"the base's chat template writes today's date, which Ollama's cannot; {INSTEAD}")
     texts = message_texts(renderer(tokenizer))
     lines.append(f'TEMPLATE """{go_template(texts)}"""')

@@ -56,7 +56,7 @@ def prompting_notes(adapters: Mapping[str, Patch]) -> list[str]:
             notes.append(f"{name}: its rows were plain text; use /v1/completions, which leaves the chat template out")
         elif form.system is not None:
             notes.append(f"{name}: its rows began with a system prompt; send it with every request: {form.system!r}")
-        if quantization := (patch.metadata.get("base") or {}).get("packed"):
+        if quantization := (patch.metadata.get("base") or {}).get("quantized"):
             notes.append(
                 f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"
             )

@@ -220,7 +220,7 @@ def quantization_note(patch: Patch, model: nn.Module) -> str | None:
     """Return a sentence if the patch was trained with another quantisation of the base than the model's; else None."""
     if patch.metadata.get("base") is None:
         return None
-    quantization = patch.metadata["base"].get("packed")
+    quantization = patch.metadata["base"].get("quantized")
     trained = None if quantization is None else str(quantization.get("name"))
     here = next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
     if trained == here:

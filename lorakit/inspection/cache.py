@@ -16,7 +16,7 @@ def show_cache(say: Callable[[str], None]) -> None:
         return
     say(f"{'name':<12} {'size':>9} {'rows':>11}  {'last used':<16}  of")
     for entry in entries:
-        rows = "unfinished" if entry.num_rows is None else f"{entry.num_rows:,}"
+        rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         say(f"{_name(entry):<12} {_size(entry.num_bytes):>9} {rows:>11}  {used}  {', '.join(entry.sources) or '?'}")
     say(f"\n{_size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")

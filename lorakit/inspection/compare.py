@@ -12,12 +12,20 @@ from typing import Any, Final
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.inspection.run_facts import RunFacts, duration, last, lowest, or_dash, read_run
-from lorakit.run.metrics import draw_runs
+from lorakit.run.charts import draw_runs
 from lorakit.run.record import flatten
 
 Say = Callable[[str], None]
 DIGEST_LETTERS: Final = 12
-BASE_PARTS: Final = ("config", "tokenizer", "chat_template", "tokenizer_settings", "rounded_to", "packed", "unadapted")
+BASE_PARTS: Final = (
+    "config",
+    "tokenizer",
+    "chat_template",
+    "tokenizer_settings",
+    "rounded_to",
+    "quantized",
+    "unadapted",
+)
 """of a base's fingerprint, each by its digest; the weights are compared layer by layer"""
 
 

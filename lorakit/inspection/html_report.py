@@ -7,16 +7,16 @@ escaped, because recipes and rows may hold any text.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.base_files import read_json
-from lorakit.inspection.line_chart import ChartLine, line_chart
 from lorakit.inspection.run_facts import RunFacts, duration, is_number, last, lowest, or_dash, read_run
 from lorakit.recipe.schema import default_values
-from lorakit.run.metrics import running_mean
+from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
 from lorakit.run.record import SAMPLES, flatten
 
 REPORT_FILE: Final = "report.html"
@@ -100,25 +100,26 @@ def _tiles(run: RunFacts) -> str:
 
 
 def _charts(run: RunFacts) -> str:
-    losses = run.curve("loss")
-    means = running_mean([loss for _, loss in losses])
-    mean = [(step, value) for (step, _), value in zip(losses, means, strict=True)]
-    charts = [
-        ("loss per label token", [("step", losses, "thin"), ("running mean", mean, "main"),
-                                  ("held out", run.curve("eval_loss"), "held-out")]),
-    ]  # fmt: skip
+    charts = [loss_chart("loss per label token", run.curve("loss"), run.curve("eval_loss"))]
     keys = dict.fromkeys(key for line in run.lines for key in line if key not in NOT_CURVES)
     for key in keys:
         if key.startswith("eval_") and key.removeprefix("eval_") in keys:
             continue  # drawn beside the training rows'
-        pair = [("step", run.curve(key), "main"), ("held out", run.curve(f"eval_{key}"), "held-out")]
-        charts.append((key.replace("_", " "), pair))
-    drawn = []
-    for title, series in charts:
-        lines = [ChartLine(label, points, kind) for label, points, kind in series if points]
-        if lines:
-            drawn.append(f"<figure>{line_chart(title, lines, log='loss' in title)}</figure>")
+        lines = [
+            ChartLine("step", run.curve(key), MAIN),
+            ChartLine("held out", run.curve(f"eval_{key}"), HELD_OUT, marked=True),
+        ]
+        charts.append(Chart(key.replace("_", " "), [line for line in lines if line.points], log="loss" in key))
+    drawn = [f"<figure>{_svg(chart)}</figure>" for chart in charts if chart.lines]
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step is done yet.</p>"
+
+
+def _svg(chart: Chart) -> str:
+    """Return a chart as an ``<svg>`` element, without the header of an XML file."""
+    image = BytesIO()
+    draw([chart], image, "svg", height=3.4)
+    drawing = image.getvalue().decode().partition("<svg ")[2]
+    return f'<svg role="img" aria-label="{escape(chart.title)}" {drawing}'
 
 
 def _samples(run: RunFacts) -> str:

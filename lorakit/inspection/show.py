@@ -100,7 +100,7 @@ def _origin_of(start: Any) -> str | None:
 
 def _quantization(facts: Mapping[str, Any]) -> str | None:
     """Describe the base's quantisation during training; None if it was not quantised."""
-    record = (facts.get("base") or {}).get("packed")
+    record = (facts.get("base") or {}).get("quantized")
     if record is None:
         return None
     return f"{record['name']}, {len(record['layers'])} layers computing in {record['dtype']} (lorakit merge --onto)"

@@ -44,7 +44,7 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     Raises:
         MergeError: the patches were trained on different quantisations.
     """
-    records = [(patch.metadata.get("base") or {}).get("packed") for patch in patches]
+    records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
     first = records[0]
     if any(record != first for record in records):
         if onto == ORIGINAL:

@@ -3,6 +3,7 @@
 Every method is collective: all ranks call it, in the same order. With one process nothing is sent.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
@@ -132,16 +133,18 @@ class Group:
                 raise theirs if rank == self.rank else type(theirs)(f"rank {rank}: {theirs}")
         return result  # type: ignore[return-value]
 
-    def local_rank_0_first(self, work: Callable[[], T]) -> T:
-        """Run `work` in one process of each machine, then in its others; return this rank's result.
+    def run_once_per_machine(self, work: Callable[[], T]) -> T:
+        """Run `work` in local rank 0 of each machine; return its result in every process of that machine.
 
-        For work that writes a cache, which the other ranks then read. Raises as `run_on_all`.
+        For work that reads much, such as digests of a base. The result is pickled, so it should be small. `work` must
+        not be collective itself. Raises as `run_on_all`.
         """
         if self.size == 1:
             return work()
-        first = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
-        others = self.run_on_all(lambda: [] if first else [work()])
-        return (first or others)[0]
+        own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
+        machine = socket.gethostname()
+        by_machine = {name: results[0] for name, results in self.all_gather((machine, own)) if results}
+        return own[0] if own else by_machine[machine]
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise LorakitError on every rank unless all have the same facts, with those that differ and their values."""

@@ -384,7 +384,7 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         base, data, results = own.get("base"), own.get("data", {}), own.get("results", {})
         valid = base is None or (
             isinstance(base["scheme"], str) and isinstance(base["weights"], dict)
-            and isinstance(base.get("rounded_to"), str | None) and _is_quantization(base.get("packed"))
+            and isinstance(base.get("rounded_to"), str | None) and _is_quantization(base.get("quantized"))
         )  # fmt: skip
         valid = valid and isinstance(own.get("adapter", {}), dict)
         valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])

@@ -33,20 +33,23 @@ WITHDRAWN: Final = {
 """keys of earlier recipes, and what serves instead"""
 
 
-def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], error: ValidationError) -> list[str]:
-    """Return one line per problem. ``sources``: overridden key -> text of the override."""
+def explain(
+    path: Path, node: yaml.Node, values: Any, sources: dict[tuple[str, ...], str], error: ValidationError
+) -> list[str]:
+    """Return one line per problem. ``values``: with overrides. ``sources``: overridden key -> text of the override."""
     lines: dict[str, int] = {}
     problems = error.errors()
-    refused_texts = {tuple(_recipe_keys(problem["loc"])) for problem in problems if problem["type"] == "value_error"}
+    refused_texts = {tuple(_recipe_keys(values, problem)) for problem in problems if problem["type"] == "value_error"}
     for problem in problems:
-        keys = list(_recipe_keys(problem["loc"]))
+        keys = _recipe_keys(values, problem)
         # of `text or list`, the branch that was not meant: the other one has an error of its own
         if problem["type"] == "string_type" and isinstance(problem["input"], list):
             continue
         if problem["type"] == "tuple_type" and tuple(keys) in refused_texts:
             continue
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
-        line, message = _line(node, keys), _message(problem, keys)
+        line = _line(node, keys)
+        message = _message(problem, keys)
         beside = [text for key, text in sources.items() if list(key[: len(keys)]) == keys and _names(message, key)]
         where = f"override '{override}'" if override else f"{path}:{line}"
         if not override and beside:
@@ -56,24 +59,19 @@ def explain(path: Path, node: yaml.Node, sources: dict[tuple[str, ...], str], er
     return sorted(lines, key=lambda text: lines[text])
 
 
-def _recipe_keys(location: tuple[int | str, ...]) -> Iterator[int | str]:
-    """Yield the keys of a location, without the names that pydantic adds for the members of a union."""
-    known: Any = Recipe
+def _recipe_keys(values: Any, problem: Any) -> list[int | str]:
+    """Return the keys of a problem's location, without the names that pydantic adds for the members of a union.
+
+    values: the recipe's; a part of the location that is no key there is such a name.
+    """
+    location = problem["loc"]
+    keys = list[int | str]()
     for part in location:
-        fields = _fields(known)
-        if isinstance(part, int) or fields is None or part in fields or known is Recipe:
-            yield part
-        elif _is_section(known):
-            yield part  # an unknown key
-        elif _is_mapping(known):
-            if part == "[key]":
-                return
-            yield part
-        else:
-            known = next((one for one in _sections_in(known) if one.__name__ == part), known)
-            continue
-        if not isinstance(part, int):  # else an element of a list, which has the list's form
-            known = fields.get(str(part)) if fields else None
+        is_key = part in values if isinstance(values, dict) else isinstance(part, int) and isinstance(values, list)
+        if is_key:
+            keys.append(part)
+            values = values[part]
+    return [*keys, location[-1]] if problem["type"] == "missing" else keys
 
 
 def _names(message: str, key: tuple[str, ...]) -> bool:
@@ -81,26 +79,12 @@ def _names(message: str, key: tuple[str, ...]) -> bool:
     return re.search(rf"\b{re.escape(key[-1])}\b", message) is not None or message.startswith(f"{key[0]}: ")
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the sections that a value may be, such as those of a union or in a list."""
-    if _is_section(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in typing.get_args(annotation):
         yield from _sections_in(part)
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is dict
-
-
-def _fields(annotation: Any) -> dict[str, Any] | None:
-    if _is_section(annotation):
-        return {name: field.annotation for name, field in annotation.model_fields.items()}
-    return {} if annotation is not None else None
 
 
 def _line(node: yaml.Node, keys: list[int | str]) -> int:

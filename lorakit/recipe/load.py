@@ -90,7 +90,7 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
         # strict JSON mode: bool -> int and "8" -> 8 are errors, but a list may fill a tuple
         return Recipe.model_validate_json(text)
     except ValidationError as error:
-        raise RecipeError("\n".join(explain(path, node, sources, error))) from None
+        raise RecipeError("\n".join(explain(path, node, json.loads(text), sources, error))) from None
 
 
 def plain_value(value: Any) -> Any:

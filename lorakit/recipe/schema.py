@@ -238,7 +238,7 @@ class Recipe(Section):
     adapter: AdapterSection = AdapterSection()
     """The adapter: its method, its size, and the layers that get one."""
     data: DataSection
-    """Training rows and held-out rows, and what is learnt of them."""
+    """Training rows and held-out rows, and which tokens of them are labels."""
     train: TrainSection = TrainSection()
     """Length of the run, rows of a step, optimizer and learning rate; when to save and to evaluate."""
     parallel: ParallelSection = ParallelSection()

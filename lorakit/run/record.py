@@ -19,9 +19,11 @@ from lorakit.version import VERSION
 RECORD: Final = "run.json"
 SAMPLES: Final = "samples.json"
 """the first held-out rows with their answers in the last evaluation that generated"""
-HARMLESS: Final = {  # keys that change the numbers of a run at most in their last digits
+RESUMABLE_KEYS: Final = {
     "data.cache_gb",
+    "evaluation.max_new_tokens",
     "evaluation.measures",
+    "evaluation.num_rows",
     "output",
     "train.activation_checkpointing",
     "train.activation_offload",
@@ -34,21 +36,23 @@ HARMLESS: Final = {  # keys that change the numbers of a run at most in their la
     "train.save_every_seconds",
     "train.save_every_steps",
 }
-HARMLESS_BELOW: Final = "parallel."
-LENGTH: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
+"""keys that may change in a run that goes on, as those of `parallel`: no update depends on them but in last digits"""
+MEASURE_KEYS: Final = {"evaluation.max_new_tokens", "evaluation.num_rows"}
+"""those of them that change what a measure is of, so that its best value before and after do not compare"""
+EXTENDABLE_KEYS: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
 OWN_FOLDERS: Final = frozenset({"best", "last", "checkpoints"})
 """folders of the output folder that a run writes and deletes"""
 SHOWN_CHANGES: Final = 10
-ROW_ORDER: Final = 2
-"""version of the order of rows without packing; a run that changed it would repeat rows of an epoch, and miss others"""
 
 
 class RunRecord:
     """Record of the run in an output folder. ``goes_on``: it had finished, and its recipe has another end now."""
 
     def __init__(self, folder: Path, values: dict[str, Any], *, goes_on: bool = False) -> None:
-        self._path, self.values, self.goes_on = folder / RECORD, values, goes_on
+        self._path = folder / RECORD
+        self.values = values
+        self.goes_on = goes_on
 
     @property
     def finished(self) -> bool:
@@ -75,8 +79,10 @@ class RunRecord:
                     + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
                 )
         if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
-            own, recipes = "objective=... of lorakit.train", "the recipe's objective"
-            before, now = (recipes, own) if facts.get("own_objective") else (own, recipes)
+            own = "objective=... of lorakit.train"
+            recipes = "the recipe's objective"
+            before = recipes if facts.get("own_objective") else own
+            now = own if facts.get("own_objective") else recipes
             raise RunError(f"{self._path}: this run began with {before}, and goes on with {now}; use the same")
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
         start |= {"parallel": self.values["recipe"]["parallel"], "total_steps": facts["total_steps"]}
@@ -93,7 +99,7 @@ class RunRecord:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> list[str]:
-    """Return a line for each recorded fact that is another now; a fact that an earlier version left out is none."""
+    """Return a line for each recorded fact that is another now; a fact that the record lacks is none."""
     lines = []
     for name, fact in sorted(before.items()):
         if isinstance(fact, dict) and isinstance(now.get(name), dict):
@@ -127,7 +133,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     for above in folder.absolute().parents:
         if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in OWN_FOLDERS:
             raise RunError(f"output: {folder} is in a folder that the run in {above} deletes; choose another output")
-    path, new = folder / RECORD, RunRecord(folder, {"lorakit": VERSION, "row_order": ROW_ORDER, "recipe": recipe})
+    path = folder / RECORD
+    new = RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     has_patch = (folder / CONFIG_FILE).exists()
     if not path.exists() and not has_patch:
         _check_empty(folder)
@@ -150,24 +157,19 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
     now = flatten(recipe)
     changed = {key for key in now | before if now.get(key) != before.get(key)}
-    differing = [key for key in changed if not is_harmless(key) and key not in LENGTH]
+    differing = [key for key in changed if not may_change(key, now)]
     if differing:
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
             f"output: {folder} holds the run of another recipe:\n{lines}\n"
             "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
         )
-    _check_row_order(path, values, packing=before["data.packing"])
-    goes_on = values.get("status") == "finished" and not changed.isdisjoint(LENGTH)
+    goes_on = values.get("status") == "finished" and not changed.isdisjoint(EXTENDABLE_KEYS)
     return RunRecord(folder, {**values, "recipe": recipe}, goes_on=goes_on)
 
 
 def _check_empty(folder: Path) -> None:
-    """Return if an output folder without a record and without a patch is empty, or not there.
-
-    Raises:
-        RunError: it holds files of others, or the checkpoints of a run whose record is gone.
-    """
+    """Raise RunError unless an output folder without a record and without a patch is empty, or not there."""
     others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
     steps = sorted((folder / "checkpoints").glob(f"step-*/{CONFIG_FILE}"))
     if steps:
@@ -180,23 +182,11 @@ def _check_empty(folder: Path) -> None:
         raise RunError(f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder")
 
 
-def _check_row_order(path: Path, values: dict[str, Any], *, packing: bool) -> None:
-    """Return unless an interrupted run went through its rows in another order than it would go on in.
-
-    Raises:
-        RunError: it did, so rows of its epoch would come twice or never.
-    """
-    if values.get("row_order", 1) != ROW_ORDER and not packing and values.get("status") != "finished":
-        raise RunError(
-            f"{path}: lorakit {values.get('lorakit')} began this run, and chose the rows of a step in another order"
-            " where data.packing is false; finish it with that version, or start over with --fresh (in Python"
-            " fresh=True)"
-        )
-
-
-def is_harmless(key: str) -> bool:
-    """True if a run may go on although this key of its recipe changed."""
-    return key in HARMLESS or key.startswith(HARMLESS_BELOW)
+def may_change(key: str, recipe: Mapping[str, Any]) -> bool:
+    """True if a run may go on although this key of its recipe changed. recipe: that of now, by dotted keys."""
+    if key in MEASURE_KEYS:
+        return recipe.get("evaluation.best") == "loss"
+    return key in RESUMABLE_KEYS or key in EXTENDABLE_KEYS or key.startswith("parallel.")
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

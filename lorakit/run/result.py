@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Any, final
+from pathlib import Path
+from typing import final
 
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.run.metrics import read_metrics
@@ -11,15 +11,15 @@ from lorakit.run.record import recorded_run
 
 
 @final
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a run ended with. It stands for its output folder wherever a path is expected, and compares like it.
+    """What a run ended with.
 
-    status: `finished`, or `stopped` by a callback; `elsewhere` if the output folder is on another machine.
-    losses: of every step, also of those before an interruption. evaluations: the lines of metrics.jsonl with a held-out
-    loss: `step`, `eval_loss` and other measures. patch: the output folder; None before the first patch. best, last:
-    folders of the patches of these steps; None if there is none. checkpoint: the newest. stopped: why the run took
-    fewer steps than its recipe says; None if it took all.
+    folder: the output folder. status: `finished`, or `stopped` by a callback; `elsewhere` if the output folder is on
+    another machine. losses: of every step, also of those before an interruption. evaluations: the lines of
+    metrics.jsonl with a held-out loss: `step`, `eval_loss` and other measures. patch: the output folder; None before
+    the first patch. best, last: folders of the patches of these steps; None if there is none. checkpoint: the newest.
+    stopped: why the run took fewer steps than its recipe says; None if it took all.
     """
 
     folder: Path
@@ -40,33 +40,13 @@ class TrainResult:
         steps = f"{self.steps} of {self.total_steps} steps"
         return f"TrainResult({str(self.folder)!r}: {self.status}, {steps}{loss}{eval_loss})"
 
-    # `train` returned a Path before, so all that a path can do goes on
-
-    def __fspath__(self) -> str:
-        return str(self.folder)
-
-    def __str__(self) -> str:
-        return str(self.folder)
-
-    def __truediv__(self, name: str | PurePath) -> Path:
-        return self.folder / name
-
-    def __eq__(self, other: object) -> bool:
-        return self.folder == (other.folder if isinstance(other, TrainResult) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.folder)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # in an empty object of `copy`
-            raise AttributeError(name)
-        return getattr(self.folder, name)
-
 
 def read_result(folder: Path) -> TrainResult:
     """Return the result of the run in an output folder."""
-    run, lines = recorded_run(folder), read_metrics(folder / "metrics.jsonl")
-    steps, has_patch = int(run.get("steps", 0)), (folder / CONFIG_FILE).exists()
+    run = recorded_run(folder)
+    lines = read_metrics(folder / "metrics.jsonl")
+    steps = int(run.get("steps", 0))
+    has_patch = (folder / CONFIG_FILE).exists()
     step_of_patch = {"best": run.get("best_step"), "last": steps or None}
     chosen = run.get("recipe", {}).get("train", {}).get("select", "last")
 

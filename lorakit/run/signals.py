@@ -27,11 +27,12 @@ class StopRequest:
         self.deferred = True
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        repeated, self.signal_name = self.is_requested() and number == signal.SIGINT, signal.Signals(number).name
+        repeated = self.is_requested() and number == signal.SIGINT
+        self.signal_name = signal.Signals(number).name
         if not self.deferred:
             raise TemporaryFailure(
-                f"stopped at once by {self.signal_name}, before training began; the same command goes on with the rows"
-                " tokenised so far, and after the last checkpoint if there is one"
+                f"stopped at once by {self.signal_name}, before training began; the same command goes on after the last"
+                " checkpoint if there is one"
             )
         if repeated:
             raise TemporaryFailure(

@@ -10,11 +10,7 @@ PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "ml
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Return if the packages of these trackers are installed.
-
-    Raises:
-        RunError: names those that are not, with the command that installs them.
-    """
+    """Raise RunError, with the command that installs them, unless the packages of these trackers are installed."""
     if not names:
         return  # without importing accelerate
     from accelerate.tracking import get_available_trackers

@@ -29,8 +29,7 @@ from lorakit.lora.routing import Route
 from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
 from lorakit.run.record import SAMPLES
-from lorakit.training.callbacks import own_modes
-from lorakit.training.hooks import Hooks
+from lorakit.training.callbacks import Hooks, restored_modes
 
 CHUNK_ROWS: Final = 64
 """rows of a process that are answered between two looks at signals"""
@@ -219,6 +218,6 @@ def in_turn(iterators: Iterable[Iterator[LocatedRow]]) -> Iterator[LocatedRow]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch a model to evaluation in the block, and each of its modules back to its own mode after it."""
-    with own_modes(model):
+    with restored_modes(model):
         model.eval()
         yield

@@ -1,28 +1,27 @@
-"""Call the caller's own Python code during a run: an object with any of the methods of `Callback`.
+"""Python objects of the caller that a run uses: callbacks, metrics, an objective. A recipe names none, as it is data.
 
-Invariant: a run never calls less than it was given. A method with the name of no event is refused before training.
+Invariant: a run never calls less than it was given. A method with the name of no event is refused when its class is
+defined.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from lorakit.errors import LorakitError, did_you_mean
+from lorakit.errors import LorakitError, RunError, did_you_mean
 
 if TYPE_CHECKING:  # so that the process that only launches others imports no torch
     from torch import nn
 
+    from lorakit.objectives.objective import Objective
     from lorakit.recipe import Recipe
     from lorakit.run.result import TrainResult
 
-EVENTS: Final = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end")
-
 
 class StopTraining(Exception):
-    """Raised or returned by a callback: end the run after this step, with a checkpoint and a patch.
+    """Raised by a callback: end the run after this step, with a checkpoint and a patch.
 
     Its text is the reason, for the summary, run.json and the result.
     """
@@ -30,8 +29,11 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True)
 class RunStart:
-    """The run that begins or goes on. `model`: the base with its adapter, to read and to generate with; changing
-    it changes the run, but each module is in its own mode again after a callback."""
+    """The run that begins or goes on.
+
+    `model`: the base with its adapter, to read and to generate with. Changing it changes the run, but each module is in
+    its own mode again after a callback.
+    """
 
     output: Path
     recipe: "Recipe"
@@ -68,84 +70,36 @@ class Evaluation:
     metrics: Mapping[str, float]
 
 
-class Callback(Protocol):
-    """The events of a run. An object needs only the methods that it uses; each is called in the order of events.
+class Callback:
+    """Base class of callbacks: override the events of interest. They are called in this order, on rank 0.
 
-    Called in the process that writes the files (rank 0). Every method may return or raise `StopTraining`.
+    Every method may raise `StopTraining`.
     """
 
-    def on_start(self, run: RunStart) -> Any:
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                events = [event for event in vars(Callback) if event.startswith("on_")]
+                raise LorakitError(
+                    f"{cls.__name__}.{name} would never be called; the events are {', '.join(events)}."
+                    f"{did_you_mean(name, events)}"
+                )
+
+    def on_start(self, run: RunStart) -> None:
         """Handle the start: everything is loaded, and no step of this start is trained."""
 
-    def on_step(self, step: Step) -> Any:
+    def on_step(self, step: Step) -> None:
         """Handle an optimizer step."""
 
-    def on_evaluation(self, evaluation: Evaluation) -> Any:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         """Handle an evaluation. The one of step 0 is of the base, or of the patch that the run started from."""
 
-    def on_checkpoint(self, folder: Path) -> Any:
+    def on_checkpoint(self, folder: Path) -> None:
         """Handle a new checkpoint, which is a patch."""
 
-    def on_end(self, result: "TrainResult") -> Any:
+    def on_end(self, result: "TrainResult") -> None:
         """Handle the end of a run that finished or was stopped by a callback; not after an error or a signal."""
-
-
-def check_callbacks(callbacks: object) -> tuple[object, ...]:
-    """Return the callbacks as a tuple, if a run can call each.
-
-    Raises:
-        LorakitError: not a list, or an object without a method of an event, or with one of an unknown name or of other
-        parameters than one.
-    """
-    if callbacks is None:
-        return ()
-    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        raise LorakitError(
-            f"callbacks: a list of objects with methods such as on_step, got a {type(callbacks).__name__}"
-        )
-    for callback in callbacks:
-        kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-        if isinstance(callback, type):
-            raise LorakitError(f"callbacks: {kind} is a class; give an object of it: {kind}()")
-        names = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
-        for name in names:
-            if name not in EVENTS:
-                raise LorakitError(
-                    f"callbacks: {kind}.{name} would never be called; the events are {', '.join(EVENTS)}."
-                    f"{did_you_mean(name, EVENTS)}"
-                )
-            check_parameters(getattr(callback, name), 1, f"callbacks: {kind}.{name}")
-        if not names:
-            raise LorakitError(f"callbacks: {kind} has none of the methods {', '.join(EVENTS)}")
-    return tuple(callbacks)
-
-
-def check_parameters(function: Any, number: int, name: str) -> None:
-    """Return if a function can be called with so many values, as far as Python can tell.
-
-    Raises:
-        LorakitError: it cannot.
-    """
-    try:
-        parameters = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        parameters.bind(*range(number))
-    except TypeError as problem:
-        values = "1 value" if number == 1 else f"{number} values"
-        raise LorakitError(f"{name}{parameters} is called with {values}: {problem}") from None
-
-
-@contextmanager
-def own_modes(model: "nn.Module | None") -> Iterator[None]:
-    """Return each module of a model to its own mode after the block, training or evaluation."""
-    modes = [] if model is None else [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @final
@@ -155,7 +109,7 @@ class Callbacks:
     `stopped`: why a callback stopped the run. `failure`: the error of a callback. None: neither happened.
     """
 
-    def __init__(self, callbacks: Sequence[object] = ()) -> None:
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = callbacks
         self.stopped: str | None = None
         self.failure: Exception | None = None
@@ -167,41 +121,101 @@ class Callbacks:
         return self.stopped is not None or self.failure is not None
 
     def call(self, event: str, value: Any) -> None:
-        """Call a method of every callback that has it. After an error no method is called any more.
+        """Call a method of every callback. After an error no method is called any more.
 
         A callback may switch the model to evaluation, to generate. Each module is in its own mode again after it.
         """
         if isinstance(value, RunStart):
             self._model = value.model
-        if self.failure is None and any(hasattr(callback, event) for callback in self._callbacks):
-            with own_modes(self._model):
-                self._call(event, value)
-
-    def _call(self, event: str, value: Any) -> None:
         for callback in self._callbacks:
-            method = getattr(callback, event, None)
-            if method is None:
-                continue
+            if self.failure is not None:
+                return
             where = f"{type(callback).__name__}.{event}"
-            try:
-                answer = method(value)
-            except StopTraining as request:
-                answer = request
-            except Exception as problem:  # raised once the state is saved
-                left = "the run has ended" if event == "on_end" else "the same call goes on with the run"
-                problem.add_note(f"raised by {where}, a callback of lorakit.train; {left}")
-                self.failure = problem
-                return
-            if answer is StopTraining or isinstance(answer, StopTraining):
-                reason = str(answer) if isinstance(answer, StopTraining) else ""
-                self.stopped = self.stopped or f"by {where}" + (f": {reason}" if reason else "")
-            elif answer is not None:
-                self.failure = LorakitError(
-                    f"callbacks: {where} returned {answer!r}; return None, or lorakit.StopTraining to stop the run"
-                )
-                return
+            with restored_modes(self._model):
+                try:
+                    getattr(callback, event)(value)
+                except StopTraining as request:
+                    self.stopped = self.stopped or f"by {where}" + (f": {request}" if str(request) else "")
+                except Exception as problem:  # raised once the state is saved
+                    left = "the run has ended" if event == "on_end" else "the same call goes on with the run"
+                    problem.add_note(f"raised by {where}, a callback of lorakit.train; {left}")
+                    self.failure = problem
 
     def raise_failure(self) -> None:
         """Raise the error of a callback, with its own traceback."""
         if self.failure is not None:
             raise self.failure
+
+
+@contextmanager
+def restored_modes(model: "nn.Module | None") -> Iterator[None]:
+    """Return each module of a model to its own mode after the block, training or evaluation."""
+    modes = [] if model is None else [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What `lorakit.train` was given besides a recipe.
+
+    callbacks: see `Callback`. metrics: name -> measure of an answer, (predicted, expected) -> number. objective: what
+    the run minimises, instead of the recipe's. metric_files: FILE:FUNCTION of every metric, if a command line named
+    them, so that launched processes load them too.
+    """
+
+    callbacks: tuple[Callback, ...] = ()
+    metrics: Mapping[str, Callable[[str, str], float]] = field(default_factory=dict)
+    objective: "Objective | None" = None
+    metric_files: tuple[str, ...] = ()
+
+    def check_answers(self, eval_generate: int | None) -> None:
+        """Raise RunError if there are measures of answers, and a recipe with this `train.eval_generate` has none."""
+        if self.metrics and eval_generate is None:
+            raise RunError("metrics: they measure answers, and nothing is generated; set train.eval_generate")
+
+    def check_launch(self, processes: int) -> None:
+        """Raise RunError, which names the remedy, unless processes that a command starts can have all of it."""
+        names = [name for name in ("callbacks", "objective") if getattr(self, name)]
+        names += ["metrics"] if self.metrics and not self.metric_files else []
+        if names:
+            raise RunError(
+                f"{', '.join(names)}: objects of this process, and this call would start {processes} others without"
+                f" them. Start your script in all of them (torchrun --nproc-per-node {processes} SCRIPT), or set"
+                " parallel.backend: single"
+            )
+
+
+NO_HOOKS: Final = Hooks()
+
+
+def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
+    """Return the hooks of a call.
+
+    Raises:
+        LorakitError: an argument of another type; names it, its value and the form to give.
+    """
+    if not isinstance(callbacks, Sequence | None) or isinstance(callbacks, str):
+        raise LorakitError(f"callbacks: a list of objects of lorakit.Callback, got a {type(callbacks).__name__}")
+    for callback in callbacks or ():
+        if not isinstance(callback, Callback):
+            raise LorakitError(
+                f"callbacks: objects of classes that are derived from lorakit.Callback, got {callback!r}"
+            )
+    if metrics is not None and not (
+        isinstance(metrics, Mapping) and all(isinstance(name, str) and callable(metrics[name]) for name in metrics)
+    ):
+        raise LorakitError(f"metrics: a mapping of names to functions (predicted, expected) -> number, got {metrics!r}")
+    if objective is None:
+        return Hooks(tuple(callbacks or ()), metrics or {})
+    from lorakit.objectives.objective import Objective
+
+    if not isinstance(objective, Objective):
+        raise LorakitError(
+            f"objective: a lorakit.Objective, got {objective!r}; the recipe's section is given as"
+            " **{'objective.name': ...}"
+        )
+    return Hooks(tuple(callbacks or ()), metrics or {}, objective)

@@ -32,6 +32,7 @@ from lorakit.run.record import open_record, recorded_run
 from lorakit.run.trackers import check_trackers
 from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints, check_disk
+from lorakit.training.finish import check_length
 from lorakit.training.job import (
     NOT_FUSED,
     check_tokens_occur,
@@ -41,7 +42,6 @@ from lorakit.training.job import (
     same_rows_note,
 )
 from lorakit.training.model_checks import check_positions, check_row_lengths
-from lorakit.training.resume import check_length
 from lorakit.training.updates import rate_note, step_notes
 
 SHOWN_CHARACTERS: Final = 1200
@@ -220,6 +220,11 @@ def _row_lines(preview: Preview) -> Iterator[str]:
         yield from (f"       {remark}" for remark in (*_count_notes(dataset), *_source_lines(dataset)))
     if shared := rows.counts.shared:
         yield f"note       {shared:,} training rows are left out, because they are held-out rows too"
+    if any(each.counts.today and each.counts.plain < each.counts.rows for each in datasets.values()):
+        yield (
+            "note       the chat template writes today's date (strftime_now): a run keeps the date on which it begins,"
+            " and one that begins on another day has other tokens"
+        )
     same_rows = same_rows_note(rows, datasets.get("eval"))
     if same_rows is not None:
         yield f"note       {same_rows}"

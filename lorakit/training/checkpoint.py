@@ -106,9 +106,6 @@ class Checkpoints:
         return self._read_adapter(folder) if manifest_matches(folder) else None
 
     def _read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        older = folder / "adapter.safetensors"  # as lorakit wrote it before checkpoints were patches
-        if older.exists():
-            return _read(older)
         assert self._patches is not None
         return self._patches.read(folder)
 

@@ -15,12 +15,13 @@ from lorakit.errors import PatchError, RunError
 from lorakit.patch import read_patch, remove_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.recipe import Recipe
+from lorakit.run.charts import draw_loss
 from lorakit.run.display import peak_memory_bytes
-from lorakit.run.metrics import draw_loss
 from lorakit.run.record import RECORD, SAMPLES, RunRecord
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.job import Job
 from lorakit.training.progress import Progress
+from lorakit.training.updates import rate_of
 
 OTHERS: Final = frozenset({"best", "last"})
 """folders of the output folder for the patch of the step that was not chosen"""
@@ -134,7 +135,7 @@ def write_patches(job: Job, progress: Progress, tensors: Mapping[str, Tensor]) -
 def saved_adapter(job: Job, step: int) -> dict[str, Tensor] | None:
     """Return the adapter of the best step: of its checkpoint, or of the patch that the run wrote when it ended before.
 
-    None if there is neither: a run of an earlier version saved the best step only for `select: best`.
+    None if neither is there any more.
     """
     values = job.checkpoints.adapter_of(step)
     if values is not None:
@@ -190,3 +191,52 @@ def verify_finished_run(recipe: Recipe, output: Path, say: Callable[[str], None]
         raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
     Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove_all_but_newest()
     say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")
+
+
+# --- a finished run that goes on, with another end
+
+
+def check_length(before: int | None, total: int) -> None:
+    """Raise RunError if a run would be shorter than it was begun. before: its steps in run.json, None for a new run."""
+    if before is not None and total < before:
+        raise RunError(
+            f"train.steps, train.epochs: {before} steps before, {total} now; a run can be made longer, not shorter. Put"
+            " the number back, choose another output, or start over with --fresh (in Python fresh=True)"
+        )
+
+
+def go_on(job: Job, record: RunRecord, progress: Progress) -> str | None:
+    """Return what is different from now on in a run that was made longer; None in any other run. For rank 0 alone.
+
+    progress: of the checkpoint from which the run goes on.
+
+    Raises:
+        RunError: the run cannot go on with the end that its recipe has now.
+    """
+    before = record.total_steps
+    total = job.total_steps
+    recipe = job.recipe
+    check_length(before, total)
+    if record.goes_on and progress.step == 0:
+        raise RunError(
+            f"{job.output}: this run finished and holds no state of its last step (checkpoints/), so it cannot go on."
+            f" Start a new one from its patch: adapter.start_from: {job.output}, and another output"
+        )
+    best = progress.best_step
+    if record.goes_on and best not in (None, progress.step) and saved_adapter(job, best) is None:
+        raise RunError(adapter_is_gone(job, best))
+    if before is None or total == before:
+        return None
+    if stops_early(recipe, progress):
+        raise RunError(
+            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {deciding_measure(recipe)} was no better"
+            f" in the last {progress.evals_without_gain} evaluations up to step {progress.step}, so no step of the"
+            f" {total} would be trained; raise it, or set it to null"
+        )
+    step = progress.step
+    last = rate_of(recipe, before)(max(0, step - 1))
+    following = rate_of(recipe, total)(step)
+    return (
+        f"{total} steps instead of {before}; the {recipe.train.schedule} schedule is that of {total} steps from now on:"
+        f" learning rate {following:.2e} in step {step + 1}" + (f", {last:.2e} in step {step}" if step else "")
+    )

@@ -47,9 +47,9 @@ from lorakit.recipe.schema import count_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import recorded_run
 from lorakit.training.answers import Answers, open_answers
+from lorakit.training.callbacks import NO_HOOKS, Hooks
 from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.compile import CompiledLayers
-from lorakit.training.hooks import NO_HOOKS, Hooks
 from lorakit.training.model_checks import (
     check_causal,
     check_positions,
@@ -140,7 +140,7 @@ def build_job(
     saved = Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints)
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
     patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
-    folder, rows, eval_rows = group.local_rank_0_first(lambda: load_data(recipe))  # writes the token cache
+    folder, rows, eval_rows = group.run_once_per_machine(lambda: load_data(recipe, recorded))
     # `auto` measures the machine, so one rank chooses for all
     dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
     if "dtype" in recorded:
@@ -149,7 +149,7 @@ def build_job(
     adapted = group.run_on_all(lambda: load_adapted_base(recipe, engine, folder, dtype.dtype, rows, eval_rows, patch))
     model = adapted.base.model
     group.run_on_rank_0(lambda: check_disk(recipe, rows.rows_per_epoch, adapted.num_trainable))
-    identity = _identity(recipe, folder, model)
+    identity = group.run_once_per_machine(lambda: _identity(recipe, folder, model))
     digests = {"rows": rows.digest, "held-out rows": eval_rows.digest if eval_rows else None}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(rows, eval_rows), start.facts() if start else None)
@@ -218,15 +218,20 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
         return find_start(recipe)
 
 
-def load_data(recipe: Recipe) -> tuple[Path, TokenDataset, TokenDataset | None]:
-    """Return the base's folder, the tokenised training rows, and the held-out rows or None."""
+def load_data(recipe: Recipe, recorded: Mapping[str, Any]) -> tuple[Path, TokenDataset, TokenDataset | None]:
+    """Return the base's folder, the tokenised training rows, and the held-out rows or None.
+
+    Reads all rows, so one process of a machine does it; the others map the same files of the token cache. recorded: the
+    run record of an interrupted run, whose date a chat template writes once more.
+    """
+    today = recorded.get("data", {}).get("train", {}).get("today")
     check_sources(recipe.data)
     folder = find_base(recipe.base.model, recipe.base.revision)
     check_without_rows(recipe, folder)
     tokenizer = load_recipe_tokenizer(recipe, folder)
     data = recipe.data
-    rows = load_rows(data, training_sets(data), tokenizer, row_progress)
-    eval_rows = load_rows(data, eval_sets(data), tokenizer, row_progress) if data.has_eval else None
+    rows = load_rows(data, training_sets(data), tokenizer, row_progress, today)
+    eval_rows = load_rows(data, eval_sets(data), tokenizer, row_progress, today) if data.has_eval else None
     return folder, resolve_shared_rows(data, rows, eval_rows), eval_rows
 
 
@@ -331,7 +336,7 @@ def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:
         texts = {token: text for text, token in spec.new_tokens.items()}
         named = ", ".join(repr(texts.get(token, token)) for token in sorted(missing))
         raise TargetError(
-            f"adapter.{key}: of {len(rows)} training rows none has {named}, so nothing would be learnt of it;"
+            f"adapter.{key}: of {len(rows)} training rows none has {named}, so its row would not be trained;"
             " leave it out"
         )
 
@@ -348,11 +353,14 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches."""
+    """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches.
+
+    Reads all adapted weights, so one process of a machine does it.
+    """
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     identity = fingerprint(open_base_files(folder), adapted_names(model), tokenizer, recipe_template(recipe))
     quantization = quantization_facts(model)
-    return identity if quantization is None else identity | {"packed": quantization}
+    return identity if quantization is None else identity | {"quantized": quantization}
 
 
 def _batches(recipe: Recipe, rows: TokenDataset, data: Group) -> BatchSampler:

@@ -27,13 +27,11 @@ from lorakit.run.report import NullReport, Report, reporting
 from lorakit.run.result import read_result
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.run.trackers import check_trackers
-from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
+from lorakit.training.callbacks import NO_HOOKS, Callbacks, Evaluation, Hooks, RunStart, Step
 from lorakit.training.checkpoint import SaveSchedule
-from lorakit.training.finish import discard, finish, stops_early, verify_finished_run
-from lorakit.training.hooks import NO_HOOKS, Hooks
+from lorakit.training.finish import discard, finish, go_on, stops_early, verify_finished_run
 from lorakit.training.job import Job, build_job, choose_start
 from lorakit.training.progress import Progress
-from lorakit.training.resume import go_on
 from lorakit.training.summary import announce, end_summary, start_summary
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one

@@ -1,6 +1,7 @@
-"""Write a recipe for a base and a file of rows, with the reason of each value beside it: ``lorakit init``.
+"""Write a recipe for a base and a file of rows: ``lorakit init``.
 
-Invariant: every value follows from facts of the base and of a sample of the rows, which stand in the recipe's comments.
+Columns, held-out share and max_tokens follow from facts of the base and of a sample of the rows. The other values are
+usual ones, to be changed.
 """
 
 import json
@@ -31,11 +32,9 @@ from lorakit.training.updates import SMALL_BASE
 SAMPLE_ROWS: Final = 500
 TOKEN_STEP: Final = 64
 """max_tokens is a multiple of it"""
-TOKENS_AT_ONCE: Final = 4096
-"""of a micro-batch"""
-ROWS_OF_RANK: Final = ((1000, 8), (20_000, 16), (math.inf, 32))
-"""(largest number of rows, rank)"""
+BATCH_SIZE: Final = 16
 ENOUGH_STEPS: Final = 300
+"""steps of few rows, in up to MAX_EPOCHS passes"""
 MAX_EPOCHS: Final = 10
 EVAL_SHARE: Final = 0.05
 """of the training rows, held out where no held-out rows are named"""
@@ -167,57 +166,62 @@ def _form(row: dict[str, Any]) -> str:
     return " + ".join(next(names for names in forms if row.keys() >= set(names)))
 
 
+TEMPLATE: Final = """\
+# {architecture}, {size} parameters, {template}, {positions}.
+# {count:,} rows of the form {form}; in {sampled}, 9 of 10 have at most {usual:,} tokens, the longest {longest:,}.
+{bad}base:
+  model: {model}
+  # quantize: nf4    # the base in 4 bits instead of {bytes} in 16; needs `pip install 'lorakit[quant]'`
+adapter:
+  rank: 16
+  alpha: 32
+data:
+  train: {train}
+{columns}{eval}
+  max_tokens: {max_tokens}    # {why_tokens}
+{long}train:
+  epochs: {epochs}    # about {steps:,} steps
+  batch_size: {batch_size}
+  micro_batch_size: 4    # rows computed at once; memory, not results
+  learning_rate: {rate}
+  save_every_steps: 50
+{eval_every}output: {output}
+"""
+
+
 def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str) -> str:
     """Return a recipe as YAML with comments. eval_rows: None if no file has them. output: folder of the run."""
-    rank = next(rank for limit, rank in ROWS_OF_RANK if rows.count <= limit)
-    longest, usual = max(rows.lengths), sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1]
     max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
     too_long = sum(length > max_tokens for length in rows.lengths)
-    is_tight = max_tokens == base.positions
-    batch_size = 16 if rows.count >= 16 * 16 else 8
-    is_split = eval_rows is None and rows.can_hold_out
-    count = round(rows.count * (1 - EVAL_SHARE)) if is_split else rows.count
-    epochs = min(MAX_EPOCHS, max(1, math.ceil(ENOUGH_STEPS * batch_size / count)))
-    steps = epochs * math.ceil(count / batch_size)
-    micro = max(1, min(batch_size, 2 ** int(math.log2(max(1, TOKENS_AT_ONCE / min(usual, max_tokens))))))
-    small = base.num_parameters < SMALL_BASE
-    every = max(10, 10 * round(steps / 100))
-    template = "with a chat template" if base.has_template else "without a chat template"
-    positions = f"{base.positions:,} positions" if base.positions else "no limit of positions"
-    size = f"{base.num_parameters / 1e9:.2f} B" if base.num_parameters >= 1e9 else f"{base.num_parameters / 1e6:.1f} M"
-    all_rows = "all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}"
-    return "\n".join([
-        f"# {base.architecture}, {size} parameters, {template}, {positions}.",
-        f"# {rows.count:,} rows of the form {rows.form}; in {all_rows}, 9 of 10 have at most {usual:,} tokens, the"
-        f" longest {longest:,}.",
-        *_bad_lines(rows),
-        "base:",
-        f"  model: {_scalar(base.name)}",
-        f"  # quantize: nf4    # the base in 4 bits instead of {_bytes(2 * base.num_parameters)} in 16; needs"
-        " `pip install 'lorakit[quant]'`",
-        "adapter:",
-        f"  rank: {rank}    # {_rank_reason(rows.count)}",
-        f"  alpha: {2 * rank}    # twice the rank, so that another rank learns at the same rate",
-        "  targets: all-linear    # every linear layer; fewer layers learn less than a lower rank does",
-        "data:",
-        f"  train: {_names(rows.names)}",
-        *_column_lines(rows),
-        _eval_line(rows, eval_rows),
-        f"  max_tokens: {max_tokens}    # {why_tokens}",
-        *([f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them"]
-          if too_long or is_tight else []),
-        "train:",
-        f"  epochs: {epochs}    # about {steps:,} steps; {_epoch_reason(epochs)}",
-        f"  batch_size: {batch_size}    # rows of a step",
-        f"  micro_batch_size: {micro}    # rows computed at once: about {micro * usual:,} tokens; memory, not results",
-        f"  learning_rate: {'2e-3' if small else '2e-4'}    # "
-        + ("a base as small as this one learns at high rates" if small else "usual for adapters: ten times a full"
-           " fine-tuning's"),
-        f"  save_every_steps: {every}",
-        *([f"  eval_every_steps: {every}"] if eval_rows or is_split else []),
-        f"output: {_scalar(output)}    # the run while it trains, the patch when it is finished",
-        "",
-    ])  # fmt: skip
+    drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
+    parameters = base.num_parameters
+    epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.count))
+    return TEMPLATE.format(
+        architecture=base.architecture,
+        size=f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M",
+        template="with a chat template" if base.has_template else "without a chat template",
+        positions=f"{base.positions:,} positions" if base.positions else "no limit of positions",
+        count=rows.count,
+        form=rows.form,
+        sampled="all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}",
+        usual=sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1],
+        longest=max(rows.lengths),
+        bad="".join(f"{line}\n" for line in _bad_lines(rows)),
+        model=_scalar(base.name),
+        bytes=_bytes(2 * parameters),
+        train=_names(rows.names),
+        columns="".join(f"{line}\n" for line in _column_lines(rows)),
+        eval=_eval_line(rows, eval_rows),
+        max_tokens=max_tokens,
+        why_tokens=why_tokens,
+        epochs=epochs,
+        steps=epochs * math.ceil(rows.count / BATCH_SIZE),
+        batch_size=BATCH_SIZE,
+        long=drops if too_long or max_tokens == base.positions else "",
+        rate="2e-3" if parameters < SMALL_BASE else "2e-4",
+        eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
+        output=_scalar(output),
+    )
 
 
 def _column_lines(rows: RowFacts) -> list[str]:
@@ -246,20 +250,10 @@ def _eval_line(rows: RowFacts, eval_rows: RowFacts | None) -> str:
     if eval_rows:
         return f"  eval: {_names(eval_rows.names)}"
     if rows.can_hold_out:
-        number = f"about {round(EVAL_SHARE * rows.count, -1):,.0f} rows"
-        return f"  eval: {EVAL_SHARE}    # {number} held out: their loss rises when the others are learnt by heart"
+        return f"  eval: {EVAL_SHARE}    # about {round(EVAL_SHARE * rows.count, -1):,.0f} rows held out"
     few = rows.count < ENOUGH_TO_HOLD_OUT
     why = f"{rows.count} are too few to hold some out" if few else "too many of these are the same"
     return f"  # eval: held-out.jsonl    # rows to test with, of your own: {why}"
-
-
-def _rank_reason(count: int) -> str:
-    number = "fewer than 1,000 rows" if count <= 1000 else "some thousand rows" if count <= 20_000 else "many rows"
-    return f"for {number}; a higher rank learns more of them, by heart too, and takes more memory"
-
-
-def _epoch_reason(epochs: int) -> str:
-    return "one pass is enough for so many rows" if epochs == 1 else f"so few rows are read {epochs} times"
 
 
 def _bad_lines(rows: RowFacts) -> list[str]:

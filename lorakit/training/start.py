@@ -21,7 +21,7 @@ from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.recipe.load import plain_value
-from lorakit.training.hooks import NO_HOOKS, Hooks, check_hooks
+from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks
 
 if TYPE_CHECKING:
     from lorakit.objectives.objective import Objective
@@ -32,7 +32,7 @@ def train(
     recipe: str | Path | Mapping[str, Any],
     *,
     fresh: bool = False,
-    callbacks: Sequence[object] | None = None,
+    callbacks: Sequence[Callback] | None = None,
     metrics: Mapping[str, Callable[[str, str], float]] | None = None,
     objective: "Objective | None" = None,
     **overrides: Any,
@@ -42,7 +42,7 @@ def train(
     Launches the recipe's processes, unless a launcher such as torchrun has started this one.
 
     recipe: a file, or a file's content. fresh: discard what the output folder contains, instead of resuming.
-    callbacks: objects with some of the methods of `lorakit.Callback`. metrics: name -> function (predicted, expected)
+    callbacks: objects of classes derived from `lorakit.Callback`. metrics: name -> function (predicted, expected)
     -> number, a measure of answers beside those of `evaluation.measures`. objective: what to minimise instead of the
     recipe's `objective`. overrides: recipe keys, as in `**{"train.learning_rate": 2e-3}`.
 

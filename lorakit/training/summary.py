@@ -23,7 +23,7 @@ def start_summary(
 ) -> str:
     """Return the lines before training.
 
-    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: what `resume.go_on` returned.
+    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: what `go_on` returned.
     """
     recipe = job.recipe
     trainable, total = job.adapted.num_trainable, job.adapted.num_parameters
@@ -101,7 +101,7 @@ def _fallbacks(job: Job) -> list[tuple[str, str]]:
 
 def _quantisation(job: Job) -> str | None:
     """Return scheme and number of the base's quantised layers as text; None if it has none."""
-    facts = job.base_fingerprint.get("packed")
+    facts = job.base_fingerprint.get("quantized")
     if facts is None:
         return None
     return f"{facts['name']}{' with quantised scales' if facts['double'] else ''}, {len(facts['layers'])} layers"

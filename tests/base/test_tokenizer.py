@@ -49,11 +49,11 @@ def test_a_recipe_names_the_tokenizer_and_the_patch_knows_it(
 ) -> None:
     steps = {"steps": 1, "warmup_steps": 0}
     path = recipe(base={"model": str(without_tokenizer), "tokenizer": str(base), "dtype": "fp32"}, train=steps)
-    own = lorakit.train(path)
+    own = lorakit.train(path).folder
     assert f"try it     lorakit generate {without_tokenizer} --tokenizer {base} --adapter" in capsys.readouterr().out
     assert f', tokenizer="{base}")' in (own / "README.md").read_text()
     path = recipe(train=steps, output=str(tmp_path / "usual"))
-    usual = lorakit.train(path)
+    usual = lorakit.train(path).folder
 
     assert (own / "adapter_model.safetensors").exists()
     one, two = (read_patch(folder).metadata for folder in (own, usual))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorakit.cli import main
-from lorakit.data.token_journal import TokenJournal
+from lorakit.data.token_table import TableWriter
 from lorakit.files.cache import cache_folder
 from tests.helpers.rows import chat, write_rows
 
@@ -59,7 +59,7 @@ def test_a_full_disk_of_the_cache_is_no_mistake_of_the_recipe(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TokenJournal, "append", full)
+    monkeypatch.setattr(TableWriter, "append", full)
     rows = write_rows(tmp_path / "new.jsonl", [chat("never", "tokenised")])
     assert main(["check", str(recipe(data={"train": str(rows)}))]) == 75
     assert f"lorakit check: {cache_folder('tokens')}" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def expected(tmp_path: Path, tokenizer: Any) -> list[list[int]]:
 
 FAULTS: dict[str, tuple[Callable[[Hub, str], None], type[LorakitError], str]] = {
     "status 500": (lambda hub, file: hub.refuse.update({file: 500}), TemporaryFailure,
-                   r"org/set: after row 300: the hub could not answer \(500\); the same command goes on"),
+                   r"org/set: after row 300: the hub could not answer \(500\); the same command tokenises again"),
     "status 403": (lambda hub, file: hub.refuse.update({file: 403}), HubError,
                    r"org/set: after row 300: the hub says that your token may not read it \(403\): refused"),
     "cut inside": (lambda hub, file: hub.cut_after.update({file: 900}), TemporaryFailure,
@@ -119,7 +119,7 @@ def test_a_hub_that_fails_is_named_with_the_row_and_the_next_call_is_right(
         streamed(tokenizer)
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
-    assert len(list(cache_folder("tokens").glob("*.journal"))) == ("row 300" in said)
+    assert len(list(cache_folder("tokens").glob("*"))) == 1  # the expected rows, and nothing of the stream
 
     hub.refuse, hub.cut, hub.cut_after = {}, None, {}
     assert streamed(tokenizer) == expected

@@ -52,17 +52,16 @@ def test_files_of_every_form_have_the_same_rows(tmp_path: Path) -> None:
         assert read(tmp_path / name) == ROWS, name
 
 
-@pytest.mark.parametrize("block", [1, 7, 64])
-def test_an_array_is_read_element_by_element_wherever_a_block_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    monkeypatch.setattr(row_files, "BLOCK_CHARACTERS", block)
+def test_the_elements_of_an_array_are_rows_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elements = [*ROWS, {"n": 1.5e3, "nested": [{"a": "]},"}]}, 1234567890123456, "text", []]
     (tmp_path / "rows.json").write_text(json.dumps(elements) + "\n")
     (tmp_path / "none.json").write_text(" [ ] ")
 
     assert read(tmp_path / "rows.json") == elements
     assert read(tmp_path / "none.json") == []
+    monkeypatch.setattr(row_files, "MAX_ARRAY_BYTES", (tmp_path / "rows.json").stat().st_size - 1)
+    with pytest.raises(DataError, match=r"rows.json: a JSON array above .* GB, .*: jq -c '.\[\]' FILE > NEW.jsonl"):
+        read(tmp_path / "rows.json")
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,28 @@
-"""Rows are tokenised on all cores, in the order of their files; an interrupted call goes on; the cache has no copies."""
+"""Rows are tokenised on all cores, in the order of their files; the cache has complete sets alone, and no copies."""
 
 import errno
 import gzip
 import os
+import pickle
 import signal
 import time
+from copy import copy
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import pytest
 
 from lorakit.cli import main
-from lorakit.data import RowSettings, TokenDataset, encode_chunks, tokenize_rows
+from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache, tokenize_rows
 from lorakit.data.cache_entries import cache_entries, trim_cache
 from lorakit.data.encode import Encoder
+from lorakit.data.encode_chunks import EncodedChunk
 from lorakit.data.find_rows import find_sources
+from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.rows import read_rows
-from lorakit.data.token_records import row_schema
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files.atomic import MANIFEST
 from lorakit.files.cache import cache_folder
@@ -40,8 +45,11 @@ def tokenized(rows: Path, tokenizer: Any, **arguments: Any) -> TokenDataset:
     return tokenize_rows(str(rows), "train", tokenizer, SETTINGS, **arguments)
 
 
-def journals() -> list[str]:
-    return [path.name for path in cache_folder("tokens").glob("*.journal")]
+def left() -> list[str]:
+    """Return the names of all files and folders in the cache."""
+    return [path.name for path in cache_folder("tokens").glob("*")] + [
+        path.name for path in cache_folder("tokens").glob(".*")
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -49,123 +57,129 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_many_processes_write_the_file_that_one_writes_row_by_row(many: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_many_processes_write_the_rows_that_one_writes_row_by_row(many: Path, tokenizer: Any) -> None:
     shown: list[tuple[int, int | None]] = []
     dataset = tokenized(many, tokenizer, progress=lambda *numbers: shown.append(numbers))
 
-    encoder, blocks = Encoder(tokenizer, "answer"), []
+    encoder, rows = Encoder(tokenizer, "answer"), []
     for line, row in read_rows(find_sources(str(many), "train")[0]):
         if "messages" not in row and len((encoded := encoder(row)).ids) <= SETTINGS.max_tokens:
-            values = (encoded.ids, encoded.label_mask, 0, line)
-            blocks.append(dict(zip(row_schema().names, values, strict=True)))
-    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, row_schema()) as writer:
-        for start in range(0, len(blocks), 1024):
-            writer.write_batch(pa.RecordBatch.from_pylist(blocks[start : start + 1024], schema=row_schema()))
-    (written,) = cache_folder("tokens").glob("*/rows.arrow")
-    assert written.read_bytes() == (tmp_path / "rows.arrow").read_bytes()
-    assert [dataset.ids(row).tolist() for row in (0, 1023, 1024, len(blocks) - 1)] == [
-        blocks[row]["input_ids"] for row in (0, 1023, 1024, -1)
+            rows.append((encoded.ids, encoded.label_mask, f"{many}:{line}"))
+    assert rows == [
+        (dataset.ids(row).tolist(), dataset.label_mask(row).tolist(), dataset.location(row)) for row in range(len(rows))
     ]
     counts = dataset.counts
-    assert (counts.rows, counts.bad, counts.unread) == (len(blocks), NUMBER // 100, {"id": NUMBER // 100})
+    assert (counts.rows, counts.bad, counts.unread) == (len(rows), NUMBER // 100, {"id": NUMBER // 100})
     assert counts.rows + counts.bad + counts.dropped_long == NUMBER
-    assert counts.tokens == sum(len(row["input_ids"]) for row in blocks) == dataset.lengths.sum()
+    assert counts.tokens == sum(len(ids) for ids, _, _ in rows) == dataset.lengths.sum()
     assert shown[-1] == (NUMBER, NUMBER)
-    assert journals() == []
 
 
-def test_an_interrupted_call_goes_on_after_its_last_record(many: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_the_digest_is_of_tokens_and_labels_and_not_of_files(many: Path, tokenizer: Any, tmp_path: Path) -> None:
+    lines = many.read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(lines[8:]))  # without a bad row and 7 others
+    both = RowSettings(24, "drop", "skip", "answer", ignore_keys=("id",))
+    cut = RowSettings(24, "drop", "skip", "answer", limit=8)
+    one, two = (tokenize_rows(str(many), "train", tokenizer, settings) for settings in (SETTINGS, both))
+    assert one.digest == two.digest
+    assert len({one.digest, tokenized(other, tokenizer).digest, tokenized_with(cut, many, tokenizer).digest}) == 3
+
+
+def tokenized_with(settings: RowSettings, rows: Path, tokenizer: Any) -> TokenDataset:
+    return tokenize_rows(str(rows), "train", tokenizer, settings)
+
+
+def test_an_interrupted_call_leaves_nothing_and_the_next_one_starts_over(many: Path, tokenizer: Any) -> None:
     def stop(done: int, total: int | None) -> None:
         if done >= 1_280:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         tokenized(many, tokenizer, progress=stop)
-    (name,) = journals()
-    journal = cache_folder("tokens") / name
-    with open(journal, "ab") as file:  # as a process that is killed while it writes leaves it
-        file.write((1_000_000).to_bytes(8, "little") + bytes(1000))
-    shown: list[int] = []
-
-    went_on = tokenized(many, tokenizer, progress=lambda done, total: shown.append(done))
-
-    assert journals() == []
-    assert shown == []  # the rest is less than other processes are started for
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path / "other")  # set back by the fixture
-    assert went_on.digest == tokenized(many, tokenizer).digest
+    assert left() == []
+    assert len(tokenized(many, tokenizer)) > 1_000
 
 
-def test_a_damaged_record_and_those_after_it_are_encoded_once_more(many: Path, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        tokenized(many, tokenizer, progress=lambda done, total: done > 1_270 and 1 // 0)
-    journal = next(cache_folder("tokens").glob("*.journal"))
-    content = bytearray(journal.read_bytes())
-    content[len(content) // 2] ^= 1
-    journal.write_bytes(content)
+def test_a_set_that_another_process_writes_meanwhile_is_opened(many: Path, tokenizer: Any) -> None:
+    others = list[TokenDataset]()
 
+    def write_too(done: int, total: int | None) -> None:
+        if not others:
+            others.append(tokenized(many, tokenizer))
+
+    assert tokenized(many, tokenizer, progress=write_too).digest == others[0].digest
+    assert len(left()) == 1
+
+
+def test_a_cached_set_is_opened_by_sizes_alone_and_a_cut_one_is_refused(many: Path, tokenizer: Any) -> None:
+    tokenized(many, tokenizer)
+    (file,) = cache_folder("tokens").glob("*/input_ids.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert tokenized(many, tokenizer).ids(5).sum() == 0  # nothing was read to open it
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(DataError, match="the token cache is damaged; remove this folder"):
+        tokenized(many, tokenizer)
+
+
+def test_a_pickled_set_names_its_folder_and_is_the_same(many: Path, tokenizer: Any) -> None:
     dataset = tokenized(many, tokenizer)
+    some = TokenDataset([replace(dataset.parts[0], table=dataset.parts[0].table.select(np.arange(3, 900, 7)))])
+    for one in (dataset, some):
+        content = pickle.dumps(one)
+        opened = pickle.loads(content)
+        assert len(content) < 10_000
+        assert (opened.digest, opened.counts, len(opened)) == (one.digest, one.counts, len(one))
+        assert [opened.ids(row).tolist() for row in (0, 100)] == [one.ids(row).tolist() for row in (0, 100)]
 
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path / "other")
-    assert dataset.digest == tokenized(many, tokenizer).digest
+
+def test_a_template_that_writes_the_date_is_tokenised_for_each_day(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    dated = copy(tokenizer)
+    dated.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + tokenizer.chat_template
+    folders, texts = set(), list[str]()
+    for day in (1, 1, 2):
+        monkeypatch.setattr(token_cache, "date", type("Day", (), {"today": lambda day=day: date(2026, 1, day)}))
+        for one in (tokenizer, dated):
+            dataset = tokenized(rows, one)
+            folders.add(dataset.parts[0].table.folder)
+            texts.append(tokenizer.decode(dataset.ids(0)))
+    assert len(folders) == 3  # one without a date, and two days
+    assert ["2026-01-0" in text for text in texts] == [False, True] * 3
+    of_day_1 = replace(SETTINGS, today="2026-01-01")
+    assert tokenized_with(of_day_1, rows, dated).parts[0].table.folder in folders
 
 
-def test_a_process_that_is_killed_loses_nothing(many: Path) -> None:
-    def encoder(chunk: Any) -> bytes:
+def test_a_process_that_is_killed_is_named(many: Path) -> None:
+    def encoder(chunk: Any) -> EncodedChunk:
         if chunk[0][1] > 1_270:  # its first line
             os.kill(os.getpid(), signal.SIGKILL)
-        return b"record"
-
-    records = []
-
-    def encode_all() -> None:
-        sources = find_sources(str(many), "train")
-        for record in encode_chunks.encode_chunks(sources, encoder, skip=0, progress=lambda done: None):  # type: ignore[arg-type]
-            records.append(record)
+        return EncodedChunk({}, RowCounts(), BadRows())
 
     with pytest.raises(TemporaryFailure, match="a process that tokenises was killed"):
-        encode_all()
-    assert 4 <= len(records) <= 8
+        list(encode_chunks.encode_chunks(find_sources(str(many), "train"), encoder, lambda done: None))
 
 
-def test_a_full_disk_of_the_cache_is_named_and_the_rest_is_done_by_the_same_call(many: Path, tokenizer: Any) -> None:
+def test_a_full_disk_of_the_cache_is_named_and_leaves_nothing(many: Path, tokenizer: Any) -> None:
     def fill(done: int, total: int | None) -> None:
         if done >= 1_280:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(TemporaryFailure, match=rf"{cache_folder('tokens')}.*\.journal: the disk is full"):
+    with pytest.raises(TemporaryFailure, match=rf"{cache_folder('tokens')}.*: the disk is full"):
         tokenized(many, tokenizer, progress=fill)
-    assert len(journals()) == 1
-    assert len(tokenized(many, tokenizer)) > 0
+    assert left() == []
 
 
-def test_an_unfinished_data_set_is_listed_with_its_files(
-    many: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ZeroDivisionError):
-        tokenized(many, tokenizer, progress=lambda done, total: 1 // 0)
-    (path,) = cache_folder("tokens").glob("*.journal")
-
-    assert main(["cache"]) == 0
-    line = capsys.readouterr().out.splitlines()[1].split()
-    assert (line[2:4], line[-1]) == (["kB", "unfinished"], str(many))
-
-    path.write_bytes(path.read_bytes()[:10])  # as a process that is killed while it writes leaves it
-    assert cache_entries()[0].sources == ()
-    assert len(tokenized(many, tokenizer)) > 0
-
-
-def test_a_file_that_is_cut_leaves_no_journal(many: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_leave_nothing(many: Path, tokenizer: Any, tmp_path: Path) -> None:
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(many.read_bytes())[:-9])
     with pytest.raises(DataError, match="cut or damaged"):
         tokenized(cut, tokenizer)
-    assert journals() == []
-
-
-def test_rows_that_cannot_be_used_leave_no_journal(many: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=f"{NUMBER // 100} of .* rows cannot be used"):
         tokenize_rows(str(many), "train", tokenizer, RowSettings(64, "stop", "stop", "answer"))
-    assert journals() == []
+    assert left() == []
 
 
 def test_rows_of_weight_0_are_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:

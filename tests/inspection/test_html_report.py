@@ -2,7 +2,9 @@
 
 import json
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,12 +12,12 @@ import pytest
 from lorakit.cli import main
 from lorakit.errors import RunError
 from lorakit.inspection.html_report import write_report
-from lorakit.inspection.line_chart import ChartLine, line_chart
+from lorakit.run.charts import Chart, ChartLine, draw
 from tests.helpers import chromium
 from tests.helpers.runs import change_metrics, copy_run, interrupted_copy
 
 HOSTILE = "</style></table><script>document.title='taken'</script><img src=x onerror=alert(1)>\"'&"
-VOID = {"meta", "line", "circle", "polyline"}
+VOID = {"meta"}
 
 
 class Tags(HTMLParser):
@@ -68,9 +70,10 @@ def test_the_page_loads_nothing(finished_run: Path, tmp_path: Path) -> None:
     text = write_report(finished_run, tmp_path / "page.html").read_text()
     page = Tags(text)
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert not [name for name, _ in page.attributes if name in ("src", "href", "style") or name.startswith("on")]
+    assert not [name for name, _ in page.attributes if name in ("src", "href") or name.startswith("on")]
+    assert all((value or "").startswith("#") for name, value in page.attributes if name == "xlink:href")
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
-    assert "url(" not in text
+    assert "url(" not in text.replace("url(#", "")
     assert "@import" not in text
 
 
@@ -147,22 +150,44 @@ def test_what_is_no_run_or_no_file_is_refused(finished_run: Path, tmp_path: Path
         write_report(finished_run, tmp_path)
 
 
+def test_a_constant_learning_rate_is_drawn_at_its_value(finished_run: Path, tmp_path: Path) -> None:
+    folder = copy_run(finished_run, tmp_path / "constant")
+    change_metrics(folder, lambda line: line.update(learning_rate=0.002))
+    page = write_report(folder).read_text()
+    chart = next(part for part in page.split("<svg ") if 'aria-label="learning rate"' in part)
+    labels = [float(text) for text in Tags(f"<svg {chart}".partition("</svg>")[0] + "</svg>").texts if is_number(text)]
+    on_the_left = [label for label in labels if 0 < label < 0.5]  # the others are steps
+    assert len(on_the_left) >= 3
+    assert all(0.0018 < label < 0.0022 for label in on_the_left)
+
+
+def is_number(text: str) -> bool:
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
+
+
 @pytest.mark.parametrize(
     "points", [[(1, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 1e-9)], [(0, 1e30), (5, 1e-30)], [(3, 5.0), (4, 5.0)]]
 )
 @pytest.mark.parametrize("log", [False, True])
-def test_a_chart_of_any_values_lies_within_its_frame(points: list[tuple[float, float]], log: bool) -> None:
-    page = Tags(line_chart("loss", [ChartLine("step", points, "main")], log=log))
-    (drawn,) = (value for name, value in page.attributes if name == "points")
-    for pair in (drawn or "").split():
-        x, y = map(float, pair.split(","))
-        assert 0 <= x <= 640
-        assert 0 <= y <= 250
+def test_a_chart_of_any_values_is_drawn_as_tags_that_are_closed(points: list[tuple[int, float]], log: bool) -> None:
+    image = BytesIO()
+    draw([Chart("a <b> $x", [ChartLine("_$\\frac", points, marked=True)], log=log)], image, "svg")
+    page = Tags(image.getvalue().decode().partition("standalone")[2].partition('dtd">')[2])
+    assert "a <b> $x" in page.texts
+    assert " _$\\frac" in page.texts
 
 
-def test_a_long_line_keeps_its_peaks_and_its_page_stays_small() -> None:
-    points = [(step, 1.0) for step in range(100_000)]
+def test_a_long_line_keeps_its_peak_and_its_page_stays_small() -> None:
+    values = Random(1)
+    points = [(step, values.random()) for step in range(100_000)]
     points[54_321] = (54_321, 9.0)
-    chart = line_chart("loss", [ChartLine("step", points, "main")])
-    assert len(chart) < 40_000
-    assert min(float(pair.split(",")[1]) for pair in chart.split('points="')[1].split('"')[0].split()) == 26.0
+    image = BytesIO()
+    draw([Chart("loss", [ChartLine("step", points)])], image, "svg")
+    drawing = image.getvalue().decode()
+    assert len(drawing) < 150_000
+    curve = max(drawing.split(' d="'), key=len).partition('"')[0]
+    heights = sorted(float(point.split()[2]) for point in curve.split("\n") if point.strip())
+    assert heights[1] - heights[0] > 100  # the peak is far above all other points

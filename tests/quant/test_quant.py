@@ -140,7 +140,7 @@ def test_a_run_on_a_quantised_base_resumes_to_the_same_bytes(recipe: Recipe, opt
 
     assert "quantised  nf4 with quantised scales, 14 layers" in output
     one, two = read_patch(first), read_patch(resumed)
-    assert one.metadata["base"]["packed"]["name"] == "nf4"
+    assert one.metadata["base"]["quantized"]["name"] == "nf4"
     for name, layer in one.layers.items():
         assert layer.rank == (16 if optimizer == "adamw" else 128)  # pissa is saved on W itself
         for part, tensor in layer.tensors.items():

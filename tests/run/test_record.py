@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lorakit.errors import RunError
 from lorakit.recipe import Recipe
-from lorakit.run.record import HARMLESS, LENGTH, RECORD, flatten, open_record
+from lorakit.run.record import EXTENDABLE_KEYS, RECORD, RESUMABLE_KEYS, flatten, open_record
 
 REFUSED = {
     "base.model", "base.revision", "base.tokenizer", "base.dtype", "base.quantize", "base.double_quantize",
@@ -20,9 +22,9 @@ REFUSED = {
     "train.schedule_cycles", "train.decay_ratio", "train.warmup_steps", "train.warmup_ratio", "train.optimizer",
     "train.loraplus_lr_ratio", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay",
     "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.seed", "objective.name",
-    "evaluation.best", "evaluation.max_new_tokens", "evaluation.num_rows",
+    "evaluation.best",
 }  # fmt: skip
-"""keys that change the numbers of a run, or what they mean: a new key goes here, or into `HARMLESS` with a reason"""
+"""keys that an update depends on, or the best step so far: a new key goes here, or into `RESUMABLE_KEYS`"""
 
 
 def values() -> dict[str, Any]:
@@ -47,16 +49,29 @@ def keys() -> list[str]:
 
 
 def opened(folder: Path, key: str, status: str) -> Any:
-    record = {"recipe": values(), "status": status, "row_order": 2}
+    record = {"recipe": values(), "status": status}
     (folder / RECORD).write_text(json.dumps(record))
     return open_record(folder, with_change(key), fresh=False)
 
 
-def test_every_key_is_harmless_or_decides_the_length_or_is_refused() -> None:
+def test_every_key_may_change_or_decides_the_end_or_is_refused() -> None:
     parallel = {key for key in keys() if key.startswith("parallel.")}
 
-    assert set(keys()) == REFUSED | HARMLESS | LENGTH | parallel
-    assert not REFUSED & (HARMLESS | LENGTH)
+    assert set(keys()) == REFUSED | RESUMABLE_KEYS | EXTENDABLE_KEYS | parallel
+    assert not REFUSED & (RESUMABLE_KEYS | EXTENDABLE_KEYS)
+
+
+def test_what_a_measure_is_of_may_not_change_where_that_measure_decides_the_best_step(tmp_path: Path) -> None:
+    before = values()
+    before["evaluation"] |= {"best": "exact_match"}
+    (tmp_path / RECORD).write_text(json.dumps({"recipe": before, "status": "running"}))
+    for key, is_refused in (("max_new_tokens", True), ("num_rows", True), ("measures", False)):
+        now = {**before, "evaluation": before["evaluation"] | {key: "another"}}
+        if is_refused:
+            with pytest.raises(RunError, match=f"evaluation.{key}"):
+                open_record(tmp_path, now, fresh=False)
+        else:
+            assert not open_record(tmp_path, now, fresh=False).finished
 
 
 def test_a_key_that_changes_the_numbers_is_refused_by_name_and_no_other_key_is(tmp_path: Path) -> None:
@@ -74,7 +89,7 @@ def test_a_key_that_changes_the_numbers_is_refused_by_name_and_no_other_key_is(t
 def test_a_finished_run_goes_on_only_where_its_end_changed(tmp_path: Path) -> None:
     goes_on = {key for key in {*keys()} - REFUSED if not opened(tmp_path, key, "finished").finished}
 
-    assert goes_on == LENGTH
+    assert goes_on == EXTENDABLE_KEYS
 
 
 def test_flattened_keys_are_dotted() -> None:

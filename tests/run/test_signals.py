@@ -8,10 +8,8 @@ from lorakit.errors import TemporaryFailure
 from lorakit.run.signals import StopRequest
 
 
-def test_a_signal_before_the_first_step_says_that_tokenised_rows_are_saved() -> None:
-    with pytest.raises(
-        TemporaryFailure, match="SIGTERM, before training began; .* with the rows tokenised so far, and"
-    ):
+def test_a_signal_before_the_first_step_says_what_the_same_command_goes_on_with() -> None:
+    with pytest.raises(TemporaryFailure, match="SIGTERM, before training began; .* after the last checkpoint if there"):
         StopRequest().receive(signal.SIGTERM, None)
 
 

@@ -63,7 +63,7 @@ def assert_same_state(one: Path, two: Path) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-class Watch:
+class Watch(lorakit.Callback):
     """Notes what a step could depend on besides its rows."""
 
     def __init__(self) -> None:
@@ -102,21 +102,26 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     result = lorakit.train(content, metrics={"starts_alike": starts_alike})
     said = capsys.readouterr()
 
-    asked = score(lorakit.load(base, {"a": result}, dtype="float32"), {str(rows): [None, "a"]}, max_new_tokens=20,
-                  skip_bad_rows=True, limit=8).answers  # fmt: skip
+    asked = score(
+        lorakit.load(base, {"a": result.folder}, dtype="float32"),
+        {str(rows): [None, "a"]},
+        max_new_tokens=20,
+        skip_bad_rows=True,
+        limit=8,
+    ).answers
     for index, adapter in ((0, None), (2, "a")):
         expected = [(one.text, one.row.expected) for one in asked[str(rows), adapter]]
         assert seen[index * len(expected) : (index + 1) * len(expected)] == expected
     last = result.evaluations[-1]
     assert {"eval_exact_match", "eval_prefix", "eval_starts_alike", "eval_accuracy"} <= last.keys()
-    run = json.loads((result / "run.json").read_text())
+    run = json.loads((result.folder / "run.json").read_text())
     assert run["answers"] == {"rows": len(asked[str(rows), "a"]), "left_out": 8 - len(asked[str(rows), "a"])}
     assert run["results"]["eval_starts_alike"] == last["eval_starts_alike"] > 0
-    assert "eval_starts_alike" in (result / "README.md").read_text()
+    assert "eval_starts_alike" in (result.folder / "README.md").read_text()
     assert "held-out rows at every evaluation: exact_match, prefix, starts_alike; " in said.out
     assert "perplexity  exact_match    prefix  starts_alike" in said.out
     assert "starts_alike 0." in said.err
-    samples = json.loads((result / "samples.json").read_text())
+    samples = json.loads((result.folder / "samples.json").read_text())
     answers = asked[str(rows), "a"]
     assert samples["step"] == last["step"]
     assert [(row["row"], row["expected"], row["predicted"]) for row in samples["rows"]] == [
@@ -145,9 +150,9 @@ def test_sources_take_turns_and_have_measures_of_their_own(
 
     run = lorakit.train(write(recipe, data={"eval": sources}, evaluation={"num_rows": 8}), metrics=metrics)
 
-    line = read_metrics(run / "metrics.jsonl")[-1]
+    line = read_metrics(run.folder / "metrics.jsonl")[-1]
     assert (line["eval_length"], line["eval_length/a"], line["eval_length/b"]) == (2.0, 2.0, 2.0)
-    samples = json.loads((run / "samples.json").read_text())["rows"]
+    samples = json.loads((run.folder / "samples.json").read_text())["rows"]
     assert [row["prompt"][0]["content"] for row in samples] == ["a 0", "b 0", "a 1", "b 1", "a 2", "b 2", "b 3", "b 4"]
     table = capsys.readouterr().out.rpartition("held out ")[2]
     assert re.search(r"^a, last step +\S+ +\S+ +0\.0% +0 +2$", table, re.MULTILINE), table

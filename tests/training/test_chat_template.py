@@ -1,7 +1,8 @@
 """A chat template of the recipe's own is the patch's: whoever prompts the patch uses it, and nobody another."""
 
-import signal
+import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import Encoder, chat_template
-from lorakit.errors import DataError, LorakitError, PatchError
+from lorakit.data import Encoder, token_cache
+from lorakit.errors import DataError, LorakitError, PatchError, TemporaryFailure
 from lorakit.inference.load import brought_template
 from lorakit.patch.prompting import PromptForm
 from lorakit.recipe import load_recipe
 from lorakit.training.check import check
-from tests.helpers.rows import chat
-from tests.helpers.training import train
+from tests.helpers.rows import chat, write_rows
+from tests.helpers.training import stop_at, train
 
 CHATML = (
     "{% for m in messages %}{{ '<|user|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{% endfor %}"
@@ -68,22 +69,44 @@ def test_a_patch_brings_its_chat_template_with_it(
     check(load_recipe(same), say=lambda text: None)
 
 
-@pytest.mark.parametrize(
-    "loops", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ range(10**9) }}"]
-)
-def test_a_template_that_never_ends_is_named_instead_of_waited_for(
-    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: str
+def test_a_run_that_goes_on_tomorrow_keeps_the_date_of_its_rows(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML)
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"say {i}", "so") for i in range(8)])
+    data = {"train": str(rows), "eval": None, "chat_template": str(template), "max_tokens": 128}
+    path = recipe(data=data, train={"steps": 6, "save_every_steps": 2})
+
+    def on_day(number: int) -> None:
+        day = type("Day", (), {"today": lambda: date(2026, 1, number), "fromisoformat": date.fromisoformat})
+        monkeypatch.setattr(token_cache, "date", day)
+
+    on_day(1)
+    stop_at(monkeypatch, {3})
+    with pytest.raises(TemporaryFailure):
+        train(path)
+    on_day(2)
+    out, _ = train(path)  # refused before: the rows had other tokens
+    assert json.loads((out / "run.json").read_text())["data"]["train"]["today"] == "2026-01-01"
+
+
+@pytest.mark.parametrize("content", ["{{ range(10**9) }}", "{{ 'a' * 10**15 }}"])
+def test_a_template_that_makes_too_much_is_refused(recipe: Callable[..., Path], tmp_path: Path, content: str) -> None:
     path = tmp_path / "mine.jinja"
-    path.write_text(loops + CHATML)
-    handler = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(
-        DataError, match=r"the chat template (that begins '{% for a .* without an end|refuses it: Range)"
-    ):
+    path.write_text(content + CHATML)
+    with pytest.raises(DataError, match="the chat template refuses it: "):
         train(recipe(data={"chat_template": str(path)}))
-    assert signal.getsignal(signal.SIGVTALRM) is handler
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_check_says_that_a_template_writes_the_date(
+    recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    for template, is_said in ((path, True), (None, False)):
+        check(load_recipe(recipe(data={"chat_template": None if template is None else str(template)})))
+        assert ("writes today's date (strftime_now)" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

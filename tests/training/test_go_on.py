@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lorakit.training.hooks import Hooks
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,6 @@ from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
 from lorakit.training.callbacks import Step
-from lorakit.training.hooks import Hooks
 from lorakit.training.loop import run
 from lorakit.training.start import _restart_command
 from tests.helpers.training import stop_at, train
@@ -167,33 +167,6 @@ def test_a_checkpoint_is_a_patch(
     with pytest.raises(PatchError, match=r"its newest checkpoint is a patch: .*checkpoints/step-00000009"):
         read_patch(tmp_path / "out")
     out, _ = train(path)
-    assert (out / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It held the adapter under the names of the model's parameters."""
-    from lorakit.files.atomic import write_manifest
-    from lorakit.files.safetensors import write_tensors
-
-    whole, _ = train(recipe(output=str(tmp_path / "whole")))
-    path = recipe()
-    stop_at(monkeypatch, {9})
-    with pytest.raises(TemporaryFailure):
-        train(path)
-    folder = tmp_path / "out" / "checkpoints" / "step-00000009"
-    patch = read_patch(folder)
-    tensors = {f"{name}.{part}": t for name, layer in patch.layers.items() for part, t in layer.tensors.items()}
-    for name in (TENSORS, "adapter_config.json", "lorakit.json", "README.md", "manifest.json"):
-        (folder / name).unlink()
-    with open(folder / "adapter.safetensors", "wb") as file:
-        write_tensors(file, tensors, {"format": "pt"})
-    write_manifest(folder)
-
-    out, said = train(path)
-
-    assert "resuming   after step 9" in said
     assert (out / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
 
 

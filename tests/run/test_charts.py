@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.run.metrics import draw_loss, running_mean
+from lorakit.run.charts import draw_loss, running_mean
 
 
 def test_the_running_mean_of_a_falling_loss_does_not_lag() -> None:
