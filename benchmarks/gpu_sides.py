@@ -16,7 +16,7 @@ from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, peft_model, to
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
 from lorakit.parallel.single import SingleEngine
-from lorakit.quant.bnb import QuantScheme
+from lorakit.quant.schemes import quant_scheme
 
 WARM = 2
 AS_PEFT = "lorakit, as many rows at a time as peft"
@@ -104,7 +104,7 @@ def rows_of(work: Work, number: int) -> Rows:
 
 def build(side: str, work: Work, device: torch.device) -> Step:
     """A side's step, on a base of its own."""
-    packing = QuantScheme("nf4", True) if side.endswith("nf4") else None
+    packing = quant_scheme("nf4") if side.endswith("nf4") else None
     model: Any = make_model(work.shape, torch.bfloat16, device, packing)
     adapter = random_adapter(find_targets(model, AdapterSpec(rank=RANK)), RANK, 0, work.size)
     if side.startswith("lorakit"):

@@ -12,7 +12,8 @@ from lorakit.base.find import find_base
 from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora import AdapterSpec, Target, find_targets
-from lorakit.quant.bnb import QuantizationInfo, QuantLinear, QuantScheme, quantize
+from lorakit.quant.linear import QuantizationInfo, QuantLinear
+from lorakit.quant.schemes import QuantScheme
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -66,7 +67,7 @@ def make_model(shape: str, dtype: torch.dtype, device: torch.device, packing: Qu
                     value.normal_(0, 0.02, generator=numbers)
                 if packing is not None and isinstance(module, nn.Linear) and name != "lm_head":
                     facts = QuantizationInfo(packing, (module.out_features, module.in_features), dtype)
-                    model.set_submodule(name, QuantLinear(facts, quantize(value, packing), None))
+                    model.set_submodule(name, QuantLinear(facts, packing.quantize(value), None))
                     continue
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             module._parameters[key] = made[id(old)]
@@ -90,7 +91,7 @@ def make_patch(folder: Path, base: Path, *, rank: int, seed: int, targets: Any =
     target = folder / f"patch-{base.name}-r{rank}-{seed}"
     if not (target / "adapter_config.json").exists():
         from lorakit.files.base_files import open_base_files
-        from lorakit.patch import PatchLayer, fingerprint, new_patch, write_patch
+        from lorakit.patch import BaseIdentity, PatchLayer, fingerprint, new_patch, write_patch
         from lorakit.version import VERSION
 
         model = load_skeleton(base)
@@ -103,7 +104,7 @@ def make_patch(folder: Path, base: Path, *, rank: int, seed: int, targets: Any =
             )
             for t in found
         }  # fmt: skip
-        facts = {"lorakit": VERSION, "base": fingerprint(open_base_files(base), list(layers))}
+        facts = {"lorakit": VERSION, "base": fingerprint(BaseIdentity(open_base_files(base)), list(layers))}
         names = [name for name, _ in model.named_modules()]
         write_patch(target, new_patch(layers, metadata=facts, base_model=str(base), all_modules=names))
     return target

@@ -24,7 +24,7 @@ LEVELS: list[list[str]] = [
     ["files"],
     ["recipe", "ops", "launch"],
     ["data", "lora"],
-    ["quant", "patch", "objectives"],
+    ["quant", "patch", "objectives", "slots"],
     ["base"],
     ["decoding"],
     ["parallel", "inference", "derive", "formats"],

@@ -16,7 +16,8 @@ from benchmarks.__main__ import PROGRAMS, TARGETS, earlier
 from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
 from benchmarks.targets import measured
-from lorakit.quant.bnb import QuantLinear, QuantScheme
+from lorakit.quant.linear import QuantLinear
+from lorakit.quant.schemes import quant_scheme
 
 ROOT = Path(__file__).parent.parent
 BARE = """
@@ -68,7 +69,7 @@ def test_a_base_made_on_a_device_computes_as_transformers_own(tied: bool, monkey
 
 def test_a_packed_base_is_never_whole_in_floats() -> None:
     pytest.importorskip("bitsandbytes")
-    made = make_model("tiny", torch.bfloat16, CPU, QuantScheme("nf4", True))
+    made = make_model("tiny", torch.bfloat16, CPU, quant_scheme("nf4"))
 
     linear = {name for name, module in made.named_modules() if type(module) is torch.nn.Linear}
     assert linear == {"lm_head"}

@@ -25,8 +25,8 @@ from lorakit.base.load import load_base
 from lorakit.base.meta import load_on_meta
 from lorakit.base.quantized import QuantConfig, load_quantized, materialize, quant_config
 from lorakit.errors import BaseModelError
-from lorakit.quant.bnb import SCHEMES, QuantScheme
 from lorakit.quant.files import is_quantized
+from lorakit.quant.schemes import SCHEMES, quant_scheme
 from lorakit.recipe import BaseSection
 
 M_MMAP_THRESHOLD: Final = -3  # the number of the option in glibc's malloc.h
@@ -68,14 +68,14 @@ def load_for_training(
 
 
 def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
-    """Load a full base; ``quantize``: none, nf4, fp4 or int8. A base whose files are quantised stays so.
+    """Load a full base; ``quantize``: none or a scheme. A base whose files are quantised stays so.
 
     Raises:
         BaseModelError: an unknown scheme, or the base cannot be loaded in it.
     """
     if quantize not in ("none", *SCHEMES):
         raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {quantize!r}")
-    config = None if quantize == "none" else QuantConfig(QuantScheme(quantize, quantize != "int8"))
+    config = None if quantize == "none" else QuantConfig(quant_scheme(quantize))
     return load_full(folder, dtype, device, config)
 
 

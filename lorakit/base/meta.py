@@ -5,21 +5,23 @@ tied weights and missing tensors are as in ``load_base``, whatever transformers 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
-from lorakit.base.lazy import ShardReader
+from lorakit.base.lazy import LazyTensors, ShardReader
 from lorakit.base.load import explain_load_errors, load_skeleton, other_class_note, quiet_loading
 from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry
+from lorakit.quant.files import dequantized_entries, is_quantized, quantized_entries
 
 WAY_OUT: Final = "use backend single, ddp or zero2 and a base that is not quantised, which load full tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
@@ -227,3 +229,25 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def _unknown_source(files: BaseFiles, name: str) -> BaseModelError:
     return BaseModelError(f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}")
+
+
+def split_parameters(folder: Path) -> Callable[[str], tuple[tuple[int, ...], Callable[[int, int], Tensor]]]:
+    """Return a function: parameter of a base's model -> its shape, and the function that reads elements of it.
+
+    For parameters that the files hold in several tensors. The model is built on meta in the first call.
+    """
+
+    @cache
+    def shapes_and_tensors() -> tuple[dict[str, tuple[int, ...]], LazyTensors]:
+        files = open_base_files(folder)
+        stored = None
+        if is_quantized(folder):
+            stored = dequantized_entries(files, quantized_entries(files, torch.device("cpu")))
+        model = load_on_meta(folder, torch.float32, stored)
+        return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, LazyTensors(folder, model)
+
+    def source(name: str) -> tuple[tuple[int, ...], Callable[[int, int], Tensor]]:
+        shapes, tensors = shapes_and_tensors()
+        return shapes[name], partial(tensors.read_range, name)
+
+    return source

@@ -17,10 +17,11 @@ from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.lora.layer_kinds import LINEAR, kind_of
+from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.bnb import QuantizationInfo, QuantLinear, QuantScheme, dequantized_weight, quantize
 from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
+from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
+from lorakit.quant.schemes import QuantScheme, quant_scheme
 from lorakit.recipe import BaseSection
 
 
@@ -39,8 +40,7 @@ def quant_config(section: BaseSection) -> QuantConfig | None:
     """Return the quantisation that a recipe requests; None if it requests none."""
     if section.quantize == "none":
         return None
-    double = section.double_quantize and section.quantize != "int8"  # because int8 has no block scales to quantise
-    return QuantConfig(QuantScheme(section.quantize, double), section.skip_modules)
+    return QuantConfig(quant_scheme(section.quantize, double_quant=section.double_quantize), section.skip_modules)
 
 
 @final
@@ -96,7 +96,7 @@ class QuantizedTensors:
         if module in self._stored:
             return stored_tensors(self._files, self._stored[module])
         W = self._unquantized.read_weight(f"{module}.weight")
-        return quantize(W.to(self._device), self._layers[module].scheme)
+        return self._layers[module].scheme.quantize(W.to(self._device))
 
 
 def load_quantized(
@@ -114,10 +114,10 @@ def load_quantized(
     stored = quantized_entries(files, device)
     schemes = {entry.scheme for entry in stored.values()}
     if stored and config is not None and schemes != {config.scheme}:
-        names = ", ".join(sorted(map(_scheme_name, schemes)))
+        names = ", ".join(sorted(map(str, schemes)))
         raise BaseModelError(
             f"{folder}: its weights are quantised in its files ({names}), and base.quantize asks for"
-            f" {_scheme_name(config.scheme)}; leave base.quantize out"
+            f" {config.scheme}; leave base.quantize out"
         )
     if not stored and config is None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
@@ -214,7 +214,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and kind_of(module) is LINEAR
+        if isinstance(module, nn.Linear) and kind_of(module) is not None
     }
 
 
@@ -259,7 +259,3 @@ def count_parameters(model: nn.Module) -> int:
                 # two 4-bit values share a byte, and scales are no parameters of the base
                 counts[id(tensor)] = weight.shape[0] * weight.shape[1] if name == "weight" else 0
     return sum(counts.values())
-
-
-def _scheme_name(scheme: QuantScheme) -> str:
-    return scheme.name + (" with quantised scales" if scheme.double_quant else "")

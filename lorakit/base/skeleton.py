@@ -30,13 +30,12 @@ from lorakit.lora.coverage import Coverage, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.targets import Target, embedding_and_head
 from lorakit.ops.fuse import FuseReport, fuse_model
-from lorakit.quant.bnb import FOUR_BITS, PIECE_ELEMENTS, QuantizationInfo, QuantScheme, code_tables
 from lorakit.quant.files import quantization_config
+from lorakit.quant.linear import QuantizationInfo
+from lorakit.quant.schemes import configured_scheme
 from lorakit.recipe import AdapterSection, BaseSection
 
 META: Final = torch.device("meta")
-FOUR_BIT_WORK_BYTES: Final = 64  # for each of the PIECE_ELEMENTS values that are quantised at a time
-INT8_WORK_BYTES: Final = 10  # for each value: one float16, and two products in float32
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ def adapted_skeleton(
 def quantizing_bytes(weight: QuantizationInfo) -> int:
     """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
     size = weight.shape[0] * weight.shape[1]
-    four_bits = weight.scheme.name in FOUR_BITS
-    working = FOUR_BIT_WORK_BYTES * min(size, PIECE_ELEMENTS) if four_bits else INT8_WORK_BYTES * size
-    return size * weight.dtype.itemsize + working + weight.scheme.num_bytes(*weight.shape)
+    return size * weight.dtype.itemsize + weight.scheme.working_bytes(size) + weight.scheme.num_bytes(*weight.shape)
 
 
 def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -99,9 +96,8 @@ def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch
     """
     config = _stored_config(folder, model) or quant_config(section)
     if config is not None:
-        if config.scheme.name in FOUR_BITS:
-            # cached now, because the tables are computed from values, which a trace on meta does not have
-            code_tables(config.scheme.name, META)
+        # cached now, because the tables are computed from values, which a trace on meta does not have
+        config.scheme.code_tables(META)
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():
             replace_with_quantized(model, name, weight)
     return model
@@ -115,15 +111,12 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     stored = quantization_config(folder)
     if stored is None:
         return None
-    scheme = QuantScheme("int8")
-    if not stored.get("load_in_8bit", stored.get("_load_in_8bit")):  # config.json has either name
-        scheme = QuantScheme(stored.get("bnb_4bit_quant_type", "fp4"), bool(stored.get("bnb_4bit_use_double_quant")))
     skipped = stored.get("llm_int8_skip_modules")  # the key of 4-bit bases too
     _, head = embedding_and_head(model)
     names = [
         name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
     ]
-    return QuantConfig(scheme, only=tuple(names))
+    return QuantConfig(configured_scheme(stored), only=tuple(names))
 
 
 def _is_skipped(name: str, patterns: list[Any]) -> bool:

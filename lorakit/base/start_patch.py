@@ -2,24 +2,26 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import load_skeleton, recipe_template
+from lorakit.base.meta import split_parameters
 from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors
-from lorakit.lora.methods import METHODS
+from lorakit.lora.methods import METHODS, saved_as
 from lorakit.lora.targets import tied_head
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.allow import RefusedBaseError
+from lorakit.patch.bind import without_copies
 from lorakit.patch.find import find_patch
 from lorakit.patch.onto_model import adapter_from_patch
 from lorakit.recipe import AdapterSection, Recipe
@@ -126,7 +128,8 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
     model = load_skeleton(folder)
     try:
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
-        check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))
+        identity = BaseIdentity(files, tokenizer, recipe_template(recipe), split_parameters(folder))
+        check_base(patch, identity)
     except RefusedBaseError as refused:  # the option that its message names is none of a recipe's
         raise PatchError(f"adapter.start_from: {refused.problem}") from None
     except PatchError as problem:
@@ -161,21 +164,14 @@ def fill_adapter(model: nn.Module, patch: Patch, folder: Path) -> None:
 
 def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Patch:
     """Return the patch without full tensors that are the base's own: PEFT saves such copies of embeddings."""
-    trained, tied = checkpoint_tensors(model), tied_head(model)
+    tied = tied_head(model)
 
-    def is_copy(name: str) -> bool:
+    def read(name: str) -> Tensor:
         module, _, key = name.rpartition(".")
-        module = tied[1] if tied and module == tied[0] else module
-        stored = files.tensor_name(module, key)
-        value, own = patch.full_tensors[name], files.shard_of[stored].read(stored)
-        return torch.equal(own.to(value.dtype), value) or torch.equal(value.to(own.dtype), own)
+        stored = files.tensor_name(tied[1] if tied and module == tied[0] else module, key)
+        return files.shard_of[stored].read(stored)
 
-    names = [name for name in patch.full_shapes if name in trained or not is_copy(name)]
-    return replace(
-        patch,
-        full_tensors={name: patch.full_tensors[name] for name in names},
-        full_shapes={name: patch.full_shapes[name] for name in names},
-    )
+    return without_copies(patch, read, checkpoint_tensors(model))
 
 
 def patch_settings(patch: Patch) -> dict[str, Any]:
@@ -183,20 +179,27 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     config, raw = patch.config, patch.config.raw
     linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
     targets = raw.get("target_modules")
+    is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
+    modules_to_save = config.modules_to_save
+    if is_tied and modules_to_save:
+        full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
+        modules_to_save = tuple(sorted(set(full)))
     exclude, layers = raw.get("exclude_modules") or None, raw.get("layers_to_transform")
-    if not targets or raw.get("layers_pattern"):  # which lorakit has no key for
+    if not targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
         targets, exclude, layers = linear, None, None
     layers = [layers] if isinstance(layers, int) else layers
     biased = {name for name in patch.full_shapes if name.endswith(".bias")}
+    # a patch without updates has no method, rank and alpha
+    numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
     return {
-        "method": _method(patch), "rank": config.rank, "alpha": float(config.alpha),
+        **numbers,
         "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
         "target_parameters": config.target_parameters,
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
-        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": config.modules_to_save,
+        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": modules_to_save,
         "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
-        "tied_head": "both" if raw.get("ensure_weight_tying") else "untie",
+        "tied_head": "untie",
     }  # fmt: skip
 
 
@@ -204,13 +207,9 @@ def _method(patch: Patch) -> str:
     """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
     recorded = patch.metadata.get("adapter")
     name = recorded.get("method") if isinstance(recorded, dict) else None
-    if isinstance(name, str) and name in METHODS and _stored_method(name) == patch.config.method:
+    if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
         return name
     return patch.config.method
-
-
-def _stored_method(name: str) -> str:
-    return "lora" if METHODS[name].fixed == ("lora_A",) else name
 
 
 def _known_tokens(patch: Patch) -> tuple[int, ...]:
@@ -238,10 +237,12 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
     given, folder = section.model_fields_set, section.start_from
     problems = []
     for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
+        if key not in given or key not in fixed:
+            continue
         value = getattr(section, key)
         # the same tensors may be trained by another method
-        is_same = _stored_method(value) == _stored_method(fixed[key]) if key == "method" else value == fixed[key]
-        if key in given and not is_same:
+        is_same = saved_as(value) == saved_as(fixed[key]) if key == "method" else value == fixed[key]
+        if not is_same:
             remedy = _remedy(key, section, fixed, base)
             shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
             problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")

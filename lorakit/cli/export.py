@@ -57,12 +57,13 @@ def add_export_command(add_command: AddCommand) -> None:
 def _export(options: argparse.Namespace) -> int:
     _check_options(options)
     from lorakit.base.find import find_base
+    from lorakit.base.meta import split_parameters
     from lorakit.files.base_files import open_base_files
     from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
     from lorakit.patch.find import find_patch
 
     folder = find_base(options.base, options.revision)
-    identity = BaseIdentity(open_base_files(folder))
+    identity = BaseIdentity(open_base_files(folder), split_parameters=split_parameters(folder))
     patches = {}
     for name, path in parse_named(options.adapter, "--adapter").items():
         patches[name] = read_patch(find_patch(path))

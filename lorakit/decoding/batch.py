@@ -16,7 +16,7 @@ from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, RunningR
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import SlotModel
-from lorakit.lora.routing import own_logits
+from lorakit.slots.routing import own_logits
 
 PREFILL_TOKENS: Final = 512
 """tokens of prompts in one step, so that the rows that decode do not wait for a long prompt"""

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from lorakit.decoding.sampling import Sampler, SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
-from lorakit.lora.routing import Adapter
+from lorakit.slots.routing import Adapter
 
 STOP: Final = "stop"
 """reason to finish: an end token"""

@@ -9,7 +9,7 @@ from typing import final
 from lorakit.decoding.kv_cache import SlotCache, size_class
 from lorakit.decoding.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lorakit.errors import LorakitError
-from lorakit.lora.routing import Adapter
+from lorakit.slots.routing import Adapter
 
 
 @final

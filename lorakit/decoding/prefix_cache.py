@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from lorakit.decoding.kv_cache import Block
-from lorakit.lora.routing import Adapter
+from lorakit.slots.routing import Adapter
 
 BLOCK_TOKENS: Final = 16
 

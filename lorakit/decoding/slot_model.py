@@ -14,7 +14,7 @@ from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.masks import attention_masks, check_layer_kinds
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import BaseModelError
-from lorakit.lora.routing import Route
+from lorakit.slots.routing import Route
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """relative, of logits computed in another order"""

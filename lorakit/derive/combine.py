@@ -16,6 +16,7 @@ from lorakit.base.load import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
+from lorakit.lora.methods import PLAIN
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.allow import Allow
@@ -223,7 +224,7 @@ def _error(*fits: LowRankFit) -> float:
 def _layer(fit: LowRankFit, like: PatchLayer) -> PatchLayer:
     rank = fit.factors.rank
     tensors = {"lora_A": fit.factors.A, "lora_B": fit.factors.B}
-    return PatchLayer("lora", rank, fit.s * rank, like.sizes, tensors, like.embedding)
+    return PatchLayer(PLAIN, rank, fit.s * rank, like.sizes, tensors, like.embedding)
 
 
 def _patch(

@@ -17,8 +17,9 @@ from lorakit.base.find import find_base
 from lorakit.base.load import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.lora.layer_kinds import CONV1D, EMBEDDING
+from lorakit.lora.layer_kinds import fan_in_fan_out
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank
+from lorakit.lora.methods import PLAIN
 from lorakit.patch import BaseShapes, Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
@@ -109,7 +110,7 @@ def extract(
         "unchanged": len(updated) - len(fits), "whole": sorted(full_tensors),
     }  # fmt: skip
     facts = {
-        "lorakit": VERSION, "base": fingerprint(models.base, fits), "extracted": extracted,
+        "lorakit": VERSION, "base": fingerprint(BaseIdentity(models.base), fits), "extracted": extracted,
         "adapter": {"layers": len(fits), "rank": rank, "energy kept": extracted["energy"]},
     }  # fmt: skip
     patch = _patch(models, fits, facts, str(base), revision, full_tensors)
@@ -251,7 +252,7 @@ def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Ite
         if _same(before, after):
             continue
         D = after.double() - before.double()
-        one = nearest_low_rank(D.T if models.shapes.layers[name][0].transposed else D, rank)
+        one = nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
         fits.append(one)
         say(f"{name:<{width}} {one.factors.rank:>5}  {_energy(one):.6f}")
         yield name, one
@@ -275,12 +276,11 @@ def _patch(
     kinds = {name: models.shapes.layers[name][0] for name in fits}
     layers = {
         name: PatchLayer(
-            "lora", one.factors.rank, float(one.factors.rank), models.shapes.layers[name][1],
-            {"lora_A": one.factors.A, "lora_B": one.factors.B}, kinds[name] is EMBEDDING,
+            PLAIN, one.factors.rank, float(one.factors.rank), models.shapes.layers[name][1],
+            {"lora_A": one.factors.A, "lora_B": one.factors.B}, kinds[name].takes_ids,
         )
         for name, one in fits.items()
     }  # fmt: skip
-    linear = [kind for kind in kinds.values() if kind is not EMBEDDING]
     return new_patch(
         layers,
         metadata=facts,
@@ -289,7 +289,7 @@ def _patch(
         full_tensors=full_tensors,
         all_modules=[name for name, _ in models.skeleton.named_modules()],
         task_type="CAUSAL_LM" if type(models.skeleton).__name__.endswith("ForCausalLM") else None,
-        fan_in_fan_out=bool(linear) and all(kind is CONV1D for kind in linear),
+        fan_in_fan_out=fan_in_fan_out(kinds.values()),
     )
 
 

@@ -10,13 +10,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +22,6 @@ from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from lorakit.files.progress import report_progress
 
-READERS = 4
-READ_BYTES = 1 << 22
 MAX_HEADER_BYTES: Final = 100_000_000
 
 
@@ -48,8 +44,6 @@ class SafetensorsFile:
     metadata: Mapping[str, str]
     header: bytes
     """the JSON text as it stands in the file"""
-    content: memoryview | None = None
-    """all bytes of the file if it was read into memory, else None"""
 
     def read(self, name: str) -> Tensor:
         """Return one full tensor in its stored dtype. Errors as ``read_elements``."""
@@ -68,17 +62,12 @@ class SafetensorsFile:
             PatchError: the file is missing, cannot be read, or ends before the last element.
         """
         entry = self.entries[name]
-        first, last = (entry.start + position * entry.dtype.itemsize for position in (start, stop))
-        if self.content is not None and out is None and start < stop:
-            return torch.frombuffer(self.content[first:last], dtype=entry.dtype)
+        first = entry.start + start * entry.dtype.itemsize
         out = torch.empty(stop - start, dtype=entry.dtype) if out is None else out
         assert (out.dtype, out.shape) == (entry.dtype, (stop - start,)), (name, out.dtype, out.shape)
         if start == stop:
             return out
         view = out.view(torch.uint8).numpy().data
-        if self.content is not None:
-            view[:] = self.content[first:last]
-            return out
         try:
             with contextlib.nullcontext(handle) if handle is not None else _descriptor(self.path) as descriptor:
                 num_bytes = _read_range(descriptor, view, first)
@@ -87,21 +76,6 @@ class SafetensorsFile:
         if num_bytes < len(view):
             raise PatchError(f"{self.path}: the file ended while {name} was read")
         return out
-
-    def into_memory(self) -> "SafetensorsFile":
-        """Return a copy of this object with all bytes of the file in memory; its tensors are views of them.
-
-        Raises:
-            PatchError: the file no longer matches its checked header.
-        """
-        with _opened(self.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            content = np.empty(size, np.uint8).data  # not a bytearray, which would be zeroed first
-            num_bytes = _read_in_parallel(file.fileno(), content)
-        end = max((entry.end for entry in self.entries.values()), default=8 + len(self.header))
-        if num_bytes != size or size != end or bytes(content[8 : 8 + len(self.header)]) != self.header:
-            raise PatchError(f"{self.path}: the file changed while it was read")
-        return replace(self, content=content)
 
 
 class RangeReader:
@@ -158,21 +132,6 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     with _opened(path) as file:
         return _parse(path, _header_text(path, file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES))
-
-
-def _read_in_parallel(handle: int, content: memoryview) -> int:
-    """Fill ``content`` from the start of a file; return the number of bytes read.
-
-    In threads, because most of the time is the kernel's first touch of the new pages.
-    """
-
-    def part(start: int) -> int:
-        return _read_range(handle, content[start : start + READ_BYTES], start)
-
-    if len(content) <= READ_BYTES:
-        return part(0)
-    with ThreadPoolExecutor(READERS) as pool:
-        return sum(pool.map(part, range(0, len(content), READ_BYTES)))
 
 
 def _read_range(handle: int, view: memoryview, position: int) -> int:

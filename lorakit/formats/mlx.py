@@ -30,8 +30,6 @@ TENSOR_FILE: Final = "adapters.safetensors"
 CONFIG_FILE: Final = "adapter_config.json"
 LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.(.+)")
 ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
-PLAIN: Final = ("lora", "rslora")
-"""the methods that are s B A and nothing else"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
     """
     caps = Caps()
     path = folder / CONFIG_FILE
-    file = open_tensors(folder / TENSOR_FILE, caps.header_bytes, caps.file_bytes).into_memory()
+    file = open_tensors(folder / TENSOR_FILE, caps.header_bytes, caps.file_bytes)
     parameters = _read_config(path)
     factors = _read_factors(file)
     for name, pair in factors.items():
@@ -132,10 +130,12 @@ def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
 
     For r = 3 the division skips some values of s. Of several alphas, the shortest in decimal digits is returned.
     """
-    for method in PLAIN:
-        guess = scale / METHODS[method].scale(1.0, rank)
+    for method, row in METHODS.items():
+        if not row.additive or row.saved_as is not None:
+            continue
+        guess = scale / row.scale(1.0, rank)
         for alpha in sorted(_neighbours(guess), key=lambda number: len(repr(number))):
-            if METHODS[method].scale(alpha, rank) == scale:
+            if row.scale(alpha, rank) == scale:
                 return method, alpha
     return None
 

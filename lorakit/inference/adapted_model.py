@@ -24,9 +24,6 @@ from lorakit.inference.bind import PatchSource, build_adapter, check_replacement
 from lorakit.inference.choice import Adapters, check_size, chosen_names
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec, check_prompts, encode
-from lorakit.lora.bank import AdapterBank
-from lorakit.lora.routing import Adapter, Route
-from lorakit.lora.slot_hook import PassHook, SlotHook, TokenwiseForward, model_input
 from lorakit.patch import (
     BaseIdentity,
     BaseShapes,
@@ -42,6 +39,9 @@ from lorakit.patch.allow import ALLOW, Allow
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
+from lorakit.slots.bank import AdapterBank
+from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
+from lorakit.slots.routing import Adapter, Route
 
 
 class AdaptedModel:
@@ -72,7 +72,8 @@ class AdaptedModel:
         """``using`` blocks that some thread is inside"""
         self._changing = threading.Lock()
         """for what several threads change: the number of open blocks, the adapters and the last route"""
-        self.model.register_forward_pre_hook(PassHook(self._route, self._refuse_other_threads_block), with_kwargs=True)
+        length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
+        self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
@@ -192,7 +193,7 @@ class AdaptedModel:
             for layer in adapter.slots.keys() - self._hooked_layers:
                 module = self.model.get_submodule(layer)
                 if layer in self._tokenwise:
-                    TokenwiseForward.install(layer, module, self._route)
+                    PerAdapterExperts.install(layer, module, self._route)
                 else:
                     kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)

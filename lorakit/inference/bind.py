@@ -5,7 +5,7 @@ Invariant: every tensor of the patch is bound to a layer of the model, or the pa
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
-from lorakit.lora.bank import AdapterBank
-from lorakit.lora.experts import expert_factors, expert_sum, is_transposed, transposed_experts, with_attributes
-from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, QuantizedLinear, kind_of, weight_of
-from lorakit.lora.merge_weight import Update, merged_weight, rows_update
-from lorakit.lora.methods import MAGNITUDE, METHODS, merge_low_rank, row_gain
-from lorakit.lora.routing import Adapter, Slot, adapter_numbers
-from lorakit.lora.slot_hook import KnownTokensForward, PassHook, SlotHook, TokenwiseForward, copy_with
+from lorakit.lora.experts import expert_factors, expert_kind, expert_sum, with_attributes
+from lorakit.lora.layer_kinds import LayerKind, QuantizedLinear, matrix_kind, stored_kind, weight_of
+from lorakit.lora.merge_weight import LowRankUpdate, RowsUpdate, merged_weight
+from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
-from lorakit.patch.patch import is_finite
+from lorakit.patch.bind import Binding, FullTensor, bind, without_copies
+from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm, trained_form
+from lorakit.slots.bank import AdapterBank
+from lorakit.slots.hooks import NewTokenEmbedding, PerAdapterExperts, RouteLengthHook, SlotHook, copy_with
+from lorakit.slots.routing import Adapter, Slot, adapter_numbers
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,71 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any 
     Raises:
         PatchError: its values overflow the base's dtype.
     """
-    own, number = _own_tensors(patch, model), next(adapter_numbers)
-    layers = [name for name, layer in patch.layers.items() if not layer.num_experts]
-    slots, embedding = _expert_slots(patch, model, own), embedding_and_head(model)[0]
-    for name in [*layers, *(name for name in own if name not in patch.layers and name not in slots)]:
-        layer = model.get_submodule(name)
-        replacement = copy_with(layer, own[name]) if name in own else None
-        if replacement is not None and name == embedding:  # it sees the ids of other rows too
-            KnownTokensForward.install(replacement)
-        slots[name] = Slot(replacement=replacement)
-        if name in patch.layers:
-            A, B, gain = _factors(patch.layers[name], layer, replacement)
-            factors = bank.add(name, A, B, patch.layers[name].scale, number)
-            slots[name] = Slot(factors, replacement, gain)
+    number = next(adapter_numbers)
+    embedding = embedding_and_head(model)[0]
+    slots: dict[str, Slot] = {}
     num_new = 0
-    for name, token_rows in patch.token_rows.items():
-        weight = weight_of(model.get_submodule(name))
-        tokens, rows = torch.tensor(token_rows.tokens, device=weight.device), _cast(token_rows.tensor, weight, name)
-        for module in _sharing(name, model):
-            is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
-            slots[module] = Slot(tokens=tokens, rows=rows) if is_embedding else _head_slot(tokens, rows, len(weight))
-            if is_embedding and (num_new := patch.num_added_rows(len(weight))):
-                KnownTokensForward.install(model.get_submodule(module))
+    for name, parts in _parts_by_module(patch, model).items():
+        layer = model.get_submodule(name)
+        if parts.experts:
+            slots[name] = Slot(replacement=_with_experts(name, copy_with(layer, parts.full_tensors), parts.experts))
+            continue
+        if parts.layer is not None or parts.full_tensors:
+            replacement = copy_with(layer, parts.full_tensors) if parts.full_tensors else None
+            if replacement is not None and name == embedding:  # it sees the ids of other rows too
+                NewTokenEmbedding.install(replacement)
+            slots[name] = Slot(replacement=replacement)
+        if parts.layer is not None:
+            A, B, gain = _factors(parts.layer, layer, replacement)
+            slots[name] = Slot(bank.add(name, A, B, parts.layer.scale, number), replacement, gain)
+        if parts.rows is not None:
+            num_new = _add_rows(slots, name, parts.rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)
+
+
+@dataclass
+class _Parts:
+    """The parts of a patch that change one module."""
+
+    layer: PatchLayer | None = None
+    experts: dict[str, PatchLayer] = field(default_factory=dict)
+    full_tensors: dict[str, Tensor] = field(default_factory=dict)
+    rows: TokenRows | None = None
+
+
+def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
+    """Return the parts by module, with full tensors on their module's device and in its dtype."""
+    modules: dict[str, _Parts] = {}
+    for binding in bind(_without_copies(patch, model), BaseShapes.of(model)):
+        parts = modules.setdefault(binding.module, _Parts())
+        if isinstance(binding.part, FullTensor):
+            like = model.get_parameter(binding.parameter)
+            parts.full_tensors[binding.key] = _cast(binding.part.tensor, like, binding.name)
+        elif isinstance(binding.part, TokenRows):
+            parts.rows = binding.part
+        elif binding.part.num_experts:
+            parts.experts[binding.key] = binding.part
+        else:
+            parts.layer = binding.part
+    return modules
+
+
+def _without_copies(patch: Patch, model: nn.Module) -> Patch:
+    return without_copies(patch, lambda name: model.get_parameter(name).detach().cpu())
+
+
+def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: Patch, model: nn.Module) -> int:
+    """Add the slots of an embedding's rows, and of a head that shares them; return the number of new tokens."""
+    weight = weight_of(model.get_submodule(name))
+    tokens = torch.tensor(token_rows.tokens, device=weight.device)
+    rows = _cast(token_rows.tensor, weight, name)
+    num_new = 0
+    for module in _sharing(name, model):
+        is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
+        slots[module] = Slot(tokens=tokens, rows=rows) if is_embedding else _head_slot(tokens, rows, len(weight))
+        if is_embedding and (num_new := patch.num_added_rows(len(weight))):
+            NewTokenEmbedding.install(model.get_submodule(module))
+    return num_new
 
 
 def _head_slot(tokens: Tensor, rows: Tensor, num_base_rows: int) -> Slot:
@@ -99,32 +142,23 @@ def _head_slot(tokens: Tensor, rows: Tensor, num_base_rows: int) -> Slot:
     )
 
 
-def _expert_slots(patch: Patch, model: nn.Module, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Slot]:
-    """Return module -> slot for the experts and routers that the patch changes: copies that run in their place."""
-    parts: dict[str, dict[str, PatchLayer]] = {}
-    for name, layer in patch.layers.items():
-        if layer.num_experts:
-            module, _, parameter = name.rpartition(".")
-            parts.setdefault(module, {})[parameter] = layer
-    slots = {}
-    for name, changed in parts.items():
-        replacement = copy_with(model.get_submodule(name), own.get(name, {}))
-        sums = {}
-        for parameter, layer in changed.items():
-            W = replacement.get_parameter(parameter)
-            A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
-            if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-                merged = _merged_experts(layer, W, transposed=False)
-                replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
-            else:
-                sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, transposed=is_transposed(replacement))
-        slots[name] = Slot(replacement=with_attributes(replacement, sums))
-    return slots
+def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, PatchLayer]) -> nn.Module:
+    """Return a copy of a module of experts, or of a router, that computes with the patch's updates."""
+    sums = {}
+    for parameter, layer in changed.items():
+        W = replacement.get_parameter(parameter)
+        if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
+            merged = _merged_experts(layer, W, matrix_kind(transposed=False))
+            replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
+            continue
+        A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
+        sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, expert_kind(replacement))
+    return with_attributes(replacement, sums)
 
 
 @torch.no_grad()
 def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
-    """Return if the model calls every layer that a slot replaces.
+    """Raise PatchError unless the model calls every layer that a slot replaces.
 
     Raises:
         PatchError: the model reads a layer's weight without calling the layer, so its replacement would have no effect.
@@ -154,25 +188,36 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
     Raises:
         PatchError: a layer is quantised, or a value does not fit the base's dtype.
     """
-    changed = {f"{name}.{key}": t for name, own in _own_tensors(patch, model).items() for key, t in own.items()}
-    for name, layer in patch.layers.items():
-        if layer.num_experts:
-            changed[name] = _merged_experts(layer, model.get_parameter(name), name in transposed_experts(model))
-            continue
-        if isinstance(model.get_submodule(name), QuantizedLinear):
-            raise PatchError(
-                f"{patch.folder}: {name} is quantised, so nothing can be merged into it; merge files (lorakit merge)"
-            )
-        old = model.get_parameter(f"{name}.weight")
-        W = patch.full_tensors[f"{name}.weight"].to(old.device) if f"{name}.weight" in patch.full_tensors else old
-        changed[f"{name}.weight"] = merged_weight(W, base.layers[name][0], [layer_update(layer)], old.dtype)
-    for name, token_rows in patch.token_rows.items():
-        old = model.get_parameter(f"{name}.weight")
-        num_added = max(0, max(token_rows.tokens) + 1 - len(old))
-        grown = torch.cat([old, old.new_zeros(num_added, old.shape[1])])
-        merged_rows = merged_weight(grown, EMBEDDING, [rows_update(token_rows.tensor, token_rows.tokens)], old.dtype)
-        changed |= {f"{module}.weight": merged_rows for module in _sharing(name, model)}
+    changed: dict[str, Tensor] = {}
+    for binding in bind(_without_copies(patch, model), base):
+        part = binding.part
+        old = _parameter(binding, patch, model)
+        if isinstance(part, FullTensor):
+            changed[binding.parameter] = _cast(part.tensor, old, binding.name)
+        elif isinstance(part, TokenRows):
+            num_added = max(0, max(part.tokens) + 1 - len(old))
+            grown = torch.cat([old, old.new_zeros(num_added, old.shape[1])])
+            assert binding.kind is not None
+            rows = merged_weight(grown, binding.kind, [RowsUpdate(part.tokens, part.tensor)], old.dtype)
+            changed |= {f"{module}.weight": rows for module in _sharing(binding.module, model)}
+        elif part.num_experts:
+            kind = expert_kind(model.get_submodule(binding.module))
+            changed[binding.parameter] = _merged_experts(part, old, kind)
+        else:
+            # a layer may be trained in full and adapted
+            W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old
+            assert binding.kind is not None
+            changed[binding.parameter] = merged_weight(W, binding.kind, [layer_update(part)], old.dtype)
     return changed
+
+
+def _parameter(binding: Binding, patch: Patch, model: nn.Module) -> Tensor:
+    if isinstance(model.get_submodule(binding.module), QuantizedLinear) and isinstance(binding.part, PatchLayer):
+        raise PatchError(
+            f"{patch.folder}: {binding.name} is quantised, so nothing can be merged into it; merge files (lorakit"
+            " merge)"
+        )
+    return model.get_parameter(binding.parameter)
 
 
 def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
@@ -181,9 +226,9 @@ def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
     for module in merged.modules():  # else the copy would follow the routes of the base
         remove_forward_hooks(module, SlotHook)
-        TokenwiseForward.remove(module)
-        KnownTokensForward.remove(module)
-    remove_forward_pre_hooks(merged, PassHook)
+        PerAdapterExperts.remove(module)
+        NewTokenEmbedding.remove(module)
+    remove_forward_pre_hooks(merged, RouteLengthHook)
     for name, tensor in merged_tensors(patch, model, base).items():
         replace_tensor(merged, name, tensor)
     return merged
@@ -206,13 +251,12 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
     return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
 
 
-def _merged_experts(layer: PatchLayer, W: Tensor, transposed: bool) -> Tensor:
-    """Return the merged weights of experts, (E, ...), or the one of a router."""
+def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
+    """Return the merged weights of experts, (E, ...), or the one of a router. kind: of one expert's matrix."""
     if W.dim() == 2:
-        return merged_weight(W, LINEAR, [layer_update(layer)], W.dtype)
+        return merged_weight(W, kind, [layer_update(layer)], W.dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
-    updates = [Update(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
-    kind = CONV1D if transposed else LINEAR
+    updates = [LowRankUpdate(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
 
 
@@ -229,23 +273,25 @@ def quantization_note(patch: Patch, model: nn.Module) -> str | None:
     return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
 
 
-def layer_update(layer: PatchLayer) -> Update:
+def layer_update(layer: PatchLayer) -> LowRankUpdate:
     """Return the merge update of a layer."""
-    return Update(layer.method, layer.scale, layer.tensors)
+    return LowRankUpdate(layer.method, layer.scale, layer.tensors)
 
 
 def _factors(
     layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return A, B and, for DoRA, the gain, by which B is multiplied already."""
+    """Return A, B and the gain as `Method.serve` gives them, in the dtype that the layer computes in."""
     like = _like_layer(module)
-    A, B = layer.tensors["lora_A"], layer.tensors["lora_B"]
-    gain = None
-    if not METHODS[layer.method].additive:
-        gain = _gain(layer, replacement or module)
-        B = gain[:, None] * B.to(gain.device)
-        gain = _cast(gain, like, "gain")
-    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), gain
+
+    def W() -> Tensor:
+        own = replacement or module
+        kind = stored_kind(own)
+        assert kind is not None
+        return kind.read(own).detach().double()
+
+    A, B, gain = METHODS[layer.method].serve(layer.tensors, W, layer.scale)
+    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), None if gain is None else _cast(gain, like, "gain")
 
 
 def _like_layer(module: nn.Module) -> Tensor:
@@ -255,16 +301,6 @@ def _like_layer(module: nn.Module) -> Tensor:
     if isinstance(module, QuantizedLinear):
         return torch.empty(0, dtype=module.dtype, device=weight.device)
     return weight
-
-
-def _gain(layer: PatchLayer, module: nn.Module) -> Tensor:
-    """Return DoRA's gain m / |W + s B A|, (out,) float32."""
-    kind = kind_of(module) or EMBEDDING
-    stored = kind.dequantized(module).detach().double()
-    W = stored.T if kind.transposed else stored
-    tensors = {name: tensor.to(W.device) for name, tensor in layer.tensors.items()}
-    V = merge_low_rank(W.clone(), {part: tensors[part] for part in ("lora_A", "lora_B")}, layer.scale)
-    return row_gain(tensors[MAGNITUDE].double(), torch.linalg.vector_norm(V, dim=1)).float()
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
@@ -277,15 +313,3 @@ def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     if cast.dtype != tensor.dtype and not is_finite(cast):
         raise PatchError(f"{name}: its values do not fit {like.dtype}; load the base with dtype='float32'")
     return cast
-
-
-def _own_tensors(patch: Patch, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return module -> parameter -> full tensor, for the full tensors that differ from the base's."""
-    own: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in patch.full_tensors.items():
-        module, _, key = name.rpartition(".")
-        old = model.get_parameter(name)
-        new = _cast(tensor, old, name)
-        if not torch.equal(new, old):
-            own.setdefault(module, {})[key] = new
-    return own

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from types import EllipsisType
 
 from lorakit.errors import LorakitError
-from lorakit.lora.routing import Route
+from lorakit.slots.routing import Route
 
 Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base.

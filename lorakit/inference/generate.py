@@ -24,7 +24,7 @@ from lorakit.decoding.sampling import Sampler
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.progress import report_progress
-from lorakit.lora.routing import Route, own_logits
+from lorakit.slots.routing import Route, own_logits
 
 MAX_ROWS: Final = 64
 """of a batch; more rows wait until one of these has its answer"""

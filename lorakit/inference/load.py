@@ -12,6 +12,7 @@ from lorakit.base.dtype import choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.load import has_tokenizer, load_tokenizer
 from lorakit.base.loading import load_any_base
+from lorakit.base.meta import split_parameters
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
@@ -62,7 +63,7 @@ def load(
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
     if text is not None and chat_template is not None:
         text.chat_template = chat_template
-    identity = BaseIdentity(open_base_files(folder), words, chat_template)
+    identity = BaseIdentity(open_base_files(folder), words, chat_template, split_parameters(folder))
     adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder))
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)

@@ -5,7 +5,6 @@ replaces parameters: no tensor of the base is written.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,10 +14,11 @@ from lorakit.base.start_patch import patch_settings
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
-from lorakit.lora.inject import checkpoint_tensors, replace_modules
+from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.module import AdapterModule
-from lorakit.patch import BaseShapes, Patch, check_fits, patch_from_model, read_patch, with_head_names
+from lorakit.patch import BaseShapes, check_fits, patch_from_model, read_patch, with_head_names
 from lorakit.patch.allow import Allow
+from lorakit.patch.bind import without_copies
 from lorakit.patch.live_base import check_live_base
 from lorakit.patch.onto_model import adapter_from_patch
 
@@ -43,9 +43,8 @@ def load_patch(
     _check_model(model, "load_patch puts a patch on")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
-    if not 0 <= dropout < 1:
-        raise TargetError(f"load_patch: 0 <= dropout < 1; got {dropout}")
-    patch, shapes = read_patch(folder), BaseShapes.of(model)
+    patch = read_patch(folder)
+    shapes = BaseShapes.of(model)
     patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
     check_fits(patch, shapes, type(model).__name__)
     if "base" not in allow:
@@ -54,7 +53,8 @@ def load_patch(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         attach(model, find_targets(model, spec), spec, seed=0)
-        values = adapter_from_patch(model, _without_base_copies(patch, model))
+        own = without_copies(patch, lambda name: model.get_parameter(name).detach().cpu(), checkpoint_tensors(model))
+        values = adapter_from_patch(model, own)
     except (PatchError, TargetError):
         restore_layers(model)  # with the base's own values still
         for parameter in trainable:
@@ -111,13 +111,6 @@ def merge_into(model: nn.Module) -> nn.Module:
     return model
 
 
-def restore_layers(model: nn.Module) -> list[tuple[nn.Module, AdapterModule]]:
-    """Put the base's own layers back, in place; returns each with the adapted layer that it replaced."""
-    pairs = [(adapted.original(), adapted) for _, adapted in adapter_modules(model)]
-    replace_modules(model, {adapted: layer for layer, adapted in pairs})
-    return pairs
-
-
 def _check_model(model: object, sentence: str) -> None:
     if not isinstance(model, nn.Module):
         raise TargetError(
@@ -131,18 +124,3 @@ def _check_adapted(model: object, sentence: str) -> None:
     assert isinstance(model, nn.Module)
     if not any(adapter_modules(model)):
         raise TargetError(f"{sentence} a model from lorakit.inject or lorakit.load_patch, and this one has none")
-
-
-def _without_base_copies(patch: Patch, model: nn.Module) -> Patch:
-    """Return the patch without full tensors that are the base's own: PEFT saves such copies of embeddings."""
-    trained = checkpoint_tensors(model)
-    names = [
-        name
-        for name, tensor in patch.full_tensors.items()
-        if name in trained or not torch.equal(tensor, model.get_parameter(name).detach().to("cpu", tensor.dtype))
-    ]
-    return replace(
-        patch,
-        full_tensors={name: patch.full_tensors[name] for name in names},
-        full_shapes={name: patch.full_shapes[name] for name in names},
-    )

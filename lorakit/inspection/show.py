@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.find import find_base
+from lorakit.base.meta import split_parameters
 from lorakit.base.model_class import load_named_skeleton, skeleton_for
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
@@ -133,7 +134,8 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    check_base(patch, BaseIdentity(open_base_files(folder), template=own_template(patch.metadata)), full=full)
+    template = own_template(patch.metadata)
+    check_base(patch, BaseIdentity(open_base_files(folder), None, template, split_parameters(folder)), full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 

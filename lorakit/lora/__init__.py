@@ -1,6 +1,14 @@
 """The arithmetic of adapters. Torch only: no recipe, no transformers, no engine."""
 
-from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors, attach, fixed_tensors, inject
+from lorakit.lora.inject import (
+    adapted_layers,
+    adapted_names,
+    adapter_modules,
+    adapter_tensors,
+    attach,
+    fixed_tensors,
+    inject,
+)
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, Method
 from lorakit.lora.spec import AdapterSpec
@@ -13,6 +21,7 @@ __all__ = [
     "Method",
     "Target",
     "adapted_layers",
+    "adapted_names",
     "adapter_modules",
     "adapter_tensors",
     "attach",

@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import is_linear_like
-from lorakit.lora.low_rank_sum import LowRankSum
+from lorakit.lora.layer_kinds import LayerKind, is_linear_like, matrix_kind
+from lorakit.lora.lazy_weight import LazyLoraWeight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import FunctionalWrapper
 
@@ -26,8 +26,8 @@ class ExpertTarget:
     num_experts: int
     out_features: int
     in_features: int
-    transposed: bool
-    """True if it is stored as (experts, in, out)"""
+    kind: LayerKind
+    """of one expert's matrix"""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class ExpertTarget:
 
 @final
 class LoraExperts(FunctionalWrapper):
-    """W_e + s B_e A_e for every expert e. The module's own forward runs, and multiplies by `LowRankSum`s.
+    """W_e + s B_e A_e for every expert e. The module's own forward runs, and multiplies by `LazyLoraWeight`s.
 
     W is (E, out, in), or (E, in, out) if transposed. Factors have PEFT's layout: A is (E r, in), stacked as (E, r, in),
     and B (out, r E), stacked as (out, r, E).
@@ -58,29 +58,28 @@ class LoraExperts(FunctionalWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)  # with the sums, because LowRankSum is no tensor
-        tensors = {name: self.low_rank_sum(name) or self.get_parameter(name) for name in self._parameter_names}
+            return super().forward(*args, **kwargs)  # with the sums, because LazyLoraWeight is no tensor
+        tensors = {name: self.lazy_weight(name) or self.get_parameter(name) for name in self._parameter_names}
         return with_attributes(self._shell[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
 
     def effective_tensor(self, name: str) -> Tensor:
-        low_rank_sum = self.low_rank_sum(name)
-        return low_rank_sum.full() if low_rank_sum else self.get_parameter(name)
+        lazy_weight = self.lazy_weight(name)
+        return lazy_weight.full() if lazy_weight else self.get_parameter(name)
 
-    def low_rank_sum(self, name: str) -> LowRankSum | None:
+    def lazy_weight(self, name: str) -> LazyLoraWeight | None:
         """Return an adapted parameter with its update; None for a parameter without one."""
         if name not in self.adapted:
             return None
-        target, W = self.adapted[name], self.get_parameter(name)
+        target = self.adapted[name]
+        W = self.get_parameter(name)
         A, B = (self.get_parameter(f"{name}_{part}").to(W.dtype) for part in ("lora_A", "lora_B"))
-        return expert_sum(
-            W, A, B, METHODS[target.method].scale(target.alpha, target.rank), transposed=target.transposed
-        )
+        return expert_sum(W, A, B, METHODS[target.method].scale(target.alpha, target.rank), target.kind)
 
 
-def expert_sum(W: Tensor, A: Tensor, B: Tensor, s: float, *, transposed: bool) -> LowRankSum:
-    """Return W_e + s B_e A_e of all experts, for W (E, out, in), or (E, in, out) if transposed, and stored factors."""
+def expert_sum(W: Tensor, A: Tensor, B: Tensor, s: float, kind: LayerKind) -> LazyLoraWeight:
+    """Return W_e + s B_e A_e of all experts, for W (E, out, in), or (E, in, out) by its kind, and stored factors."""
     A, B = expert_factors(A, B, len(W))
-    return LowRankSum(W, A.mT, B.mT, s) if transposed else LowRankSum(W, B, A, s)
+    return LazyLoraWeight(W, B, A, s) if kind.stored_axis == "out" else LazyLoraWeight(W, A.mT, B.mT, s)
 
 
 def with_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
@@ -129,15 +128,10 @@ def _is_experts(name: str, module: nn.Module) -> bool:
 
 def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
     """Return (experts, out, in) of a 3-D parameter."""
-    num_experts, one, two = module.get_parameter(key).shape
-    return (num_experts, two, one) if is_transposed(module) else (num_experts, one, two)
+    num_experts, *matrix = module.get_parameter(key).shape
+    return num_experts, *expert_kind(module).stored_shape((matrix[0], matrix[1]))
 
 
-def transposed_experts(model: nn.Module) -> set[str]:
-    """Return the names of the 3-D parameters whose matrices are stored as (in, out)."""
-    return {f"{name}.{key}" for name, module, key in expert_parameters(model) if is_transposed(module)}
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """True if a module of experts stores its matrices as (in, out). PEFT reads the same attribute."""
-    return bool(getattr(module, "is_transposed", False))
+def expert_kind(module: nn.Module) -> LayerKind:
+    """Return the kind of the matrices of a module of experts. PEFT reads the same attribute."""
+    return matrix_kind(transposed=bool(getattr(module, "is_transposed", False)))

@@ -7,8 +7,9 @@ from typing import Final
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, expert_parameters, expert_sizes, is_transposed
+from lorakit.lora.experts import ExpertTarget, expert_kind, expert_parameters, expert_sizes
 from lorakit.lora.init import RANDOM
+from lorakit.lora.layer_kinds import trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head, lookup, matches, tied_head
@@ -27,8 +28,8 @@ class ExtraTargets:
     """name of the embedding with trainable rows; None: there are none"""
     head_rows: str | None = None
     """name of an untied head with trainable rows, those of new tokens; None: there are none"""
-    tied: tuple[str, str] | None = None
-    """names of a head and an embedding that share a weight and must change alike; None: there are none"""
+    tied_rows: str | None = None
+    """name of a head that is tied to the embedding and uses its rows; None: there is none"""
 
 
 def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
@@ -58,9 +59,8 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
         )
     if problems:
         raise TargetError("\n".join(problems))
-    touched = tied is not None and (tied[1] in names or tied[1] in modules_to_save or rows == tied[1])
-    tied = tied if touched and (spec.tied_head == "both" or rows is not None) else None
-    return ExtraTargets(tuple(experts), modules_to_save, rows, head_rows, tied)
+    tied_rows = tied[0] if tied is not None and rows == tied[1] else None
+    return ExtraTargets(tuple(experts), modules_to_save, rows, head_rows, tied_rows)
 
 
 def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], list[str]]:
@@ -69,7 +69,8 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], l
         return [], []
     parameters = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
     if requested == ALL_EXPERTS:
-        matched, problems = list(parameters), []
+        matched = list(parameters)
+        problems = []
         if not parameters:
             problems.append("adapter.target_parameters: this base has no experts that are stored as 3-D parameters")
     else:
@@ -96,7 +97,7 @@ def _expert_target(name: str, module: nn.Module, key: str, spec: AdapterSpec) ->
     full_name = f"{name}.{key}"
     rank = lookup(spec.rank_pattern, full_name, spec.rank)
     alpha = lookup(spec.alpha_pattern, full_name, spec.alpha)
-    return ExpertTarget(name, key, spec.method, rank, alpha, *expert_sizes(module, key), is_transposed(module))
+    return ExpertTarget(name, key, spec.method, rank, alpha, *expert_sizes(module, key), expert_kind(module))
 
 
 def _modules_to_save(
@@ -154,6 +155,8 @@ def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[s
     embedding = model.get_submodule(name) if name is not None else None
     if not isinstance(embedding, nn.Embedding) or name is None:
         return None, [f"{key}: this base has no embedding of tokens"]
+    if trainable_kind(embedding) is None:
+        return None, [f"{key}: {name} is a {type(embedding).__name__}, whose forward is not that of an nn.Embedding"]
     problems = []
     outside = [token for token in spec.trainable_tokens if not 0 <= token < embedding.num_embeddings]
     if outside:
@@ -202,39 +205,16 @@ def _tied_problems(
     rows: str | None,
 ) -> Iterator[str]:
     if tied is None:
-        if spec.tied_head == "both":
-            yield "adapter.tied_head: both: the output head of this base has a weight of its own; name both in targets"
         return
     head, embedding = tied
     if rows == embedding and (head in targets or head in modules_to_save):
         key = "trainable_tokens" if spec.trainable_tokens else "new_tokens"
         yield f"adapter.{key}: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
     touched = [name for name in tied if name in targets or "weight" in modules_to_save.get(name, ())]
-    if not touched:
-        return
-    if spec.tied_head == "stop":
+    if touched and spec.tied_head == "stop":
         yield (
-            f"adapter: {touched[0]} shares its weight with {embedding if touched[0] == head else head}. Say what should"
-            " happen: `tied_head: both` changes the shared weight, `tied_head: untie` gives the head one of its own"
-        )
-    elif spec.tied_head == "both":
-        yield from _both_problems(head, embedding, spec, targets, modules_to_save)
-
-
-def _both_problems(
-    head: str, embedding: str, spec: AdapterSpec, targets: set[str], modules_to_save: Mapping[str, tuple[str, ...]]
-) -> Iterator[str]:
-    """Yield the settings that would make a head and an embedding with one weight change differently."""
-    if embedding not in targets and "weight" not in modules_to_save.get(embedding, ()):
-        yield f"adapter.tied_head: both: name the embedding, {embedding}, and not the head alone"
-    if head in modules_to_save and embedding not in modules_to_save:
-        yield f"adapter.tied_head: both: {head} would learn in another way than {embedding}; leave {head} out"
-    elif "bias" in modules_to_save.get(head, ()):
-        yield f"adapter.tied_head: both: the bias of {head} would not learn; leave `bias: all` out, or untie"
-    if embedding in targets and (spec.method not in ADDITIVE_METHODS or spec.init not in RANDOM):
-        yield (
-            f"adapter.tied_head: both: with method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)} only;"
-            f" got {spec.method}, {spec.init}"
+            f"adapter: {touched[0]} shares its weight with {embedding if touched[0] == head else head}."
+            " `tied_head: untie` gives the head a weight of its own; without it, leave both out"
         )
 
 

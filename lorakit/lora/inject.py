@@ -1,8 +1,6 @@
 """Put an adapter on any torch model: freeze the base, and replace the target layers."""
 
 import hashlib
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,18 +9,17 @@ from torch import Tensor, nn
 from lorakit.errors import TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
-from lorakit.lora.init import INITS, RANDOM, init_factors
-from lorakit.lora.linear import LoraLinear, TiedLoraHead
+from lorakit.lora.init import RANDOM, init_factors
+from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TiedTokenHead, TokenHead, TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
+from lorakit.lora.untrained import check_untrained
 
 ReadWeight = Callable[[str], Tensor]
 """parameter name -> its values, for a model that is on the meta device still"""
-BIASES = ("none", "lora_only", "all")
-TIED_HEADS = ("stop", "both", "untie")
 
 
 def inject(
@@ -52,7 +49,8 @@ def inject(
     ``adapter_tensors(model)``; write with ``save_patch``.
 
     Raises:
-        TargetError: a pattern matches nothing, or a matched layer cannot be adapted. The model is unchanged.
+        TargetError: a pattern matches nothing, a matched layer cannot be adapted, or an untrained adapter would change
+        a layer's output. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(
@@ -61,21 +59,6 @@ def inject(
         )
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
-    for name, value, known in (
-        ("method", method, METHODS),
-        ("init", init, INITS),
-        ("bias", bias, BIASES),
-        ("tied_head", tied_head, TIED_HEADS),
-    ):
-        if value not in known:
-            raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
-    ranks, alphas = [rank, *(rank_pattern or {}).values()], [alpha, *(alpha_pattern or {}).values()]
-    _check_values(ranks, alphas, dropout, new_tokens)
-    for text in [*(p for p in (targets, exclude) if isinstance(p, str)), *(rank_pattern or {}), *(alpha_pattern or {})]:
-        try:
-            re.compile(text)
-        except re.error as problem:
-            raise TargetError(f"{text!r} is not a regular expression: {problem}") from None
     spec = AdapterSpec(
         method=method,
         rank=rank,
@@ -91,21 +74,19 @@ def inject(
         bias=bias,
         modules_to_save=tuple(modules_to_save),
         trainable_tokens=tuple(trainable_tokens),
-        new_tokens=dict(new_tokens or {}),
+        new_tokens=new_tokens or {},
         tied_head=tied_head,
     )
-    return attach(model, find_targets(model, spec), spec, seed)
-
-
-def _check_values(
-    ranks: Sequence[int], alphas: Sequence[float], dropout: float, new_tokens: Mapping[str, int] | None
-) -> None:
-    if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
-        raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
-    if not 0 <= dropout < 1:
-        raise TargetError(f"0 <= dropout < 1; got {dropout}")
-    if new_tokens and not isinstance(new_tokens, Mapping):
-        raise TargetError(f"new_tokens: text -> id in your tokenizer, which has them; got {new_tokens!r}")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    attach(model, find_targets(model, spec), spec, seed)
+    try:
+        check_untrained(model)
+    except TargetError:
+        restore_layers(model)
+        for parameter in trainable:
+            parameter.requires_grad_()
+        raise
+    return model
 
 
 def attach(
@@ -127,8 +108,7 @@ def attach(
     """
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
-    head = extras.tied[0] if extras.tied else None
-    layers = [(model.get_submodule(target.name), target) for target in targets if target.name != head]
+    layers = [(model.get_submodule(target.name), target) for target in targets]
     replace_modules(
         model, {layer: _adapted_linear(layer, target, spec, seed, read_weight, extras) for layer, target in layers}
     )
@@ -136,14 +116,14 @@ def attach(
         _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
     for name, keys in (extras.modules_to_save or {}).items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, LoraLinear) and name != head:  # `_adapted_linear` trained the bias of these
+        if not isinstance(layer, LoraLinear):  # `_adapted_linear` trained the bias of these
             replace_modules(model, {layer: TrainableModule(_load_values(layer, name, keys, read_weight), keys)})
     if extras.token_rows is not None:
         _attach_tokens(model, extras.token_rows, spec, read_weight)
     if extras.head_rows is not None:
         _attach_head_rows(model, extras.head_rows, tuple(spec.new_tokens.values()), read_weight)
-    if extras.tied is not None:
-        _tie_head(model, *extras.tied, spec)
+    if extras.tied_rows is not None:
+        _share_rows(model, extras.tied_rows, str(extras.token_rows))
     return model
 
 
@@ -160,13 +140,13 @@ def _adapted_linear(
     def W() -> Tensor:
         weight = read_weight(f"{target.name}.weight") if read_weight else target.kind.dequantized(layer).detach()
         weight = weight if weight.is_meta else weight.cpu()  # where every backend and device gives the same start
-        return weight.T if target.kind.transposed else weight
+        return target.kind.matrix(weight)
 
     s = method.scale(target.alpha, target.rank)
     sizes = target.out_features, target.in_features, target.rank
     tensors = init_factors(spec.init, *sizes, s, _layer_seed(seed, target.name), W)
-    if method.extra_tensors is not None:
-        tensors |= method.extra_tensors(W())
+    if method.start is not None:
+        tensors |= method.start(W())
     device = next(layer.parameters()).device
     adapted = LoraLinear(
         layer,
@@ -215,7 +195,7 @@ def _attach_head_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read
     head = model.get_submodule(name)
     assert isinstance(head, nn.Linear)
     weight = read_weight(f"{name}.weight") if read_weight else head.weight.detach()
-    rows = TokenHead(head, tokens)
+    rows = TokenHead(head, tokens, head.out_features)
     rows.add_tensors({"trainable_tokens_delta": _mean_rows(weight, tokens)})
     replace_modules(model, {head: rows})
 
@@ -231,17 +211,14 @@ def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
     return mean.expand(len(tokens), -1).contiguous()
 
 
-def _tie_head(model: nn.Module, head_name: str, embedding_name: str, spec: AdapterSpec) -> None:
-    """Let a head change as the embedding does with which it shares a weight."""
-    head, embedding = model.get_submodule(head_name), model.get_submodule(embedding_name)
-    if isinstance(embedding, LoraLinear):
-        replace_modules(model, {head: TiedLoraHead(head, embedding, spec.dropout, head_name)})
-    elif isinstance(embedding, TrainableTokens):
-        replace_modules(model, {head: TiedTokenHead(head, embedding)})
-    else:
-        wrapper = TrainableModule(head, ())
-        wrapper.share("weight", embedding.get_parameter("weight"), f"{embedding_name}.weight")
-        replace_modules(model, {head: wrapper})
+def _share_rows(model: nn.Module, head_name: str, embedding_name: str) -> None:
+    """Let a head use the trainable rows of the embedding with which it shares its weight."""
+    head = model.get_submodule(head_name)
+    embedding = model.get_submodule(embedding_name)
+    assert isinstance(embedding, TrainableTokens)
+    shared = TokenHead(head, embedding.tokens, embedding.num_base_rows)
+    shared.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
+    replace_modules(model, {head: shared})
 
 
 def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
@@ -260,9 +237,27 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
                 parent.register_module(name, replacements[child])
 
 
+def restore_layers(model: nn.Module) -> list[tuple[nn.Module, AdapterModule]]:
+    """Put the base's own layers back, in place; return each with the adapted layer that it replaced."""
+    pairs = [(adapted.original(), adapted) for _, adapted in adapter_modules(model)]
+    replace_modules(model, {adapted: layer for layer, adapted in pairs})
+    return pairs
+
+
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     """Yield (module name, layer) of every linear layer with an adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+def adapted_names(model: nn.Module) -> list[str]:
+    """Return the names of the layers, and of the experts' parameters, that have low-rank factors."""
+    names = []
+    for name, module in adapter_modules(model):
+        if isinstance(module, LoraLinear):
+            names.append(name)
+        elif isinstance(module, LoraExperts):
+            names += [f"{name}.{key}" for key in module.adapted]
+    return names
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -41,8 +41,8 @@ class LayerCall:
 
     def weight_times(self, A: Tensor) -> Tensor:
         """Return W A^T, (out, r)."""
-        W = self.kind.dequantized(self.layer)
-        return (A.to(W.dtype) @ (W if self.kind.transposed else W.T)).T
+        W = self.kind.read(self.layer)
+        return (A.to(W.dtype) @ W.T).T
 
     def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
         """Return |W + s B A|^2 - |W|^2 of each row, (out,): 2 s (W A^T . B) + s^2 (B A A^T . B). A, B: float32."""

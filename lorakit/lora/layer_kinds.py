@@ -1,18 +1,24 @@
 """The kinds of layer that an adapter can sit on: how to recognise one, its sizes, and its product."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lorakit.lora.module import AdapterModule
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class LayerKind:
-    """One kind of linear layer."""
+    """One kind of linear layer: W (out, in) whatever its stored weight looks like.
+
+    A stored weight has W's rows, or (`transposed`) its columns, as rows. Code elsewhere calls `matrix`, `read` and
+    `stored_axis`, and compares no kinds.
+    """
 
     name: str
     sizes: Callable[[nn.Module], tuple[int, int]]
@@ -29,6 +35,29 @@ class LayerKind:
     """layer -> its stored weight as floats"""
     copied_attributes: tuple[str, ...] = ()
     """attributes of a layer, besides its tensors, that its product or a model's other code reads"""
+    peft_names: Mapping[str, str] = field(
+        default_factory=lambda: {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+    )
+    """factor -> the end of its key in PEFT's files"""
+    takes_ids: bool = False
+    """True if x is token ids, which stand for one-hot vectors"""
+
+    @property
+    def stored_axis(self) -> Literal["out", "in"]:
+        """Return the axis of W that the rows of the stored weight run over."""
+        return "in" if self.transposed else "out"
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """Return W (out, in) as a view of the stored weight; or the stored weight as a view of W."""
+        return stored.T if self.transposed else stored
+
+    def read(self, layer: nn.Module) -> Tensor:
+        """Return W (out, in) of a layer as floats."""
+        return self.matrix(self.dequantized(layer))
+
+    def stored_shape(self, sizes: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of the stored weight of a layer. sizes: (out, in)."""
+        return sizes[::-1] if self.transposed else sizes
 
 
 def _linear_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -101,7 +130,27 @@ EMBEDDING: Final = LayerKind(
     _run_embedding,
     weight_of,
     ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
+    {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
+    takes_ids=True,
 )
+KINDS: Final = (LINEAR, CONV1D, EMBEDDING)
+"""the kinds of layers whose weight is stored as floats"""
+
+
+def peft_names(*, takes_ids: bool) -> Mapping[str, str]:
+    """Return factor -> the end of its key in PEFT's files, for layers on hidden states or on token ids."""
+    return next(kind.peft_names for kind in KINDS if kind.takes_ids == takes_ids)
+
+
+def matrix_kind(*, transposed: bool) -> LayerKind:
+    """Return the kind of a matrix that is no layer of its own, such as one expert's."""
+    return next(kind for kind in KINDS if kind.transposed == transposed and not kind.takes_ids)
+
+
+def fan_in_fan_out(kinds: Iterable[LayerKind]) -> bool:
+    """Return PEFT's setting of this name: True if all of these layers but embeddings store W transposed."""
+    matrices = [kind for kind in kinds if not kind.takes_ids]
+    return bool(matrices) and all(kind.transposed for kind in matrices)
 
 
 class QuantizedLinear(nn.Module):
@@ -134,13 +183,17 @@ def kind_of(module: nn.Module) -> LayerKind | None:
 
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[LayerKind, tuple[int, int]]]:
     """Return every layer that a patch can change: module name -> (kind, (out, in)). Works on the meta device."""
-    kinds = {name: kind_of(module) or embedding_of(module) for name, module in model.named_modules()}
-    return {name: (kind, kind.sizes(model.get_submodule(name))) for name, kind in kinds.items() if kind}
+    layers = {
+        name: module.original() if isinstance(module, AdapterModule) else module
+        for name, module in model.named_modules()
+    }
+    kinds = {name: stored_kind(layer) for name, layer in layers.items()}
+    return {name: (kind, kind.sizes(layers[name])) for name, kind in kinds.items() if kind}
 
 
-def embedding_of(module: nn.Module) -> LayerKind | None:
-    """Return EMBEDDING for an embedding, None for any other module."""
-    return EMBEDDING if isinstance(module, nn.Embedding) else None
+def stored_kind(module: nn.Module) -> LayerKind | None:
+    """Return the kind of a layer whose weight a patch can change, whatever the layer's forward; None for others."""
+    return EMBEDDING if isinstance(module, nn.Embedding) else kind_of(module)
 
 
 def trainable_kind(module: nn.Module) -> LayerKind | None:

@@ -1,10 +1,7 @@
 """The training layer: a frozen linear layer and one adapter, all of them parameters of one module."""
 
 from collections.abc import Mapping
-from typing import final
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.lora.layer_call import LayerCall
@@ -83,29 +80,3 @@ class LoraLinear(AdapterModule):
         return (
             f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}{dropout}"
         )
-
-
-@final
-class TiedLoraHead(AdapterModule):
-    """An output head that shares its weight with an embedding, adapted by the embedding's own A and B.
-
-    The shared weight E (vocabulary, width) becomes E + s A^T B^T for both. An embedding maps one-hot vectors to rows,
-    so its A is (r, vocabulary) and its B (width, r).
-    """
-
-    def __init__(self, head: nn.Module, embedding: LoraLinear, dropout: float, name: str) -> None:
-        super().__init__(head)
-        self.out_features = embedding.in_features
-        self.in_features = embedding.out_features
-        self.scale = embedding.scale
-        self.dropout = dropout
-        self.name = name
-        self.register_parameter("lora_A", embedding.get_parameter("lora_A"))
-        self.register_parameter("lora_B", embedding.get_parameter("lora_B"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.get_parameter("weight"), self._parameters.get("bias"))
-        A, B = (self.get_parameter(name).to(x.dtype) for name in ("lora_A", "lora_B"))
-        if self.dropout > 0 and self.training:
-            x = dropout_mask(x, self.dropout, self.name).apply(x)
-        return torch.add(y, F.linear(F.linear(x, B.T), A.T), alpha=self.scale)

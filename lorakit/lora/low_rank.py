@@ -90,7 +90,8 @@ def frobenius_norm(matrix: LowRank) -> float:
     Not sqrt(inner_product(M, M)): its squares lose half of the digits where terms cancel. Here the norm of a difference
     is exact up to rounding at the size of its terms.
     """
-    R_B, R_A = torch.linalg.qr(matrix.B, mode="r")[1], torch.linalg.qr(matrix.A.T, mode="r")[1]
+    R_B = torch.linalg.qr(matrix.B, mode="r")[1]
+    R_A = torch.linalg.qr(matrix.A.T, mode="r")[1]
     return float(torch.linalg.matrix_norm(R_B @ R_A.T))
 
 
@@ -163,7 +164,8 @@ def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
     """
     trimmed = [_trim(delta, density) for delta in deltas]
     elected = sum(trimmed[1:], trimmed[0]).sign()
-    total, count = torch.zeros_like(elected), torch.zeros_like(elected)
+    total = torch.zeros_like(elected)
+    count = torch.zeros_like(elected)
     for delta in trimmed:
         agrees = (delta.sign() == elected) & (elected != 0)
         total += delta * agrees

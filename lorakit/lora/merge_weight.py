@@ -17,27 +17,38 @@ BLOCK_ELEMENTS: Final = 1 << 18
 
 
 @dataclass(frozen=True)
-class Update:
-    """The change that one patch makes to one weight: a method's update, or rows that replace rows of the weight."""
+class LowRankUpdate:
+    """The change that one patch makes to one weight by a method."""
 
     method: str
     scale: float
     tensors: Mapping[str, Tensor]
-    """A (r, in), B (out, r) and other tensors of the method; or ``rows``, (tokens, width)"""
+    """A (r, in), B (out, r) and other tensors of the method"""
     weight: float = 1.0
     """factor on the complete change, as in a weighted merge of several patches"""
-    tokens: tuple[int, ...] | None = None
-    """token ids of the replaced rows; None for a method's update"""
 
     @property
     def additive(self) -> bool:
         """True if the change is s B A, whatever the weight is."""
-        return self.tokens is None and METHODS[self.method].additive
+        return METHODS[self.method].additive
 
 
-def rows_update(rows: Tensor, tokens: tuple[int, ...], weight: float = 1.0) -> Update:
-    """Return the update that replaces an embedding's rows `tokens` by `rows` (tokens, width)."""
-    return Update("rows", 1.0, {"rows": rows}, weight, tokens)
+@dataclass(frozen=True)
+class RowsUpdate:
+    """Rows of one patch that replace rows of an embedding's weight."""
+
+    tokens: tuple[int, ...]
+    rows: Tensor
+    """(tokens, width)"""
+    weight: float = 1.0
+    """factor on the complete change"""
+
+    @property
+    def additive(self) -> bool:
+        return False
+
+
+WeightChange = LowRankUpdate | RowsUpdate
 
 
 def row_blocks(shape: tuple[int, int], *, full: bool = False) -> Iterator[slice]:
@@ -53,24 +64,24 @@ class RowMerger:
     `needs_all_rows`: True if all rows must be one block, because a method needs full rows of W and these are columns.
     """
 
-    def __init__(self, kind: LayerKind, updates: Sequence[Update]) -> None:
+    def __init__(self, kind: LayerKind, updates: Sequence[WeightChange]) -> None:
         self._kind = kind
-        # every block needs all of one factor and a part of the other: the first is widened once, the other per block
-        self._full_name, self._block_name = ("lora_B", "lora_A") if kind.transposed else ("lora_A", "lora_B")
-        self._updates = [(u, u.tensors if u.tokens is not None else self._widened(u.tensors)) for u in updates]
+        self._axis = kind.stored_axis
+        self._updates = [self._widened(update) if isinstance(update, LowRankUpdate) else update for update in updates]
         self.squared_changes = [0.0] * len(updates)
-        self.needs_all_rows = kind.transposed and any(u.tokens is None and not u.additive for u in updates)
+        needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in updates)
+        self.needs_all_rows = self._axis == "in" and needs_full_rows
 
     def __call__(self, W: Tensor, rows: slice) -> Tensor:
         """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
-        base = None if all(u.additive for u, _ in self._updates) else W.clone()
-        for number, (update, tensors) in enumerate(self._updates):
-            if update.additive:
-                W = self._add_update(W, update, tensors, rows, update.scale * update.weight)
+        base = None if all(update.additive for update in self._updates) else W.clone()
+        for number, update in enumerate(self._updates):
+            if isinstance(update, LowRankUpdate) and update.additive:
+                W = self._add_update(W, update, rows, update.scale * update.weight)
                 continue
             assert base is not None
             # a change that depends on the weight is computed on the base, not on the other patches' sum
-            merged = self._merge_alone(base.clone(), update, tensors, rows)
+            merged = self._merge_alone(base.clone(), update, rows)
             change = (merged - base).reshape(-1)
             self.squared_changes[number] += update.weight**2 * float(torch.dot(change, change))
             if len(self._updates) == 1 and update.weight == 1.0:
@@ -78,45 +89,54 @@ class RowMerger:
             W += update.weight * change.view_as(W)
         return W
 
-    def _widened(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**tensors, self._full_name: tensors[self._full_name].double()}
+    def _widened(self, update: LowRankUpdate) -> LowRankUpdate:
+        """Return the update in float64 where every block needs all of a tensor; others are widened block by block."""
+        named = METHODS[update.method].tensors
+        tensors = {name: t if self._axis in named[name].axes else t.double() for name, t in update.tensors.items()}
+        return replace(update, tensors=tensors)
 
-    def _merge_alone(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        if update.tokens is None:
-            return self._add_update(W, update, tensors, rows, update.scale)
+    def _merge_alone(self, W: Tensor, update: WeightChange, rows: slice) -> Tensor:
+        if isinstance(update, LowRankUpdate):
+            return self._add_update(W, update, rows, update.scale)
         for index, token in enumerate(update.tokens):
             if rows.start <= token < rows.stop:
-                W[token - rows.start] = tensors["rows"][index].double()
+                W[token - rows.start] = update.rows[index].double()
         return W
 
-    def _add_update(self, W: Tensor, update: Update, tensors: Mapping[str, Tensor], rows: slice, s: float) -> Tensor:
-        merge = METHODS[update.method].merge
-        if self._kind.transposed:
-            return merge(W.T, {**tensors, "lora_A": tensors["lora_A"][:, rows].double()}, s).T
-        # beside B, the other tensors of a method (DoRA's magnitude) have one value per row of W too
-        block = {name: t if name == self._full_name else t[rows].double() for name, t in tensors.items()}
-        return merge(W, block, s)
+    def _add_update(self, W: Tensor, update: LowRankUpdate, rows: slice, s: float) -> Tensor:
+        method = METHODS[update.method]
+        block = {
+            name: method.tensors[name].part(tensor, self._axis, rows).double()
+            for name, tensor in update.tensors.items()
+        }
+        return self._kind.matrix(method.merge(self._kind.matrix(W), block, s))
 
 
-def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], dtype: torch.dtype) -> Tensor:
     """Return a full stored weight with its updates, on W's device: the float64 sum rounded once to `dtype`."""
     merged = torch.empty_like(W, dtype=dtype)
     rounding = Rounding(dtype)
-    merge = RowMerger(
-        kind, [replace(u, tensors={name: t.to(W.device) for name, t in u.tensors.items()}) for u in updates]
-    )
+    merge = RowMerger(kind, [_on_device(update, W.device) for update in updates])
     for rows in row_blocks((W.shape[0], W.shape[1]), full=merge.needs_all_rows):
         merged[rows] = rounding(merge(W[rows].to(torch.float64, copy=True), rows))
     return merged
 
 
-def norm_of_sum(updates: Sequence[Update]) -> float:
-    """Return the Frobenius norm of sum s B A from the factors: |B A|^2 = sum((B^T B) * (A A^T))."""
-    A = torch.cat([u.tensors["lora_A"] for u in updates])
-    B = torch.cat([u.tensors["lora_B"] for u in updates], dim=1)
-    s = torch.cat(
-        [torch.full((u.tensors["lora_A"].shape[0],), u.scale * u.weight, dtype=torch.float64) for u in updates]
-    )
+def _on_device(update: WeightChange, device: torch.device) -> WeightChange:
+    if isinstance(update, RowsUpdate):
+        return replace(update, rows=update.rows.to(device))
+    return replace(update, tensors={name: tensor.to(device) for name, tensor in update.tensors.items()})
+
+
+def norm_of_sum(updates: Sequence[WeightChange]) -> float:
+    """Return the Frobenius norm of sum s B A of additive updates: |B A|^2 = sum((B^T B) * (A A^T))."""
+    low_rank = [update for update in updates if isinstance(update, LowRankUpdate) and update.additive]
+    assert len(low_rank) == len(updates)
+    A = torch.cat([update.tensors["lora_A"] for update in low_rank])
+    B = torch.cat([update.tensors["lora_B"] for update in low_rank], dim=1)
+    ranks = torch.tensor([len(update.tensors["lora_A"]) for update in low_rank])
+    scales = torch.tensor([update.scale * update.weight for update in low_rank], dtype=torch.float64)
+    s = scales.repeat_interleave(ranks)
     grams = s[:, None] * _gram(B) * s * _gram(A.T)
     return math.sqrt(max(0.0, float(grams.sum())))  # rounding may leave a sum below zero
 

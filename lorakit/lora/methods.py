@@ -8,14 +8,15 @@ A row's `apply` is the formula in plain operations, and its `fused` the same in 
 for backward. A layer runs `fused` where it can, and `apply` for embeddings, for PiSSA and OLoRA, under autocast, under
 torch.compile, and where x and W have different dtypes. The tests compare the two.
 
-A new method is one row in METHODS; the laws in tests/test_laws.py run over the whole table.
+A new method is one row in METHODS: training, patches, merging, serving and plans read the row. The laws in
+tests/test_laws.py run over the full table.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,46 @@ from lorakit.ops.lora_linear import can_fuse, lora_linear
 Tensors = Mapping[str, Tensor]
 """an adapter's tensors for one layer, by PEFT's names: lora_A (r, in), lora_B (out, r), and others of the method"""
 MAGNITUDE: Final = "lora_magnitude_vector"
+Axis = Literal["out", "in", "rank"]
+Slot = tuple[Tensor, Tensor, Tensor | None]
+"""A (r, in), B (out, r), and a gain (out,) or None: how a method is served, y = b + g (y0 - b) + s (x A^T) B^T"""
+
+
+@dataclass(frozen=True)
+class MethodTensor:
+    """One tensor of a method, by what its dimensions run over."""
+
+    axes: tuple[Axis, ...]
+    """of each dimension: the rows of W (out), its columns (in), or the components of the update (rank)"""
+    trainable: bool = True
+    stored: bool = True
+    """False: computed from W at any time, so that no file and no checkpoint holds it"""
+
+    def shape(self, sizes: tuple[int, int], rank: int) -> tuple[int, ...]:
+        """Return the tensor's shape. sizes: (out, in) of W."""
+        lengths = {"out": sizes[0], "in": sizes[1], "rank": rank}
+        return tuple(lengths[axis] for axis in self.axes)
+
+    def part(self, tensor: Tensor, axis: Axis, part: slice) -> Tensor:
+        """Return a part of the tensor along an axis; all of it if no dimension runs over that axis."""
+        return tensor[tuple(part if own == axis else slice(None) for own in self.axes)]
+
+
+FACTORS: Final[Mapping[str, MethodTensor]] = {
+    "lora_A": MethodTensor(("rank", "in")),
+    "lora_B": MethodTensor(("out", "rank")),
+}
+"""the tensors of every method. Files name them by the kind of their layer, and other tensors by their own name."""
+
+
+def serve_low_rank(tensors: Tensors, W: Callable[[], Tensor], s: float) -> Slot:
+    """Return A and B as they are."""
+    return tensors["lora_A"], tensors["lora_B"], None
 
 
 @dataclass(frozen=True)
 class Method:
-    """The functions that define a method.
+    """The functions that define a method, and its tensors.
 
     Two laws hold for every row: an untrained adapter changes nothing to the bit, and `merge` agrees with `apply`.
     """
@@ -45,14 +81,35 @@ class Method:
     """the same, saving less for backward; returns None where only `apply` can; None: the method has no such form"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
     """(W or full rows of W, float64; tensors; s) -> the same rows of the merged W; may overwrite W"""
-    extra_tensors: Callable[[Tensor], dict[str, Tensor]] | None = None
-    """W as floats -> float32 tensors beside A and B that are computed from W; None: there are none"""
-    fixed: tuple[str, ...] = ()
-    """names of tensors that are not trainable"""
-    derived: tuple[str, ...] = ()
-    """names of fixed tensors that can be computed from W at any time, so that no file holds them"""
-    additive: bool = True
-    """True if the change of W does not depend on W"""
+    serve: Callable[[Tensors, Callable[[], Tensor], float], Slot] = serve_low_rank
+    """(tensors, function that returns W in float64, s) -> how a server computes it beside other adapters"""
+    tensors: Mapping[str, MethodTensor] = field(default_factory=lambda: FACTORS)
+    """all of its tensors by name, A and B among them"""
+    start: Callable[[Tensor], dict[str, Tensor]] | None = None
+    """W as floats -> the first values, float32, of its tensors beside A and B; None: it has none"""
+    peft: Mapping[str, bool] = field(default_factory=dict)
+    """the settings of adapter_config.json that name the method; a setting that is not here is off"""
+    saved_as: str | None = None
+    """another method as which its patches are saved, because files do not show the difference; None: itself"""
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Return the names of tensors that are not trainable."""
+        return tuple(name for name, tensor in self.tensors.items() if not tensor.trainable)
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Return the names of tensors that no file holds."""
+        return tuple(name for name, tensor in self.tensors.items() if not tensor.stored)
+
+    @property
+    def additive(self) -> bool:
+        """True if the change of W is s B A, whatever W is."""
+        return self.tensors.keys() == FACTORS.keys()
+
+    def stored_shapes(self, sizes: tuple[int, int], rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that a file holds. sizes: (out, in) of W."""
+        return {name: tensor.shape(sizes, rank) for name, tensor in self.tensors.items() if tensor.stored}
 
 
 def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
@@ -61,11 +118,13 @@ def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     A0 and B0 are a start at a part of W (`lora.init`). Both terms are computed alike, so they cancel to the bit until A
     or B is trained (decision 0017).
     """
-    y, dropped = inputs.y(), inputs.dropped()
+    y = inputs.y()
+    dropped = inputs.dropped()
     # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     if "lora_A0" in tensors:
-        A0, B0 = tensors["lora_A0"].to(y.dtype), tensors["lora_B0"].to(y.dtype)
+        A0 = tensors["lora_A0"].to(y.dtype)
+        B0 = tensors["lora_B0"].to(y.dtype)
         delta = delta - F.linear(inputs.shrink(inputs.x, A0), B0)
     return torch.add(y, delta, alpha=s)
 
@@ -88,12 +147,11 @@ def fused_product(inputs: LayerCall, tensors: Tensors, s: float, gain: Tensor | 
     assert not isinstance(inputs.mask, DrawnMask)  # torch.compile's, under which nothing is fused
     return lora_linear(
         inputs.x,
-        partial(inputs.kind.dequantized, inputs.layer),  # not a method of `inputs`, which would hold x until backward
+        partial(inputs.kind.read, inputs.layer),  # not a method of `inputs`, which would hold x until backward
         inputs.bias,
         tensors["lora_A"],
         tensors["lora_B"],
         s,
-        transposed=inputs.kind.transposed,
         mask=inputs.mask,
         gain=gain,
     )
@@ -122,7 +180,8 @@ def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     |V| has no gradient, as in section 4.3 of the source. Dropout acts on the change of y alone, as in PEFT.
     Source: Liu et al. 2024 (arXiv 2402.09353), equation 5.
     """
-    y, dropped = inputs.y(), inputs.dropped()
+    y = inputs.y()
+    dropped = inputs.dropped()
     gain = dora_gain(tensors, inputs.change_of_squared_norms, s)
     delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
@@ -142,7 +201,8 @@ def fused_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
 def dora_gain(tensors: Tensors, change: Callable[[Tensor, Tensor, float], Tensor], s: float) -> Tensor:
     """Return m / |V|, (out,) float32, without forming V. `change`: (A, B, s) -> |V|^2 - |W|^2 of each row."""
     with torch.no_grad():
-        A, B = tensors["lora_A"].float(), tensors["lora_B"].float()
+        A = tensors["lora_A"].float()
+        B = tensors["lora_B"].float()
         # clamped, because rounding may leave a sum below zero where V is close to zero
         norm = (tensors["weight_norm"].square() + change(A, B, s)).clamp(min=0).sqrt()
     return row_gain(tensors[MAGNITUDE], norm)
@@ -154,6 +214,15 @@ def merge_dora(W: Tensor, tensors: Tensors, s: float) -> Tensor:
     return V.mul_(row_gain(tensors[MAGNITUDE].double(), torch.linalg.vector_norm(V, dim=1))[:, None])
 
 
+def serve_dora(tensors: Tensors, W: Callable[[], Tensor], s: float) -> Slot:
+    """Return A, B times the gain m / |V|, and that gain, with |V| computed in float64."""
+    stored = W()
+    own = {name: tensor.to(stored.device) for name, tensor in tensors.items()}
+    norm = torch.linalg.vector_norm(merge_low_rank(stored.clone(), own, s), dim=1)
+    gain = row_gain(own[MAGNITUDE].double(), norm).float()
+    return own["lora_A"], gain[:, None] * own["lora_B"], gain
+
+
 def row_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
     """Return m / |V| of each row, (out,); 1 where a row of V is zero, because no magnitude has a direction there."""
     zero = norm == 0
@@ -161,19 +230,31 @@ def row_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
 
 
 LORA = Method(scale=lambda alpha, r: alpha / r, apply=apply_low_rank, fused=fused_low_rank, merge=merge_low_rank)
-RSLORA = replace(LORA, scale=lambda alpha, r: alpha / math.sqrt(r))  # Kalajdzievski 2023 (arXiv 2312.03732)
-LORA_FA = replace(LORA, fixed=("lora_A",))  # Zhang et al. 2023 (arXiv 2308.03303)
+RSLORA = replace(  # Kalajdzievski 2023 (arXiv 2312.03732)
+    LORA,
+    scale=lambda alpha, r: alpha / math.sqrt(r),
+    peft={"use_rslora": True},
+)
+LORA_FA = replace(  # Zhang et al. 2023 (arXiv 2308.03303)
+    LORA,
+    tensors={**FACTORS, "lora_A": MethodTensor(("rank", "in"), trainable=False)},
+    saved_as="lora",
+)
 DORA = replace(
     LORA,
     apply=apply_dora,
     fused=fused_dora,
     merge=merge_dora,
-    extra_tensors=row_norms,
-    fixed=("weight_norm",),
-    derived=("weight_norm",),
-    additive=False,
+    serve=serve_dora,
+    tensors={
+        **FACTORS,
+        MAGNITUDE: MethodTensor(("out",)),
+        "weight_norm": MethodTensor(("out",), trainable=False, stored=False),
+    },
+    start=row_norms,
+    peft={"use_dora": True},
 )
-RSDORA = replace(DORA, scale=RSLORA.scale)
+RSDORA = replace(DORA, scale=RSLORA.scale, peft={**DORA.peft, **RSLORA.peft})
 
 METHODS: Final[Mapping[str, Method]] = {
     "lora": LORA,
@@ -182,3 +263,32 @@ METHODS: Final[Mapping[str, Method]] = {
     "dora": DORA,
     "rsdora": RSDORA,
 }
+PLAIN: Final = "lora"
+"""the method as which any s B A can be saved, with alpha = s r"""
+
+
+def saved_as(name: str) -> str:
+    """Return the method that the patches of a method name."""
+    return METHODS[name].saved_as or name
+
+
+def peft_settings(name: str) -> dict[str, bool]:
+    """Return the settings of adapter_config.json that name a method, those among them that are off."""
+    return {key: METHODS[name].peft.get(key, False) for key in peft_keys()}
+
+
+def peft_keys() -> list[str]:
+    """Return the settings of adapter_config.json by which methods differ."""
+    return sorted({key for method in METHODS.values() for key in method.peft})
+
+
+def method_of(settings: Mapping[str, object]) -> str | None:
+    """Return the method that settings of adapter_config.json name; None if no method has all of them."""
+    chosen = {key for key in peft_keys() if settings.get(key)}
+    stored = (name for name, method in METHODS.items() if method.saved_as is None)
+    return next((name for name in stored if {key for key, on in METHODS[name].peft.items() if on} == chosen), None)
+
+
+def own_tensor_names() -> list[str]:
+    """Return the names, in files too, of the tensors that methods have beside A and B."""
+    return sorted({name for method in METHODS.values() for name in method.stored_shapes((1, 1), 1)} - FACTORS.keys())

@@ -52,22 +52,13 @@ class FunctionalWrapper(AdapterModule):
 
 @final
 class TrainableModule(FunctionalWrapper):
-    """A module with some or all of its tensors trained in full (PEFT's ``modules_to_save``, and its ``bias``).
-
-    `tied_name`: the adapter's name of a tensor that this module shares with another one; None if it shares none.
-    """
+    """A module with some or all of its tensors trained in full (PEFT's ``modules_to_save``, and its ``bias``)."""
 
     def __init__(self, base: nn.Module, trainable: tuple[str, ...]) -> None:
         super().__init__(base)
-        self.tied_name: str | None = None
         for name in trainable:
             self.make_trainable(name)
         self.release_original()
-
-    def share(self, name: str, tensor: nn.Parameter, source_name: str) -> None:
-        """Use a tensor of another module as the parameter `name`; the adapter calls that tensor `source_name`."""
-        self.register_parameter(name, tensor)
-        self.tied_name = source_name
 
     def effective_tensor(self, name: str) -> Tensor:
         return self.get_parameter(name).to(self._dtypes[name])
@@ -83,70 +74,60 @@ class TrainableTokens(AdapterModule):
 
     def __init__(self, base: nn.Embedding, tokens: tuple[int, ...], new_tokens: Mapping[str, int]) -> None:
         super().__init__(base)
-        self.num_base_rows, self.embedding_dim = base.num_embeddings, base.embedding_dim
+        self.num_base_rows = base.num_embeddings
+        self.embedding_dim = base.embedding_dim
         self.num_embeddings = max(base.num_embeddings, max(tokens) + 1)
-        self.padding_idx, self.tokens, self.new_tokens = base.padding_idx, tokens, dict(new_tokens)
+        self.padding_idx = base.padding_idx
+        self.tokens = tokens
+        self.new_tokens = dict(new_tokens)
         self.embed_scale = getattr(base, "embed_scale", None)
-        positions = torch.full((self.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
-        positions[list(tokens)] = torch.arange(len(tokens))
-        self.register_buffer("positions", _beside(base.weight, positions), persistent=False)
+        row_of_token = torch.full((self.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
+        row_of_token[list(tokens)] = torch.arange(len(tokens))
+        self.register_buffer("row_of_token", _beside(base.weight, row_of_token), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         is_grown = self.num_embeddings > self.num_base_rows
         known = ids.clamp(max=self.num_base_rows - 1) if is_grown else ids  # a new token has no row of the base's
         rows = nn.functional.embedding(known, self.get_parameter("weight"))
-        positions = self.get_buffer("positions")[ids]
+        row_of_token = self.get_buffer("row_of_token")[ids]
         trainable = self.get_parameter("trainable_tokens_delta").to(rows.dtype)  # rows, in spite of PEFT's name
-        new_rows = nn.functional.embedding(positions.clamp(min=0), trainable)
-        rows = torch.where((positions >= 0)[..., None], new_rows, rows)
+        new_rows = nn.functional.embedding(row_of_token.clamp(min=0), trainable)
+        rows = torch.where((row_of_token >= 0)[..., None], new_rows, rows)
         return scale_embedding(self, rows)
 
 
 @final
-class TiedTokenHead(AdapterModule):
-    """A head that is tied to an embedding with trainable rows: its logits use the same rows."""
-
-    def __init__(self, head: nn.Module, embedding: TrainableTokens) -> None:
-        super().__init__(head)
-        self.out_features, self.in_features = embedding.num_embeddings, embedding.embedding_dim
-        self.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
-        _register_tokens(self, embedding.tokens, embedding.get_parameter("weight"), embedding.num_base_rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _token_logits(self, x)
-
-
-@final
 class TokenHead(AdapterModule):
-    """A head with rows of its own for new tokens, where it shares no weight with the embedding."""
+    """A head with trainable rows for some tokens: rows of its own, or those of the embedding that it is tied to.
 
-    def __init__(self, head: nn.Linear, tokens: tuple[int, ...]) -> None:
+    num_base_rows: tokens of the base; later ones have no row in the base's weight.
+    """
+
+    def __init__(self, head: nn.Module, tokens: tuple[int, ...], num_base_rows: int) -> None:
         super().__init__(head)
-        self.out_features, self.in_features = max(head.out_features, max(tokens) + 1), head.in_features
-        self.embedding_dim, self.tokens = head.in_features, tokens
-        _register_tokens(self, tokens, head.weight, head.out_features)
+        weight = self.get_parameter("weight")
+        self.out_features = max(num_base_rows, max(tokens) + 1)
+        self.in_features = self.embedding_dim = int(head.in_features)  # type: ignore[arg-type]
+        self.tokens = tokens
+        inside = [row for row, token in enumerate(tokens) if token < num_base_rows]
+        added = sorted(set(range(len(tokens))) - set(inside), key=lambda row: tokens[row])
+        base_tokens = [tokens[row] for row in inside]
+        for name, indices in (("base_tokens", base_tokens), ("base_rows", inside), ("added_rows", added)):
+            self.register_buffer(name, _beside(weight, torch.tensor(indices, dtype=torch.int64)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _token_logits(self, x)
-
-
-def _register_tokens(head: nn.Module, tokens: tuple[int, ...], weight: Tensor, num_base_rows: int) -> None:
-    """Register the base's tokens among those with trainable rows, and the rows of these and of the others."""
-    inside = [row for row, token in enumerate(tokens) if token < num_base_rows]
-    added = [row for token, row in sorted(zip(tokens, range(len(tokens)), strict=True)) if token >= num_base_rows]
-    base_tokens = [tokens[row] for row in inside]
-    for name, indices in (("base_tokens", base_tokens), ("base_rows", inside), ("added_rows", added)):
-        head.register_buffer(name, _beside(weight, torch.tensor(indices, dtype=torch.int64)), persistent=False)
-
-
-def _token_logits(head: AdapterModule, x: Tensor) -> Tensor:
-    """Return a head's logits, with its own rows for some of the base's tokens and behind these those of new ones."""
-    weight, trainable = head.get_parameter("weight"), head.get_parameter("trainable_tokens_delta")
-    base_tokens, base_rows, added_rows = (head.get_buffer(name) for name in ("base_tokens", "base_rows", "added_rows"))
-    y = nn.functional.linear(x, weight, head._parameters.get("bias"))
-    if len(base_tokens):
-        y = replace_logit_rows(y, x, weight, base_tokens, trainable[base_rows])
-    return torch.cat([y, nn.functional.linear(x, trainable[added_rows].to(x.dtype))], -1) if len(added_rows) else y
+        """Return the logits of the base's tokens, and behind them those of new ones."""
+        weight = self.get_parameter("weight")
+        trainable = self.get_parameter("trainable_tokens_delta")
+        base_tokens, base_rows, added_rows = (
+            self.get_buffer(name) for name in ("base_tokens", "base_rows", "added_rows")
+        )
+        y = nn.functional.linear(x, weight, self._parameters.get("bias"))
+        if len(base_tokens):
+            y = replace_logit_rows(y, x, weight, base_tokens, trainable[base_rows])
+        if len(added_rows):
+            y = torch.cat([y, nn.functional.linear(x, trainable[added_rows].to(x.dtype))], -1)
+        return y
 
 
 def _beside(weight: Tensor, indices: Tensor) -> Tensor:

@@ -1,20 +1,32 @@
 """The settings of an adapter, before it is put on a model."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from lorakit.errors import TargetError
+from lorakit.lora.init import INITS
+from lorakit.lora.methods import METHODS, PLAIN
+
 ALL_LINEAR: Final = "all-linear"
 ALL_EXPERTS: Final = "all-experts"
+BIASES: Final = ("none", "lora_only", "all")
+TIED_HEADS: Final = ("stop", "untie")
 Patterns = str | tuple[str, ...]
 """a regular expression for full module names, or names and dotted suffixes of names"""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Fields as in the recipe's ``adapter`` section; tokens are ids here."""
+    """Fields as in the recipe's ``adapter`` section; tokens are ids here.
 
-    method: str = "lora"
+    Raises:
+        TargetError: a value that no model could take; whether targets match is known with a model.
+    """
+
+    method: str = PLAIN
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
@@ -35,4 +47,29 @@ class AdapterSpec:
     new_tokens: Mapping[str, int] = field(default_factory=dict)
     """text -> id of tokens that the base does not have: trainable rows of the embedding and of the head"""
     tied_head: str = "stop"
-    """an adapter on a head or embedding that share a weight: ``stop``, change ``both`` alike, or ``untie`` them"""
+    """an adapter on a head or embedding that share a weight: ``stop``, or ``untie`` them"""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("method", METHODS),
+            ("init", INITS),
+            ("bias", BIASES),
+            ("tied_head", TIED_HEADS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
+        ranks = [self.rank, *self.rank_pattern.values()]
+        alphas = [self.alpha, *self.alpha_pattern.values()]
+        if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
+            raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
+        if not 0 <= self.dropout < 1:
+            raise TargetError(f"0 <= dropout < 1; got {self.dropout}")
+        if not isinstance(self.new_tokens, Mapping):
+            raise TargetError(f"new_tokens: text -> id in your tokenizer, which has them; got {self.new_tokens!r}")
+        patterns = (pattern for pattern in (self.targets, self.exclude) if isinstance(pattern, str))
+        for text in [*patterns, *self.rank_pattern, *self.alpha_pattern]:
+            try:
+                re.compile(text)
+            except re.error as problem:
+                raise TargetError(f"{text!r} is not a regular expression: {problem}") from None

@@ -7,7 +7,7 @@ A list entry matches a module's full name or a dotted suffix of it. A string is 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 
@@ -17,6 +17,8 @@ from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
+ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")
+"""the name of a layer of one expert in a list of them"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             " one: nn.Sequential(layer)"
         )
     problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
+    routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []
+    if routed:
+        problems.append(
+            f"adapter.dropout: {routed[0]} is a layer of an expert, which gets the tokens that a router chooses, so its"
+            " mask would depend on how a step is cut; use 0, or leave experts out with adapter.exclude"
+        )
     if not matched and not problems and not has_other_targets(spec):
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
@@ -104,7 +112,8 @@ def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of the output head and the input embedding if they share a weight; None if they do not."""
-    head, embedding = _output_head(model), _submodule(model, "get_input_embeddings")
+    head = _output_head(model)
+    embedding = _submodule(model, "get_input_embeddings")
     if head is None or embedding is None:
         return None
     config = getattr(model, "config", None)
@@ -120,7 +129,8 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of the input embedding and the output head, each None if the model has none."""
     names = {module: name for name, module in model.named_modules()}
-    embedding, head = _submodule(model, "get_input_embeddings"), _output_head(model)
+    embedding = _submodule(model, "get_input_embeddings")
+    head = _output_head(model)
     return None if embedding is None else names[embedding], None if head is None else names[head]
 
 

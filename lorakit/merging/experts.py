@@ -10,7 +10,8 @@ from torch import Tensor
 from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import StoredTensor, source_of
 from lorakit.errors import MergeError
-from lorakit.lora.experts import is_transposed
+from lorakit.lora.experts import expert_kind
+from lorakit.lora.layer_kinds import LayerKind
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class ExpertSlice:
     """The part of a 3-D parameter that one stored tensor holds: all of it, or rows of one expert's matrix."""
 
     stored: str
-    transposed: bool
-    """whether a matrix is stored as (in, out)"""
+    kind: LayerKind
+    """of one expert's matrix"""
     expert: int | None = None
     """index of the expert; None: all experts"""
     rows: slice = field(default_factory=lambda: slice(None))
@@ -39,7 +40,7 @@ def expert_slices(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertSl
 
 def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice]:
     parameter = model.get_parameter(name)
-    transposed = is_transposed(model.get_submodule(name.rpartition(".")[0]))
+    kind = expert_kind(model.get_submodule(name.rpartition(".")[0]))
     num_rows, width = parameter.shape[-2:]
     slices = []
 
@@ -49,10 +50,10 @@ def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice
         # concatenated sources fill the meta tensor itself; a recomputed one reads into tensors with data
         full = out.is_meta and start == 0 and out.numel() == size
         if full and len(stored.shape) == 3 and stored.shape == tuple(parameter.shape):
-            slices.append(ExpertSlice(stored.name, transposed))
+            slices.append(ExpertSlice(stored.name, kind))
         elif full and stored.shape[1:] == (width,) and offset % width == 0:
             expert, first = divmod(offset // width, num_rows)
-            slices.append(ExpertSlice(stored.name, transposed, expert, slice(first, first + stored.shape[0])))
+            slices.append(ExpertSlice(stored.name, kind, expert, slice(first, first + stored.shape[0])))
         else:
             raise MergeError(
                 f"{folder}: {name} is put together from {stored.name} in a way that a merge cannot undo; keep the patch"

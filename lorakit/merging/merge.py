@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.find import find_base
-from lorakit.base.meta import check_stored_tensors
+from lorakit.base.meta import check_stored_tensors, split_parameters
 from lorakit.base.model_class import skeleton_for
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
@@ -85,7 +85,7 @@ def merge(
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
         _check_verifiable(folder, plan, weighted, onto)
-    identity = BaseIdentity(files, template=_common_template(weighted))
+    identity = BaseIdentity(files, None, _common_template(weighted), split_parameters(folder))
     _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
     try:

@@ -13,8 +13,8 @@ from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.patch import Patch
-from lorakit.quant.bnb import QuantScheme
 from lorakit.quant.files import quantized_entries
+from lorakit.quant.schemes import QuantScheme, quant_scheme
 
 CPU: Final = torch.device("cpu")
 ORIGINAL = "original"
@@ -55,7 +55,7 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
             f" {_describe(other)}; merge with --onto original, or one at a time"
         )
     if first is not None:
-        scheme = QuantScheme(first["name"], bool(first["double"]))
+        scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
         return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
     stored = quantized_entries(files, CPU)
     if not stored:

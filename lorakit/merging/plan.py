@@ -13,14 +13,15 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.safetensors import SafetensorsFile
-from lorakit.lora.layer_kinds import CONV1D, EMBEDDING, LINEAR, LayerKind
+from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.experts import expert_slices
 from lorakit.merging.onto import TrainedQuantization
 from lorakit.merging.readers import DequantizedWeights, StoredWeights, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor
 from lorakit.merging.vocabulary import Vocabulary, plan_vocabulary
-from lorakit.patch import BaseShapes, Patch, check_fits
+from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
+from lorakit.patch.bind import FullTensor, bind
 from lorakit.patch.weighted import WeightedPatch
 from lorakit.quant.files import is_quantized
 
@@ -177,22 +178,15 @@ def _bind(
     bindings: list[_Binding] = []
     for one in adapters:
         shared = set() if separate else shared_names(base, one.patch)
-        for module in one.patch.layers:
-            if module in shared or module in base.experts:
+        for part in bind(one.patch, base):
+            if part.name in shared or (isinstance(part.part, PatchLayer) and part.part.num_experts):
                 continue
-            kind, sizes = base.layers[module]
-            name = output(f"{module}.weight")
-            if f"{module}.weight" not in one.patch.full_shapes:
-                _check_shape(tensors[name], sizes[::-1] if kind.transposed else sizes)
-            bindings.append(_Binding(name, kind, Contribution(one, module)))
-        for parameter in one.patch.full_shapes:
-            if parameter in shared:
-                continue
-            module = parameter.rpartition(".")[0]
-            layer_kind = base.layers[module][0] if module in base.layers else None
-            bindings.append(_Binding(output(parameter), layer_kind, Contribution(one, parameter), full=True))
-        for module in one.patch.token_rows:
-            bindings.append(_Binding(files.weight_name(module), EMBEDDING, Contribution(one, module)))
+            name = output(part.parameter)
+            if isinstance(part.part, PatchLayer) and part.parameter not in one.patch.full_shapes:
+                kind, sizes = base.layers[part.module]
+                _check_shape(tensors[name], kind.stored_shape(sizes))
+            is_full = isinstance(part.part, FullTensor)
+            bindings.append(_Binding(name, part.kind, Contribution(one, part.name), full=is_full))
     return bindings + _bind_experts(files, base, adapters, tensors)
 
 
@@ -207,8 +201,7 @@ def _bind_experts(
             for part in slices.get(name, ()):
                 if part.stored not in tensors:
                     raise BaseModelError(f"{files.folder}: no tensor {part.stored!r}")
-                kind = CONV1D if part.transposed else LINEAR
-                bindings.append(_Binding(part.stored, kind, Contribution(one, name, part)))
+                bindings.append(_Binding(part.stored, part.kind, Contribution(one, name, part)))
     return bindings
 
 

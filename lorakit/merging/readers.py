@@ -14,7 +14,6 @@ from torch import Tensor
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.safetensors import RangeReader, TensorEntry
 from lorakit.merging.onto import CPU, TrainedQuantization
-from lorakit.quant.bnb import dequantize, quantize
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
 
 ReadElements = Callable[[int, int], Tensor]
@@ -84,6 +83,6 @@ class DequantizedWeights:
         dtype = self._quantization.dtype
         if name in self._stored:
             entry = self._stored[name]
-            return dequantize(stored_tensors(self.files, entry), entry.scheme, entry.shape, dtype)
+            return entry.scheme.dequantize(stored_tensors(self.files, entry), entry.shape, dtype)
         W = self.files.shard_of[name].read(name)
-        return dequantize(quantize(W.to(dtype), scheme), scheme, (W.shape[0], W.shape[1]), dtype)
+        return scheme.dequantize(scheme.quantize(W.to(dtype)), (W.shape[0], W.shape[1]), dtype)

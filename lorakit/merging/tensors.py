@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lorakit.lora.experts import expert_factors
-from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
-from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, rows_update
+from lorakit.lora.layer_kinds import LayerKind
+from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange, norm_of_sum
+from lorakit.lora.methods import FACTORS
 from lorakit.merging.experts import ExpertSlice
 from lorakit.merging.readers import WeightReader
 from lorakit.patch.weighted import WeightedPatch
@@ -25,32 +26,32 @@ class Contribution:
     """the module of an update or of token rows; the parameter of experts or of a full tensor"""
     experts: ExpertSlice | None = None
 
-    def update(self) -> Update:
+    def update(self) -> WeightChange:
         """Read the update of a matrix from the patch."""
         if self.name in self.source.patch.token_rows:
             rows = self.source.patch.token_rows[self.name]
-            return rows_update(rows.tensor, rows.tokens, self.source.weight)
+            return RowsUpdate(rows.tokens, rows.tensor, self.source.weight)
         if self.experts is not None and self.experts.expert is not None:
             return self.expert_update(self.experts.expert)
         layer = self.source.patch.layers[self.name]
-        return Update(layer.method, layer.scale, dict(layer.tensors), self.source.weight)
+        return LowRankUpdate(layer.method, layer.scale, dict(layer.tensors), self.source.weight)
 
     @property
     def stacked(self) -> bool:
         """True if the tensor holds the matrices of all experts."""
         return self.experts is not None and self.experts.expert is None
 
-    def expert_update(self, expert: int) -> Update:
+    def expert_update(self, expert: int) -> LowRankUpdate:
         """Read the update of one expert's matrix, restricted to the rows in the tensor."""
         assert self.experts is not None
         layer = self.source.patch.layers[self.name]
         A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
-        rows = self.experts.rows
+        axis = self.experts.kind.stored_axis
         factors = {
-            "lora_A": A[expert][:, rows] if self.experts.transposed else A[expert],
-            "lora_B": B[expert] if self.experts.transposed else B[expert][rows],
+            name: FACTORS[name].part(factor[expert], axis, self.experts.rows)
+            for name, factor in (("lora_A", A), ("lora_B", B))
         }
-        return Update(layer.method, layer.scale, factors, self.source.weight)
+        return LowRankUpdate(layer.method, layer.scale, factors, self.source.weight)
 
 
 class ExpertMerger:
@@ -70,7 +71,7 @@ class ExpertMerger:
             for index, update in enumerate(updates):
                 self.squared_changes[index] += norm_of_sum([update]) ** 2
             assert self._parts[0].experts is not None
-            kind = CONV1D if self._parts[0].experts.transposed else LINEAR
+            kind = self._parts[0].experts.kind
             matrix = total[row].view(self._shape[1:])
             total[row] = RowMerger(kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
         return total

@@ -19,14 +19,13 @@ from lorakit.base.quantized import QuantConfig
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.inference.bind import build_adapter
-from lorakit.lora.bank import AdapterBank
-from lorakit.lora.layer_kinds import EMBEDDING
-from lorakit.lora.routing import Adapter, Route, Slot, adapter_numbers
-from lorakit.lora.slot_hook import SlotHook
 from lorakit.merging.onto import CPU, TrainedQuantization
 from lorakit.patch import BaseShapes, Patch, check_fits
 from lorakit.patch.weighted import WeightedPatch
 from lorakit.quant.files import is_quantized
+from lorakit.slots.bank import AdapterBank
+from lorakit.slots.hooks import SlotHook
+from lorakit.slots.routing import Adapter, Route, Slot, adapter_numbers
 
 PROMPTS: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -149,7 +148,7 @@ class _Comparison:
         stored = own if own in self._merged.shard_of else self._merged.weight_name(_storing_module(name, shapes))
         W = self._read(stored)
         error_norm = self._rounding.get(stored, 0.0)
-        if kind is EMBEDDING:
+        if kind.takes_ids:
             norms = torch.ones(x.numel()) * float(getattr(layer, "embed_scale", 1.0))
             merged = kind.shrink(layer, x, W.T)
         else:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lorakit.errors import MergeError
-from lorakit.lora.layer_kinds import EMBEDDING
 from lorakit.patch import BaseShapes, Patch
 
 
@@ -35,7 +34,7 @@ class Vocabulary:
                 kind, (out, width) = layers[module]
                 layers[module] = (
                     kind,
-                    (out, self.vocabulary_size) if kind is EMBEDDING else (self.vocabulary_size, width),
+                    (out, self.vocabulary_size) if kind.takes_ids else (self.vocabulary_size, width),
                 )
         return replace(base, layers=layers, parameters=parameters)
 

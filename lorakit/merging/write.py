@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import RowMerger, Update, norm_of_sum, row_blocks
+from lorakit.lora.merge_weight import RowMerger, WeightChange, norm_of_sum, row_blocks
 from lorakit.lora.rounding import Rounding, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
 from lorakit.patch.fingerprint import full_digests, mismatch
@@ -142,7 +142,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     ]
 
 
-def _norm(index: int, updates: Sequence[Update], merge: RowMerger | ExpertMerger | None) -> float:
+def _norm(index: int, updates: Sequence[WeightChange], merge: RowMerger | ExpertMerger | None) -> float:
     """Return the norm of the change by one update alone."""
     if updates and updates[index].additive:
         return norm_of_sum([updates[index]])

@@ -23,7 +23,7 @@ zero3 and save every layer's input: more memory, the same result.
 GROUPED_MM: Final = torch._grouped_mm
 """The function that the public `torch.nn.functional.grouped_mm` calls, and that `__torch_function__` gets.
 
-With another one, `lora.low_rank_sum` would form the weights of all experts: more memory, the same result.
+With another one, `lora.lazy_weight` would form the weights of all experts: more memory, the same result.
 """
 
 

@@ -48,19 +48,17 @@ def lora_linear(
     B: Tensor,
     s: float,
     *,
-    transposed: bool,
     mask: DropoutMask | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
-    `weight` returns W as floats, (out, in) or, if `transposed`, (in, out). `mask`: the zeros of x';
-    None: x' is x.
+    `weight` returns W as floats, (out, in). `mask`: the zeros of x'; None: x' is x.
     `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
     """
     assert gain is None or (bias is None and mask is None)
     dA = gradient_without_x(x, A) if A.requires_grad else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, transposed, mask, dA, gain)  # type: ignore[no-untyped-call]
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, dA, gain)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -79,7 +77,6 @@ class _LoraLinearFunction(torch.autograd.Function):
         A: Tensor,
         B: Tensor,
         s: float,
-        transposed: bool,
         mask: DropoutMask | None,
         gradient_without_x: GradientOfA | None,
         gain: Tensor | None,
@@ -91,14 +88,13 @@ class _LoraLinearFunction(torch.autograd.Function):
         if bias is not None:
             y += bias
         W = weight().to(x.dtype)
-        y.addmm_(rows, W if transposed else W.T)
+        y.addmm_(rows, W.T)
         saves_x = ctx.needs_input_grad[3] and gradient_without_x is None
         ctx.save_for_backward(A, B, S, *([rows] if saves_x else []), *([] if gain is None else [gain, y]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight = weight
         ctx.s = s
-        ctx.transposed = transposed
         ctx.mask = mask
         ctx.gradient_without_x = gradient_without_x
         if gain is not None:
@@ -128,8 +124,8 @@ class _LoraLinearFunction(torch.autograd.Function):
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
             dx = _dropped(D @ A.to(D.dtype), ctx.mask)
             W = ctx.weight().to(dy.dtype)
-            dx.addmm_(dy, W.T if ctx.transposed else W)
+            dx.addmm_(dy, W)
             dx = dx.view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, None, dgain
+        return dx, None, dbias, dA, dB, None, None, None, dgain

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lorakit.errors import PatchError, did_you_mean
+from lorakit.lora.methods import method_of, peft_keys, peft_settings
 from lorakit.lora.targets import lookup, matches
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -19,25 +20,28 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "target_modules", "task_type", "use_rslora", "fan_in_fan_out",
-    "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save", "use_dora",
+    "rank_pattern", "revision", "target_modules", "task_type", "fan_in_fan_out",
+    "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save",
     "target_parameters", "trainable_token_indices",
 }  # fmt: skip
-ARITHMETIC: Final = (
-    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-)  # fmt: skip
-"""keys that decide by which numbers the tensors are multiplied"""
-METHOD_OF: Final = {
-    (False, False): "lora", (False, True): "rslora", (True, False): "dora", (True, True): "rsdora",
-}  # fmt: skip
-"""(use_dora, use_rslora) -> method"""
+NO_TARGETS: Final = "dummy-target-modules"
+"""PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
+PEFT_RANK = 8
+PEFT_ALPHA = 8.0
+"""PEFT's defaults, which an adapter without linear layers does not use"""
+T = TypeVar("T")
 BIASES: Final = ("none", "all", "lora_only")
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
 def arithmetic_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an ``adapter_config.json`` that decide by which numbers the tensors are multiplied."""
-    return {key: raw[key] for key in ARITHMETIC if raw.get(key) is not None}
+    return {key: raw[key] for key in arithmetic_keys() if raw.get(key) is not None}
+
+
+def arithmetic_keys() -> list[str]:
+    """Return the keys that decide by which numbers the tensors are multiplied."""
+    return ["r", "lora_alpha", "rank_pattern", "alpha_pattern", *peft_keys(), "fan_in_fan_out"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,9 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
             )
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
     _refuse_unknown(path, config)
-    rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0
+    rank = config.get("r", 8)
+    alpha = config.get("lora_alpha", 8)
+    dropout = config.get("lora_dropout") or 0.0
     if isinstance(dropout, int | float) and not 0 <= dropout <= 1:
         raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {dropout!r}")
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
@@ -136,7 +142,7 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
             _check_number(path, key, value, integer=integer)
     texts = (str,)
     for key, kinds in (
-        ("use_rslora", (bool,)), ("use_dora", (bool,)), ("lora_dropout", (int, float)),
+        *((key, (bool,)) for key in peft_keys()), ("lora_dropout", (int, float)),
         ("base_model_name_or_path", texts),
         ("revision", texts), ("ensure_weight_tying", (bool,)), ("bias", texts),
     ):  # fmt: skip
@@ -146,15 +152,19 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
         raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
     _check_selection(path, config)
     saved, experts = (_names(path, key, config.get(key)) for key in ("modules_to_save", "target_parameters"))
+    method = method_of(config)
+    if method is None:
+        on = ", ".join(key for key in peft_keys() if config.get(key))
+        raise PatchError(f"{path}: no method of lorakit has all of {on}")
     return PatchConfig(
-        METHOD_OF[bool(config.get("use_dora")), bool(config.get("use_rslora"))], rank, alpha, dropout, ranks, alphas,
+        method, rank, alpha, dropout, ranks, alphas,
         config.get("base_model_name_or_path"), config.get("revision"), saved, experts,
         _token_indices(path, config.get("trainable_token_indices")), config,
     )  # fmt: skip
 
 
 def _check_selection(path: Path, config: Mapping[str, Any]) -> None:
-    """Return if the keys that choose layers have values of their types.
+    """Raise PatchError unless the keys that choose layers have values of their types.
 
     Raises:
         PatchError: they do not, or a regular expression is none.
@@ -203,17 +213,17 @@ def config_json(
     ``experts``: the 3-D parameters among the layers. ``tokens``: embedding -> its trained tokens.
     ``tied``: True if head and embedding have the same update.
     """
-    dora, rslora = next(flags for flags, name in METHOD_OF.items() if name == method)
     modules = [name for name in layers if name not in set(experts)]
-    extra: dict[str, Any] = {"use_dora": True} if dora else {}
+    extra: dict[str, Any] = {}
     if experts:
         extra["target_parameters"] = _suffixes(experts)
     if tokens:
         extra["trainable_token_indices"] = {module: list(ids) for module, ids in tokens.items()}
     if tied:
         extra["ensure_weight_tying"] = True
-    rank = Counter(rank for rank, _ in layers.values()).most_common(1)[0][0]
-    alpha = Counter(alpha for _, alpha in layers.values()).most_common(1)[0][0]
+    rank = _most_common((rank for rank, _ in layers.values()), PEFT_RANK)
+    alpha = _most_common((alpha for _, alpha in layers.values()), PEFT_ALPHA)
+    targets = sorted(modules) if all_modules is None else _target_modules(modules, all_modules)
     return {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -225,12 +235,16 @@ def config_json(
         "lora_dropout": dropout,
         "rank_pattern": {_exactly(name): r for name, (r, _) in layers.items() if r != rank},
         "alpha_pattern": {_exactly(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
-        "target_modules": sorted(modules) if all_modules is None else _target_modules(modules, all_modules),
-        "use_rslora": rslora,
+        "target_modules": targets if layers else NO_TARGETS,
+        **peft_settings(method),
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",
         **extra,
     }
+
+
+def _most_common(values: Iterable[T], default: T) -> T:
+    return next((value for value, _ in Counter(values).most_common(1)), default)
 
 
 def _suffixes(experts: Collection[str]) -> list[str]:
@@ -258,7 +272,8 @@ def _plain(number: float) -> int | float:
 
 
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
-    unknown = [key for key, value in config.items() if key not in HARMLESS and not _is_off(value)]
+    known = HARMLESS | set(peft_keys())
+    unknown = [key for key, value in config.items() if key not in known and not _is_off(value)]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
         unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
     if unknown:

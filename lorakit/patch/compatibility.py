@@ -55,7 +55,7 @@ def new_token_calls(tokens: Mapping[str, int]) -> str:
 
 
 def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:
-    """Return if a program would compute the same with all of these patches.
+    """Raise PatchError unless a program would compute the same with all of these patches.
 
     Raises:
         PatchError: names every patch with which it would not, the reasons, and the remedy.

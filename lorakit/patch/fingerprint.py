@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
@@ -21,7 +23,8 @@ from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import chat_template_digest, template_digest, tokenizer_settings_digest, trained_form
 from lorakit.patch.weight_digest import Source, sample_digest, value_digests
 
-SCHEME, FULL_SCHEME = "sampled-1", "full-1"
+SCHEME = "sampled-1"
+FULL_SCHEME = "full-1"
 PROMPTING: Final = ("chat_template", "tokenizer_settings")
 """parts of a fingerprint that say how prompts are written"""
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
@@ -34,11 +37,21 @@ class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
     ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own. ``template``: text of the chat template
-    in use, if it is not the tokenizer's own.
+    in use, if it is not the tokenizer's own. ``split_parameters``: reads a parameter that the files hold in several
+    tensors, such as the experts of a layer that are stored one by one; None refuses a patch of such a parameter.
     """
 
-    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
-        self.files, self.tokenizer_folder, self.template = files, tokenizer_folder or files.folder, template
+    def __init__(
+        self,
+        files: BaseFiles,
+        tokenizer_folder: Path | None = None,
+        template: str | None = None,
+        split_parameters: Callable[[str], Source] | None = None,
+    ) -> None:
+        self.files = files
+        self.tokenizer_folder = tokenizer_folder or files.folder
+        self.template = template
+        self._split_parameters = split_parameters
         self._sampled: dict[tuple[str, str | None], str] = {}
 
     @cached_property
@@ -74,7 +87,9 @@ class BaseIdentity:
         ``vectors`` is one digest of all vectors, ``matrices`` one of all matrices, the adapted ones too. Matrices have
         two samples each, because a base of experts has ten thousands of them.
         """
-        outside, vectors, matrices = set(), [], []
+        outside = set()
+        vectors = []
+        matrices = []
         for name, shard in sorted(self.files.shard_of.items()):
             entry = shard.entries[name]
             in_layer = re.search(r"\.\d+\.", name) is not None
@@ -93,8 +108,8 @@ class BaseIdentity:
         """Return module -> ``sampled-1`` digest of its weight.
 
         ``rounded_to``: name of the dtype that values are rounded to first; None: not rounded. A tied head has no weight
-        of its own and is left out. Experts have one digest of all expert tensors of their layer, because these may be
-        stored one by one.
+        of its own and is left out. The 3-D parameter of experts has the digest that it has in memory, however the
+        files store it.
         """
         return self._digests(
             modules, rounded_to, self._sampled, lambda sources: [sample_digest(*one) for one in sources]
@@ -108,26 +123,27 @@ class BaseIdentity:
         self, modules: Iterable[str], rounded_to: str | None, cache: dict[tuple[str, str | None], str],
         digest: Callable[[list[Source]], list[str]],
     ) -> dict[str, str]:  # fmt: skip
-        stored = {module: self._stored_names(module) for module in modules}
-        missing = {module: names for module, names in stored.items() if names and (module, rounded_to) not in cache}
-        unique = list(dict.fromkeys(name for names in missing.values() for name in names))
-        digests = dict(zip(unique, digest([self._source(name, rounded_to) for name in unique]), strict=True))
-        for module, names in missing.items():
-            parts = [digests[name] for name in names]
-            cache[module, rounded_to] = parts[0] if len(parts) == 1 else _json_digest(parts)
-        return {module: cache[module, rounded_to] for module, names in stored.items() if names}
+        sources = {
+            module: self._weight_source(module, rounded_to) for module in modules if (module, rounded_to) not in cache
+        }
+        stored = {module: source for module, source in sources.items() if source is not None}
+        for module, value in zip(stored, digest(list(stored.values())), strict=True):
+            cache[module, rounded_to] = value
+        return {module: cache[module, rounded_to] for module in modules if (module, rounded_to) in cache}
 
-    def _stored_names(self, module: str) -> list[str]:
-        """Return the stored tensors of a module's weight, or of a parameter of experts; none for a tied head."""
+    def _weight_source(self, module: str, rounded_to: str | None) -> Source | None:
+        """Return the source of a module's weight, or of a parameter of experts; None for a tied head."""
         if module in self.files.shard_of:
-            return [module]
-        if (layer := re.match(r"(.*\.\d+\.).*experts\.", module)) and f"{module}.weight" not in self.files.shard_of:
-            return sorted(n for n in self.files.shard_of if n.startswith(layer[1]) and ".experts" in n)
+            return self._source(module, rounded_to)
         try:
-            return [self.files.weight_name(module)]
+            return self._source(self.files.weight_name(module), rounded_to)
         except BaseModelError:
-            if self._tied:
-                return []
+            if ".experts." in module and self._split_parameters is not None:
+                shape, read = self._split_parameters(module)
+                dtype = parse_dtype(rounded_to) or torch.float32
+                return shape, lambda start, stop: read(start, stop).to(dtype)
+            if self._tied and ".experts." not in module:
+                return None
             raise
 
     @cached_property
@@ -142,14 +158,9 @@ class BaseIdentity:
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
 
-def fingerprint(
-    files: BaseFiles, modules: Iterable[str], tokenizer_folder: Path | None = None, template: str | None = None
-) -> dict[str, Any]:
-    """Return the fingerprint of a base on disk for the given adapted modules, with both digests.
-
-    ``tokenizer_folder``, ``template``: as of ``BaseIdentity``.
-    """
-    identity, modules = BaseIdentity(files, tokenizer_folder, template), list(modules)
+def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any]:
+    """Return the fingerprint of a base on disk for the given adapted modules, with both digests."""
+    modules = list(modules)
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
         "config_values": identity.config_values, "unadapted": identity.unadapted,
@@ -178,13 +189,14 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
             f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
         )
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
-    rounded_to, expected = recorded.get("rounded_to"), recorded["weights"]
-    actual = identity.sampled(
-        [name for name, layer in patch.layers.items() if name in expected or not layer.num_experts], rounded_to
-    )
+    rounded_to = recorded.get("rounded_to")
+    expected = recorded["weights"]
+    # an adapter of an own model without linear layers has digests of other weights of its base
+    actual = identity.sampled(dict.fromkeys([*patch.layers, *expected]), rounded_to)
     names = list(actual)
     if full and all(actual[name] == expected.get(name) for name in names):
-        expected, actual = full_digests(patch), identity.full(names, rounded_to)
+        expected = full_digests(patch)
+        actual = identity.full(names, rounded_to)
         if expected is None:
             raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
     differing = [name for name in names if expected.get(name) != actual[name]]
@@ -214,7 +226,7 @@ def _check_prompting(patch: Patch, identity: Path | BaseIdentity, allow: Collect
 
 
 def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
-    """Return what writes prompts in another way on this base than in training; empty if nothing is known to."""
+    """Name the prompt settings that differ from training; empty if none is known to."""
     recorded = patch.metadata.get("base") or {}
     used = [part for part in PROMPTING if part != "chat_template" or not trained_form(patch.metadata).raw]
     # a template that another adapter brought is not that of a patch without a record
@@ -235,7 +247,7 @@ def unverified_note(patch: Patch, base: object) -> str | None:
 
 
 def compared_parts(patch: Patch, *, full: bool) -> str:
-    """Return what ``check_base`` compares of a base, as part of a sentence."""
+    """Return the parts of a base that ``check_base`` compares, for a sentence."""
     unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
     rest = "samples of the embedding, norms and head" if unadapted else "nothing else"
     rest = "samples of all others" if "matrices" in unadapted else rest
@@ -275,7 +287,8 @@ def comparable(one: Patch, two: Patch) -> bool:
 
 def base_differences(one: Patch, two: Patch) -> list[str]:
     """Return the differences between the bases of two patches that have fingerprints; only comparable parts count."""
-    a, b = one.metadata["base"], two.metadata["base"]
+    a = one.metadata["base"]
+    b = two.metadata["base"]
     differences = []
     if comparable(one, two):
         tables = [(a["weights"], b["weights"]), (full_digests(one) or {}, full_digests(two) or {})]
@@ -305,7 +318,8 @@ def _differing_keys(
     one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str], within: str = ""
 ) -> Iterator[str]:
     for key in sorted({*one, *two}):
-        a, b = one.get(key), two.get(key)
+        a = one.get(key)
+        b = two.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differing_keys(a, b, where, f"{within}{key}.")
         else:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.experts import patched_parameters
-from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, adaptable_layers
+from lorakit.lora.layer_kinds import LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch
@@ -56,7 +56,8 @@ def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
     PEFT and sentence-transformers put adapters of embeddings on such a model, transformers' ``AutoModel``. A patch is
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either.
     """
-    names, known = [*patch.layers, *patch.full_shapes, *patch.token_rows], base.layers.keys() | base.parameters.keys()
+    names = [*patch.layers, *patch.full_shapes, *patch.token_rows]
+    known = base.layers.keys() | base.parameters.keys()
     known |= base.experts.keys()
     if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
         return patch
@@ -122,7 +123,8 @@ def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, s
     PEFT would not adapt them, so it would compute other outputs.
     """
     raw = patch.config.raw
-    targets, exclude = raw.get("target_modules"), raw.get("exclude_modules")
+    targets = raw.get("target_modules")
+    exclude = raw.get("exclude_modules")
     if not targets or targets == ALL_LINEAR or not isinstance(targets, str | list):
         return
     selectors = targets if isinstance(targets, str) else tuple(targets)
@@ -152,8 +154,8 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             yield name, f"{name} is not a layer of this base that can be adapted.{did_you_mean(name, base.layers)}"
             continue
         kind, sizes = base.layers[name]
-        if (kind is EMBEDDING) != layer.embedding:
-            yield name, f"{name} is {'an' if kind is EMBEDDING else 'no'} embedding in the base, not so in the patch"
+        if kind.takes_ids != layer.embedding:
+            yield name, f"{name} is {'an' if kind.takes_ids else 'no'} embedding in the base, not so in the patch"
         elif sizes != layer.sizes:
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
 
@@ -174,7 +176,8 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     all_problems = list(fit_problems(patch, base))
     if not all_problems:
         return
-    problems, wrong = [text for _, text in all_problems], {name for name, _ in all_problems}
+    problems = [text for _, text in all_problems]
+    wrong = {name for name, _ in all_problems}
     more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
     made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
     shown = "\n  ".join([*problems[:3], *more, *made_for])

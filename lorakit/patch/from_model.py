@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.inject import adapted_layers, adapter_modules, adapter_tensors, fixed_tensors
-from lorakit.lora.linear import LoraLinear, TiedLoraHead
-from lorakit.lora.methods import METHODS
+from lorakit.lora.inject import adapted_layers, adapted_names, adapter_modules, adapter_tensors, fixed_tensors
+from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
+from lorakit.lora.linear import LoraLinear
+from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.patch.live_base import fingerprint_live
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
@@ -33,14 +34,13 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
-    names = [name for name, _ in adapted_layers(model)]
     adapter = adapter_tensors(model) | fixed_tensors(model)
     tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter.items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     metadata = {
         "lorakit": VERSION,
-        "base": fingerprint_live(model, names),
-        "adapter": {"layers": len(names), **_settings(model)},
+        "base": fingerprint_live(model, adapted_names(model)),
+        "adapter": {"layers": len(adapted_names(model)), **_settings(model)},
     }
     patch = patch_from_model(model, tensors, metadata=metadata, base_model=base_model)
     return write_patch(folder, patch, overwrite=overwrite)
@@ -65,7 +65,6 @@ class _Parts:
     layers: dict[str, PatchLayer] = field(default_factory=dict)
     full_tensors: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, TokenRows] = field(default_factory=dict)
-    tied: bool = False
 
 
 def patch_from_model(
@@ -81,85 +80,59 @@ def patch_from_model(
         PatchError: the model has no adapter, or a tensor is missing, mis-shaped or not finite.
     """
     parts = _Parts()
-    dropout, transposed = 0.0, list[bool]()
+    dropout = 0.0
+    kinds: list[LayerKind] = []
     for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
             parts.layers[name] = _linear(name, carrier, tensors)
-            dropout, transposed = carrier.dropout, [*transposed, carrier.kind.transposed]
+            dropout = carrier.dropout
+            kinds.append(carrier.kind)
         elif isinstance(carrier, LoraExperts):
             parts.layers |= _experts(name, carrier, tensors)
-        elif isinstance(carrier, TrainableTokens | TokenHead):
+        elif isinstance(carrier, TrainableTokens | TokenHead) and carrier.adapter_tensors():  # no tied head
             rows = _checked(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
             parts.rows[name] = TokenRows(carrier.tokens, rows)
         if isinstance(carrier, TrainableTokens) and carrier.new_tokens:
             metadata = {**metadata, "new_tokens": carrier.new_tokens}
         if isinstance(carrier, TrainableModule | LoraLinear):
             parts.full_tensors |= {
-                f"{name}.{key}": _checked(tensors, f"{name}.{key}", None)
-                for key in carrier.adapter_tensors()
-                if not key.startswith("lora_")
+                f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()
             }
-        if isinstance(carrier, TiedLoraHead):
-            _add_tied_head(name, carrier, model, parts)
-        if isinstance(carrier, TrainableModule) and carrier.tied_name is not None:
-            parts.full_tensors[f"{name}.weight"] = _checked(tensors, carrier.tied_name, None)
-            parts.tied = True
-    if not parts.layers:
+    if not (parts.layers or parts.full_tensors or parts.rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
     return new_patch(
-        parts.layers, full_tensors=parts.full_tensors, rows=parts.rows, tied=parts.tied,
+        parts.layers, full_tensors=parts.full_tensors, rows=parts.rows,
         metadata=metadata, base_model=base_model, revision=revision, dropout=dropout,
         all_modules=[name for name, _ in model.named_modules()],
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
-        fan_in_fan_out=bool(transposed) and all(transposed),
+        fan_in_fan_out=fan_in_fan_out(kinds),
     )  # fmt: skip
 
 
 def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
-    sizes, rank = (layer.out_features, layer.in_features), layer.rank
-    shapes = {"lora_A": (rank, sizes[1]), "lora_B": (sizes[0], rank)}
+    sizes = (layer.out_features, layer.in_features)
+    rank = layer.rank
+    shapes = METHODS[layer.method].stored_shapes(sizes, rank)
     parts = {part: _checked(tensors, f"{name}.{part}", shape) for part, shape in shapes.items()}
-    for part in set(layer.adapter_tensors()) - set(parts) - {"bias"}:
-        parts[part] = _checked(tensors, f"{name}.{part}", (sizes[0],))
-    embedding = layer.kind.name == "Embedding"
-    # a method that only freezes A writes plain LoRA, because a file does not say which factors were trained
-    method = "lora" if METHODS[layer.method].fixed == ("lora_A",) else layer.method
+    embedding = layer.kind.takes_ids
     if "lora_A0" not in layer.fixed_tensors():
-        return PatchLayer(method, rank, layer.alpha, sizes, parts, embedding)
+        return PatchLayer(saved_as(layer.method), rank, layer.alpha, sizes, parts, embedding)
     # the layer computes W + s (B A - B0 A0) x, which is one update with both pairs of factors side by side
     A0, B0 = (_checked(tensors, f"{name}.{part}0", shape) for part, shape in shapes.items())
     both = {"lora_A": torch.cat([parts["lora_A"], A0]), "lora_B": torch.cat([parts["lora_B"], -B0], dim=1)}
-    return PatchLayer("lora", 2 * rank, layer.scale * 2 * rank, sizes, both, embedding)
+    return PatchLayer(PLAIN, 2 * rank, layer.scale * 2 * rank, sizes, both, embedding)
 
 
 def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> dict[str, PatchLayer]:
     layers = {}
     for parameter, update in layer.adapted.items():
-        parts = {
-            part: _checked(tensors, f"{name}.{parameter}.{part}", shape)
-            for part, shape in (
-                ("lora_A", (update.num_experts * update.rank, update.in_features)),
-                ("lora_B", (update.out_features, update.rank * update.num_experts)),
-            )
-        }
         sizes = (update.out_features, update.in_features)
-        method = "lora" if METHODS[update.method].fixed == ("lora_A",) else update.method
+        shapes = METHODS[update.method].stored_shapes(sizes, update.rank * update.num_experts)
+        parts = {part: _checked(tensors, f"{name}.{parameter}.{part}", shape) for part, shape in shapes.items()}
         layers[f"{name}.{parameter}"] = PatchLayer(
-            method, update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
+            saved_as(update.method), update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
         )
     return layers
-
-
-def _add_tied_head(name: str, head: TiedLoraHead, model: nn.Module, parts: _Parts) -> None:
-    """Add the update of a tied head: the embedding's factors, transposed and swapped."""
-    embedding = next(
-        other for other, carrier in adapter_modules(model)
-        if isinstance(carrier, LoraLinear) and carrier.get_parameter("lora_A") is head.get_parameter("lora_A")
-    )  # fmt: skip
-    layer = parts.layers[embedding]
-    mirrored = {"lora_A": layer.tensors["lora_B"].T.contiguous(), "lora_B": layer.tensors["lora_A"].T.contiguous()}
-    parts.layers[name] = PatchLayer(layer.method, layer.rank, layer.alpha, layer.sizes[::-1], mirrored)
-    parts.tied = True
 
 
 def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:

@@ -1,39 +1,43 @@
 """Fingerprint the adapted weights of a model in memory, and compare them with those that a patch was trained on."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lorakit.files.dtypes import dtype_name, parse_dtype
+from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.patch.allow import RefusedBaseError
 from lorakit.patch.fingerprint import FULL_SCHEME, SCHEME
 from lorakit.patch.patch import Patch
-from lorakit.patch.weight_digest import sample_digest, value_digests
+from lorakit.patch.weight_digest import Source, sample_digest, value_digests
 
 
-def fingerprint_live(model: nn.Module, modules: Iterable[str]) -> dict[str, Any]:
-    """Return the fingerprint of a base in memory: digests of its weights in the dtype they were loaded in."""
-    sources, dtypes = {}, set()
-    for module in modules:
-        weight = model.get_submodule(module).weight
-        assert isinstance(weight, Tensor)
-        flat = weight.detach().reshape(-1)
-        sources[module] = (tuple(weight.shape), lambda start, stop, flat=flat: flat[start:stop].cpu())
-        dtypes.add(dtype_name(weight.dtype))
+def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Return the fingerprint of a base in memory: digests of its weights in the dtype they were loaded in.
+
+    ``names``: the adapted layers and parameters of experts; if there are none, all linear layers are compared.
+    """
+    modules = list(names) or [name for name, module in model.named_modules() if is_linear_like(module)]
+    weights = {name: _weight(model, name) for name in modules}
+    dtypes = {weight.dtype for weight in weights.values()}
+    sources = {name: _source(weight) for name, weight in weights.items()}
     return {
-        "scheme": SCHEME, "config": None, "tokenizer": None, "rounded_to": dtypes.pop() if len(dtypes) == 1 else None,
-        "weights": {module: sample_digest(*source) for module, source in sources.items()},
+        "scheme": SCHEME,
+        "config": None,
+        "tokenizer": None,
+        "rounded_to": dtype_name(dtypes.pop()) if len(dtypes) == 1 else None,
+        "weights": {name: sample_digest(*source) for name, source in sources.items()},
         "full": {
             "scheme": FULL_SCHEME,
             "weights": dict(zip(sources, value_digests(list(sources.values())), strict=True)),
         },
-    }  # fmt: skip
+    }
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
-    """Raise an error if the weights of a model in memory are not those that the patch was trained on.
+    """Raise an error unless the weights of a model in memory are those that the patch was trained on.
 
     Only adapted weights are compared, by samples. A patch without a fingerprint passes.
 
@@ -44,14 +48,12 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
     if recorded is None:
         return
     dtype = parse_dtype(recorded.get("rounded_to"))
-    names = [name for name, layer in patch.layers.items() if not layer.num_experts]
+    expected = recorded["weights"]
+    names = list(dict.fromkeys([*patch.layers, *expected]))
     differing = []
     for name in names:
-        weight = model.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
-        flat = weight.detach().reshape(-1).to(dtype or weight.dtype)
-        actual = sample_digest(tuple(weight.shape), partial(_read_flat, flat))
-        if recorded["weights"].get(name) != actual:
+        weight = _weight(model, name)
+        if expected.get(name) != sample_digest(*_source(weight, dtype or weight.dtype)):
             differing.append(name)
     if differing:
         raise RefusedBaseError(
@@ -62,5 +64,15 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
         )
 
 
-def _read_flat(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat[start:stop].cpu()
+def _weight(model: nn.Module, name: str) -> Tensor:
+    """Return the weight of a layer, or a parameter of experts, by name."""
+    parent, _, key = name.rpartition(".")
+    parameter = model.get_submodule(parent)._parameters.get(key)
+    weight = model.get_submodule(name).weight if parameter is None else parameter
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _source(weight: Tensor, dtype: torch.dtype | None = None) -> Source:
+    flat = weight.detach().reshape(-1)
+    return tuple(weight.shape), lambda start, stop: flat[start:stop].cpu().to(dtype or flat.dtype)

@@ -6,6 +6,7 @@ ever visible. lorakit's own facts (base fingerprint, recipe, digests, versions) 
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,15 +51,15 @@ class PatchLayer:
     sizes: tuple[int, int]
     """(out, in)"""
     tensors: Mapping[str, Tensor] = field(repr=False)
-    """by name: ``lora_A``, ``lora_B`` and, for DoRA, ``lora_magnitude_vector`` (out,)"""
+    """by name: those of the method that files hold"""
     embedding: bool = False
     num_experts: int = 0
     """E of a 3-D parameter, whose A (E r, in) is stacked (E, r, in) and B (out, r E) is (out, r, E); 0 for a matrix"""
 
     @property
     def num_parameters(self) -> int:
-        magnitude = 0 if METHODS[self.method].additive else self.sizes[0]
-        return self.rank * sum(self.sizes) * max(1, self.num_experts) + magnitude
+        shapes = METHODS[self.method].stored_shapes(self.sizes, self.rank * max(1, self.num_experts))
+        return sum(math.prod(shape) for shape in shapes.values())
 
     @property
     def plain(self) -> bool:
@@ -91,8 +92,6 @@ class Patch:
     full_tensors: Mapping[str, Tensor]
     """by parameter name, such as ``lm_head.weight``"""
     full_shapes: Mapping[str, tuple[int, ...]]
-    copies: Mapping[str, Tensor] = field(default_factory=dict)
-    """by key: copies that PEFT writes beside full tensors and does not use, so that a round trip loses nothing"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """lorakit's own facts; empty for a patch of another program"""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)

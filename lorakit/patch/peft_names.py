@@ -8,27 +8,26 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from lorakit.lora.layer_kinds import peft_names
+from lorakit.lora.methods import own_tensor_names
+
 PREFIX: Final = "base_model.model."
 WRAPPED: Final = "base_layer"
-MAGNITUDE_PART: Final = "lora_magnitude_vector"
 ROWS_PART: Final = "token_adapter.trainable_tokens_delta"
 EXPERT_ORDER: Final = ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "w2", "down_proj")
 """The order in which modules of experts register their parameters, and in which PEFT nests wrappers around them."""
-LINEAR_PARTS: Final = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
-EMBEDDING_PARTS: Final = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
-COPIES: Final = ("modules_to_save", "original_module")
 FOREIGN: Final = ("lora_", "token_adapter")
 """Parts of PEFT's names that mark tensors of methods which lorakit does not read."""
 
 
 @dataclass(frozen=True)
 class UpdateName:
-    """A part of an update: ``lora_A``, ``lora_B`` or ``lora_magnitude_vector``."""
+    """A tensor of an update, by the method's name for it: ``lora_A``, ``lora_B`` or another."""
 
     module: str
     part: str
     embedding: bool | None
-    """None for a magnitude, because its key is the same for embeddings and linear layers"""
+    """None for a tensor beside A and B, because its key is the same for embeddings and linear layers"""
 
 
 @dataclass(frozen=True)
@@ -45,45 +44,34 @@ class FullTensorName:
     parameter: str
 
 
-@dataclass(frozen=True)
-class CopyName:
-    """A second copy of a full tensor (``modules_to_save``), or the tensor it replaced (``original_module``).
-
-    PEFT writes both when it saves an embedding that was also resized, and uses neither.
-    """
-
-    parameter: str
-    original: bool
+def is_unused_copy(key: str) -> bool:
+    """True for the two copies of a full tensor that PEFT writes for a resized embedding, and reads neither."""
+    return key.rpartition(".")[0].endswith((".modules_to_save", ".original_module"))
 
 
-def parse_key(key: str) -> UpdateName | RowsName | FullTensorName | CopyName | None:
+def parse_key(key: str) -> UpdateName | RowsName | FullTensorName | None:
     """Return the parsed name of a key in a patch file; None for a key that lorakit does not know."""
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
-    for parts, embedding in ((LINEAR_PARTS, False), (EMBEDDING_PARTS, True)):
-        for suffix, part in parts.items():
+    for embedding in (False, True):
+        for part, suffix in peft_names(takes_ids=embedding).items():
             if name.endswith(f".{suffix}"):
                 return UpdateName(name.removesuffix(f".{suffix}"), part, embedding)
-    if name.endswith(f".{MAGNITUDE_PART}"):
-        return UpdateName(name.removesuffix(f".{MAGNITUDE_PART}"), MAGNITUDE_PART, None)
+    for part in own_tensor_names():
+        if name.endswith(f".{part}"):
+            return UpdateName(name.removesuffix(f".{part}"), part, None)
     if name.endswith(f".{ROWS_PART}"):
         return RowsName(name.removesuffix(f".{ROWS_PART}"))
     module, _, tensor = name.rpartition(".")
-    for copy in COPIES:
-        if module.endswith(f".{copy}"):
-            return CopyName(f"{module.removesuffix(f'.{copy}')}.{tensor}", copy == "original_module")
     if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
         return None
     return FullTensorName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:
-    """Return the key of a part of an update."""
-    if part == MAGNITUDE_PART:
-        return f"{PREFIX}{module}.{part}"
-    parts = EMBEDDING_PARTS if embedding else LINEAR_PARTS
-    return f"{PREFIX}{module}.{next(suffix for suffix, name in parts.items() if name == part)}"
+    """Return the key of a tensor of an update."""
+    return f"{PREFIX}{module}.{peft_names(takes_ids=embedding).get(part, part)}"
 
 
 def full_tensor_key(parameter: str, updated: Collection[str]) -> str:

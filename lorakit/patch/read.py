@@ -3,21 +3,27 @@
 ``read_patch`` reads all tensors into memory. ``open_patch`` reads a tensor each time it is used.
 """
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.safetensors import SafetensorsFile, open_tensors
+from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
+from lorakit.lora.layer_kinds import KINDS
+from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import matches
-from lorakit.patch.adapter_config import ARITHMETIC, CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
+from lorakit.patch.adapter_config import (
+    CONFIG_FILE,
+    PatchConfig,
+    arithmetic_keys,
+    arithmetic_settings,
+    read_config,
+)
 from lorakit.patch.patch import (
     DEFAULT_CAPS,
     FLOATS,
@@ -30,15 +36,12 @@ from lorakit.patch.patch import (
     is_finite,
 )  # fmt: skip
 from lorakit.patch.peft_names import (
-    EMBEDDING_PARTS,
-    LINEAR_PARTS,
-    MAGNITUDE_PART,
-    CopyName,
     FullTensorName,
     RowsName,
     UpdateName,
     expert_modules,
     full_tensor_key,
+    is_unused_copy,
     parse_key,
     rows_key,
     without_wrappers,
@@ -55,7 +58,8 @@ class LazyPatchTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, file: SafetensorsFile, keys_in_file: Mapping[str, str]) -> None:
-        self._file, self.keys_in_file = file, keys_in_file
+        self._file = file
+        self.keys_in_file = keys_in_file
 
     def __getitem__(self, name: str) -> Tensor:
         return self._finite(name, self._file.read(self.keys_in_file[name]))
@@ -83,36 +87,23 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
         PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
     """
     path, config = _tensor_file(Path(folder), caps)
-    recorded = _recorded_digests(path, config)
+    recorded = _recorded_digest(path, config)
     patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
-    return replace(patch, digest=_check_digest(path, _blocks(path), recorded))
+    return replace(patch, digest=_checked_digest(path, recorded))
 
 
 def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     """Return a patch folder written by lorakit or PEFT, with all tensors in memory.
 
-    Header and config are checked before anything is allocated. Then the file is read once, so that the checked bytes
-    are the bytes that are used.
+    Header and config are checked before anything is allocated.
 
     Raises:
         PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
         tensor.
     """
-    path, config = _tensor_file(Path(folder), caps)
-    recorded = _recorded_digests(path, config)
-    stored = open_tensors(path, caps.header_bytes, caps.file_bytes)
-    patch = build_patch(Path(folder), config, stored, caps)
-    file = stored.into_memory()
-    assert file.content is not None
-    digest = _check_digest(path, [file.content], recorded)
-
-    def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert isinstance(tensors, LazyPatchTensors)
-        return dict(LazyPatchTensors(file, tensors.keys_in_file))
-
-    layers = {name: replace(layer, tensors=in_memory(layer.tensors)) for name, layer in patch.layers.items()}
-    full_tensors, copies = in_memory(patch.full_tensors), in_memory(patch.copies)
-    return replace(patch, layers=layers, full_tensors=full_tensors, copies=copies, digest=digest)
+    patch = open_patch(folder, caps)
+    layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
+    return replace(patch, layers=layers, full_tensors=dict(patch.full_tensors))
 
 
 def _tensor_file(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
@@ -136,8 +127,8 @@ def _blocks(path: Path) -> Iterator[memoryview]:
             yield block[:size]
 
 
-def _recorded_digests(path: Path, config: PatchConfig) -> dict[str, str]:
-    """Return the digests of a tensor file in its sidecar, by algorithm; none without one, as other programs write none.
+def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
+    """Return the XXH3-128 of a tensor file in its sidecar; None without one, as other programs write none.
 
     The sidecar's settings are compared with the config's.
 
@@ -146,15 +137,14 @@ def _recorded_digests(path: Path, config: PatchConfig) -> dict[str, str]:
     """
     sidecar = path.parent / SIDECAR
     if not sidecar.is_file():
-        return {}
+        return None
     try:
         with open(sidecar, "rb") as file:
             record = json.loads(file.read(MAX_SIDECAR_BYTES))
-        fast = record.get("xxh3_128", {}).get(TENSOR_FILE)
-        digests = {"xxh3_128": fast} if fast else {"sha256": record["files"][TENSOR_FILE]}
+        digest = str(record["xxh3_128"][TENSOR_FILE])
         saved = record.get("settings")
         actual = arithmetic_settings(config.raw)
-        edited = [] if saved is None else [key for key in ARITHMETIC if saved.get(key) != actual.get(key)]
+        edited = [] if saved is None else [key for key in arithmetic_keys() if saved.get(key) != actual.get(key)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
     if edited:
@@ -163,23 +153,22 @@ def _recorded_digests(path: Path, config: PatchConfig) -> dict[str, str]:
             f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. Write the saved values"
             f" back, or delete {sidecar} to use the new ones"
         )
-    return digests
+    return digest
 
 
-def _check_digest(path: Path, content: Iterable[bytes | memoryview], recorded: Mapping[str, str]) -> str:
-    """Return the XXH3-128 of a tensor file, compared with what its sidecar recorded."""
-    states = {"xxh3_128": xxhash.xxh3_128()} | ({"sha256": hashlib.sha256()} if "sha256" in recorded else {})
-    for block in content:
-        for state in states.values():
-            state.update(block)
-    for name, value in recorded.items():
-        if states[name].hexdigest() != value:
-            raise PatchError(f"{path}: is not the file that was saved (its {name} differs from {SIDECAR})")
-    return str(states["xxh3_128"].hexdigest())
+def _checked_digest(path: Path, recorded: str | None) -> str:
+    """Return the XXH3-128 of a tensor file, compared with its sidecar's."""
+    state = xxhash.xxh3_128()
+    for block in _blocks(path):
+        state.update(block)
+    digest = str(state.hexdigest())
+    if recorded not in (None, digest):
+        raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
+    return digest
 
 
 def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
-    """Return the patch that a checked header describes. Of its tensors only token rows and second copies are read.
+    """Return the patch that a checked header describes. Of its tensors only token rows are read.
 
     Raises:
         PatchError: a tensor is missing, unknown, misnamed or mis-shaped, or does not agree with the settings.
@@ -187,8 +176,9 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
     updates: dict[tuple[str, bool | None], dict[str, str]] = {}
     rows: list[str] = []
     full_keys: dict[str, str] = {}
-    copies: dict[str, CopyName] = {}
     for key, entry in file.entries.items():
+        if is_unused_copy(key):
+            continue
         name = parse_key(key)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
@@ -198,13 +188,11 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
             rows.append(name.module)
         elif isinstance(name, FullTensorName):
             full_keys[name.parameter] = key
-        elif isinstance(name, CopyName):
-            copies[key] = name
         else:
             raise PatchError(_unknown(file.path, key))
     if not updates and not full_keys and not rows:
         raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
-    _join_magnitudes(updates)
+    _join_other_tensors(updates)
     if len({module for module, _ in updates}) < len(updates):
         raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
     experts = _expert_parameters(file.path, config, [module for module, _ in updates])
@@ -216,7 +204,6 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
     }
     _check_declared(file.path, config, layers, rows)
     _check_full_tensors(file.path, full_keys, layers)
-    _check_copies(file, copies, full_keys)
     metadata = _metadata(file.path, file.metadata)
     token_rows = {module: _rows(file, config, module) for module in rows}
     _check_new_tokens(file.path, metadata, token_rows)
@@ -224,7 +211,6 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
         folder, config, layers,
         full_tensors=LazyPatchTensors(file, full_keys),
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
-        copies=LazyPatchTensors(file, {key: key for key in copies}),
         metadata=metadata,
         token_rows=token_rows,
     )  # fmt: skip
@@ -238,8 +224,8 @@ def _check_declared(path: Path, config: PatchConfig, layers: Mapping[str, PatchL
         raise PatchError(f"{path}: trainable_token_indices names tokens, and their rows are not there")
 
 
-def _join_magnitudes(updates: dict[tuple[str, bool | None], dict[str, str]]) -> None:
-    """Move each magnitude to the factors of its layer, whose keys show whether the layer is an embedding."""
+def _join_other_tensors(updates: dict[tuple[str, bool | None], dict[str, str]]) -> None:
+    """Join a method's other tensors to the factors of their layer, whose keys show whether it is an embedding."""
     for module, embedding in list(updates):
         for is_embedding in (True, False) if embedding is None else ():
             if (module, is_embedding) in updates:
@@ -276,7 +262,8 @@ def _targets_of(module: str, count: int, config: PatchConfig) -> list[str]:
     selectors = config.raw.get("target_modules") or ()
     if count == 1 and matches(selectors if isinstance(selectors, str) else tuple(selectors), module):
         return []
-    prefixed, others = [], []
+    prefixed = []
+    others = []
     for prefix, _, name in (name.rpartition(".") for name in config.target_parameters):
         if not prefix:
             others.append(name)
@@ -310,7 +297,7 @@ def _check_new_tokens(path: Path, metadata: Mapping[str, Any], rows: Mapping[str
 
 
 def _unknown(path: Path, key: str) -> str:
-    suffixes = [*LINEAR_PARTS, *EMBEDDING_PARTS]
+    suffixes = list(dict.fromkeys(suffix for kind in KINDS for suffix in kind.peft_names.values()))
     end = ".".join(key.rsplit(".", 2)[-2:])
     return (
         f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
@@ -322,35 +309,44 @@ def _layer(
     file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps, *,
     stacked: bool,
 ) -> PatchLayer:  # fmt: skip
-    path, entries = file.path, {part: file.entries[key] for part, key in keys.items()}
+    path = file.path
+    entries = {part: file.entries[key] for part, key in keys.items()}
     for part in ("lora_A", "lora_B"):
         if part not in entries:
             raise PatchError(f"{path}: {module}.{part} is missing")
         if len(entries[part].shape) != 2:
             raise PatchError(f"{path}: {module}.{part}: {entries[part].shape}, not a matrix")
-    rank, alpha = config.rank_of(module), config.alpha_of(module)
-    a, b = entries["lora_A"].shape, entries["lora_B"].shape
+    rank = config.rank_of(module)
+    alpha = config.alpha_of(module)
+    a = entries["lora_A"].shape
+    b = entries["lora_B"].shape
     num_experts = a[0] // rank if stacked else 1
     if a[0] != rank * num_experts or b[1] != rank * num_experts or not num_experts:
         raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
     if rank > caps.rank:
         raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
-    _check_magnitude(path, config, module, entries, b[0])
+    _check_shapes(path, config, module, entries, METHODS[config.method].stored_shapes((b[0], a[1]), a[0]))
     return PatchLayer(
         config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts if stacked else 0
     )
 
 
-def _check_magnitude(path: Path, config: PatchConfig, module: str, entries: Mapping[str, Any], size: int) -> None:
-    """Raise an error unless a layer has a magnitude exactly if the config says DoRA, and of its output's size."""
-    expected = "dora" in config.method
-    if expected != (MAGNITUDE_PART in entries):
+def _check_shapes(
+    path: Path,
+    config: PatchConfig,
+    module: str,
+    entries: Mapping[str, TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise PatchError unless a layer has the tensors of the config's method, and no others, in their shapes."""
+    for part in sorted(shapes.keys() ^ entries.keys()):
+        settings = ", ".join(f"{key} is {bool(config.raw.get(key))}" for key in peft_keys())
         raise PatchError(
-            f"{path}: {module}: use_dora is {expected} in the config, and {MAGNITUDE_PART} is"
-            f" {'missing' if expected else 'there'}"
+            f"{path}: {module}: {settings} in the config, and {part} is {'missing' if part in shapes else 'there'}"
         )
-    if expected and entries[MAGNITUDE_PART].shape != (size,):
-        raise PatchError(f"{path}: {module}: {MAGNITUDE_PART} is {entries[MAGNITUDE_PART].shape}, not ({size},)")
+    for part, shape in shapes.items():
+        if entries[part].shape != shape:
+            raise PatchError(f"{path}: {module}: {part} is {entries[part].shape}, not {shape}")
 
 
 def _check_full_tensors(path: Path, full_keys: Mapping[str, str], layers: Mapping[str, Any]) -> None:
@@ -360,18 +356,10 @@ def _check_full_tensors(path: Path, full_keys: Mapping[str, str], layers: Mappin
             raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
 
 
-def _check_copies(file: SafetensorsFile, copies: Mapping[str, CopyName], full_keys: Mapping[str, str]) -> None:
-    for key, name in copies.items():
-        if name.parameter not in full_keys:
-            raise PatchError(f"{file.path}: {key}: the file has no {name.parameter} that it would be a copy of")
-        if not name.original and not torch.equal(file.read(key), file.read(full_keys[name.parameter])):
-            raise PatchError(f"{file.path}: {key} and {full_keys[name.parameter]} hold different values for one tensor")
-
-
 def _is_quantization(record: Any) -> bool:
     """True if this is a valid record of a base's quantisation, or None."""
     return record is None or (
-        record["name"] in ("nf4", "fp4", "int8") and type(record["double"]) is bool
+        isinstance(record["name"], str) and type(record["double"]) is bool
         and record["dtype"] in ("float32", "bfloat16", "float16")
         and isinstance(record["layers"], list) and all(isinstance(name, str) for name in record["layers"])
     )  # fmt: skip
@@ -381,7 +369,9 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return lorakit's own part of a file's metadata, with the types that other code relies on checked."""
     try:
         own = json.loads(metadata.get("lorakit", "{}"))
-        base, data, results = own.get("base"), own.get("data", {}), own.get("results", {})
+        base = own.get("base")
+        data = own.get("data", {})
+        results = own.get("results", {})
         valid = base is None or (
             isinstance(base["scheme"], str) and isinstance(base["weights"], dict)
             and isinstance(base.get("rounded_to"), str | None) and _is_quantization(base.get("quantized"))

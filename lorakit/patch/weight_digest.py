@@ -16,7 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-RUNS, RUN_ELEMENTS = 8, 512
+RUNS = 8
+RUN_ELEMENTS = 512
 BLOCK_ELEMENTS: Final = 1 << 20
 ReadElements = Callable[[int, int], Tensor]
 """(start, stop) -> these elements of a flattened tensor"""
@@ -53,7 +54,8 @@ def sample_digest(shape: tuple[int, ...], read: ReadElements, runs: int = RUNS) 
 
 
 def _full(shape: tuple[int, ...], read: ReadElements) -> str:
-    state, size = WeightDigest(shape), math.prod(shape)
+    state = WeightDigest(shape)
+    size = math.prod(shape)
     for start in range(0, size, BLOCK_ELEMENTS):
         state.update(read(start, min(start + BLOCK_ELEMENTS, size)))
     return state.hexdigest()

@@ -1,10 +1,8 @@
 """Write a patch durably: the same bytes for the same adapter, verified by reading them back."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_folder, write_files
 from lorakit.files.safetensors import write_tensors
+from lorakit.lora.methods import PLAIN
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
@@ -43,10 +42,13 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     def tensor_file(file: BinaryIO) -> None:
         write_tensors(hashing.onto(file), keys, metadata)
 
-    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written, so its digests are complete
-        written = hashing.digests()
-        digests = {"files": {TENSOR_FILE: written["sha256"]}, "xxh3_128": {TENSOR_FILE: written["xxh3_128"]}}
-        file.write(json_text({"format": 1, **digests, "settings": arithmetic_settings(patch.config.raw)}).encode())
+    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written, so its digest is complete
+        record = {
+            "format": 1,
+            "xxh3_128": {TENSOR_FILE: hashing.digest()},
+            "settings": arithmetic_settings(patch.config.raw),
+        }
+        file.write(json_text(record).encode())
 
     folder.mkdir(parents=True, exist_ok=True)
     write_files(
@@ -58,7 +60,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if open_patch(folder).digest != hashing.digests()["xxh3_128"]:
+    if open_patch(folder).digest != hashing.digest():
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
 
@@ -87,7 +89,6 @@ def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
-    keys |= patch.copies
     keys |= {rows_key(module): rows.tensor for module, rows in patch.token_rows.items()}
     keys |= {full_tensor_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
     return dict(sorted(keys.items()))
@@ -122,12 +123,13 @@ def new_patch(
     Raises:
         PatchError: there are no updates, or a tensor is not finite.
     """
-    full_tensors, rows = dict(full_tensors or {}), dict(rows or {})
-    if not layers:
-        raise PatchError("a patch without updates: there is nothing to save")
+    full_tensors = dict(full_tensors or {})
+    rows = dict(rows or {})
+    if not (layers or full_tensors or rows):
+        raise PatchError("a patch without tensors: there is nothing to save")
     check_finite((f"{module}.{part}", t) for module, layer in layers.items() for part, t in layer.tensors.items())
     check_finite([*full_tensors.items(), *((name, token_rows.tensor) for name, token_rows in rows.items())])
-    method = next(iter(layers.values())).method
+    method = next((layer.method for layer in layers.values()), PLAIN)
     raw = config_json(
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
         experts=[name for name, layer in layers.items() if layer.num_experts],
@@ -155,30 +157,21 @@ def remove_patch(folder: Path) -> None:
 
 
 class _HashingWriter:
-    """A binary file that computes the digests of its content, in a thread, while the file is written to disk."""
+    """A binary file that computes the XXH3-128 of its content while the content is written."""
 
     def __init__(self) -> None:
-        self._hasher = ThreadPoolExecutor(1)
-        self._states: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3_128": xxhash.xxh3_128()}
-        self._last: Future[None] | None = None
+        self._state = xxhash.xxh3_128()
 
     def onto(self, file: BinaryIO) -> "_HashingWriter":
         self._file = file
         return self
 
     def write(self, content: bytes | memoryview) -> int:
-        """Write bytes, which must not change afterwards, because the thread may still hash them."""
-        self._last = self._hasher.submit(self._update, content)
+        self._state.update(content)
         return self._file.write(content)
 
-    def _update(self, content: bytes | memoryview) -> None:
-        for state in self._states.values():
-            state.update(content)
-
-    def digests(self) -> dict[str, str]:
-        if self._last is not None:
-            self._last.result()
-        return {name: state.hexdigest() for name, state in self._states.items()}
+    def digest(self) -> str:
+        return str(self._state.hexdigest())
 
 
 def _check_free(folder: Path) -> None:

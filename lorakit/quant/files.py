@@ -3,7 +3,6 @@
 The size of every tensor of a quantised weight is checked first, because dequantising reads past the end of a short one.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
-from lorakit.quant.bnb import BLOCK, FOUR_BITS, NESTED_BLOCK, QuantScheme, code_tables
+from lorakit.quant.schemes import CPU, SCHEMES, FourBitBlocks, QuantScheme, quant_scheme
 
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
-CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or method != METHOD:
         raise BaseModelError(
-            f"{folder}: quantised with {method!r}; lorakit reads {METHOD} (nf4, fp4, int8)."
+            f"{folder}: quantised with {method!r}; lorakit reads {METHOD} ({', '.join(SCHEMES)})."
             " Use the base it was made from"
         )
     return settings
@@ -76,7 +74,7 @@ def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, Quant
             weight = f"{name.removesuffix(INT8_SCALE)}weight"
             shape = files.entry(weight).shape if weight in files.shard_of else ()
             sizes = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-            entry = QuantizedEntry(weight, QuantScheme("int8"), sizes, 0.0, device)
+            entry = QuantizedEntry(weight, quant_scheme("int8"), sizes, 0.0, device)
         else:
             continue
         _check_sizes(files, entry)
@@ -86,32 +84,19 @@ def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, Quant
 
 def _four_bit_entry(files: BaseFiles, weight: str, state: str, device: torch.device) -> QuantizedEntry:
     try:
-        record = json.loads(bytes(files.shard_of[state].read(state).tolist()))
-        name, block, nested = record["quant_type"], record["blocksize"], record.get("nested_blocksize")
-        out_features, in_features = (int(size) for size in record["shape"])
-        offset = float(record.get("nested_offset", 0.0))
+        read = FourBitBlocks.of_state(bytes(files.shard_of[state].read(state).tolist()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise BaseModelError(f"{files.folder}: {state}: damaged: {problem!r}") from None
-    supported = name in FOUR_BITS and block == BLOCK and nested in (None, NESTED_BLOCK)
-    if not supported or min(out_features, in_features) < 1:
-        raise BaseModelError(
-            f"{files.folder}: {weight}: quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads"
-            f" blocks of {BLOCK} ({NESTED_BLOCK})"
-        )
-    return QuantizedEntry(weight, QuantScheme(name, nested is not None), (out_features, in_features), offset, device)
-
-
-def _stored_names(entry: QuantizedEntry) -> dict[str, str]:
-    """Return tensor of a quantised weight, as ``QuantScheme.shapes`` names it -> its name in the file."""
-    if entry.scheme.name == "int8":
-        return {"weight": entry.name, "row_scale": f"{entry.name.removesuffix('weight')}{INT8_SCALE}"}
-    names = {"weight": entry.name, "block_scale": f"{entry.name}.absmax"}
-    return names | {"nested_scale": f"{entry.name}.nested_absmax"} if entry.scheme.double_quant else names
+    if isinstance(read, str):
+        raise BaseModelError(f"{files.folder}: {weight}: {read}")
+    scheme, shape, offset = read
+    return QuantizedEntry(weight, scheme, shape, offset, device)
 
 
 def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
-    scheme, expected = quantized.scheme, quantized.scheme.shapes(*quantized.shape)
-    for key, name in _stored_names(quantized).items():
+    scheme = quantized.scheme
+    expected = quantized.scheme.shapes(*quantized.shape)
+    for key, name in scheme.stored_names(quantized.name).items():
         shape, dtype = expected[key]
         size = math.prod(shape) * dtype.itemsize
         entry = files.entry(name) if name in files.shard_of else None
@@ -122,8 +107,7 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
                 f"{files.folder}: {name}: {actual}; {quantized.shape} quantised as {scheme.name} has {shape} {dtype}"
                 " there"
             )
-    codes = code_tables(scheme.name, CPU) if scheme.name in FOUR_BITS else ()
-    for key, own_codes in zip(("quant_map", "nested_quant_map"), codes, strict=False):
+    for key, own_codes in zip(("quant_map", "nested_quant_map"), scheme.code_tables(CPU), strict=False):
         name = f"{quantized.name}.{key}"
         if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), own_codes):
             raise BaseModelError(
@@ -133,13 +117,9 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
 
 def stored_tensors(files: BaseFiles, entry: QuantizedEntry) -> dict[str, Tensor]:
     """Read the tensors of a quantised weight, named as ``QuantScheme.shapes`` names them."""
-    tensors = {key: files.shard_of[name].read(name).to(entry.device) for key, name in _stored_names(entry).items()}
-    if entry.scheme.name != "int8":
-        # bytes, because transformers may store the codes in another dtype (bnb_4bit_quant_storage)
-        tensors["weight"] = tensors["weight"].view(torch.uint8).reshape(-1)
-    if entry.scheme.double_quant:
-        tensors["offset"] = torch.tensor([entry.offset], device=entry.device)
-    return tensors
+    names = entry.scheme.stored_names(entry.name)
+    tensors = {key: files.shard_of[name].read(name).to(entry.device) for key, name in names.items()}
+    return entry.scheme.stored_tensors(tensors, entry.offset)
 
 
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lorakit.errors import RunError
-from lorakit.quant.bnb import BLOCK, QuantizationInfo, QuantScheme, block_scales
+from lorakit.quant.linear import QuantizationInfo
+from lorakit.quant.schemes import FourBitBlocks
 
 
 def part_of_quantized(name: str, weight: QuantizationInfo, dim: int, part: range) -> QuantizationInfo:
@@ -22,13 +23,14 @@ def part_of_quantized(name: str, weight: QuantizationInfo, dim: int, part: range
     rows, columns = weight.shape
     shape = (len(part), columns) if dim == 0 else (rows, len(part))
     starts_and_ends = (columns,) if dim == 0 else (columns, part.start, part.stop)
-    if weight.scheme.name != "int8" and any(number % BLOCK for number in starts_and_ends):
+    block = weight.scheme.block
+    if block is not None and any(number % block for number in starts_and_ends):
         raise RunError(
-            f"parallel.tensor: {name}: {weight.scheme.name} has blocks of {BLOCK} values, and"
+            f"parallel.tensor: {name}: {weight.scheme.name} has blocks of {block} values, and"
             f" {part.start} to {part.stop} of {weight.shape[dim]} {('rows', 'columns')[dim]}, of {columns} values a"
             " row, are none; quantise to int8, or leave tensor out (fsdp2 divides such a base too)"
         )
-    return replace(weight, scheme=QuantScheme(weight.scheme.name), shape=shape)
+    return replace(weight, scheme=replace(weight.scheme, double_quant=False), shape=shape)
 
 
 def cut_quantized(tensors: Mapping[str, Tensor], weight: QuantizationInfo, dim: int, part: range) -> dict[str, Tensor]:
@@ -41,8 +43,8 @@ def cut_quantized(tensors: Mapping[str, Tensor], weight: QuantizationInfo, dim: 
         own = grid[part.start : part.stop] if dim == 0 else grid[:, part.start // per_value : part.stop // per_value]
         return own.contiguous()
 
-    if weight.scheme.name == "int8":
+    if not isinstance(weight.scheme, FourBitBlocks):
         scale = tensors["row_scale"]
         return {"weight": cut(tensors["weight"], 1), "row_scale": scale[part.start : part.stop] if dim == 0 else scale}
-    scales = block_scales(tensors, weight.scheme)
-    return {"weight": cut(tensors["weight"], 2).view(-1), "block_scale": cut(scales, BLOCK).view(-1)}
+    scales = weight.scheme.block_scales(tensors)
+    return {"weight": cut(tensors["weight"], 2).view(-1), "block_scale": cut(scales, weight.scheme.BLOCK).view(-1)}

@@ -91,9 +91,9 @@ class AdapterSection(Section):
     new_tokens: tuple[Token, ...] = ()
     """Texts that become tokens, such as `<|tool|>`: each is one id, with a trainable row of its own in the embedding
     and in the output head. The rows start as the mean of all others; the patch holds them and the tokens."""
-    tied_head: Literal["stop", "both", "untie"] = "stop"
-    """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `both`: embedding
-    and head change alike. `untie`: the head gets a weight of its own."""
+    tied_head: Literal["stop", "untie"] = "stop"
+    """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `untie`:
+    the head gets a weight of its own."""
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod

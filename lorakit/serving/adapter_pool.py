@@ -14,9 +14,9 @@ from typing import final
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
-from lorakit.lora.routing import Adapter
 from lorakit.patch import Patch, read_patch
 from lorakit.patch.allow import ALLOW, Allow
+from lorakit.slots.routing import Adapter
 
 
 @final

@@ -11,10 +11,10 @@ from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Ite
 from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.prompts import PromptCodec
-from lorakit.lora.routing import Adapter
 from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
+from lorakit.slots.routing import Adapter
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from starlette.responses import Response, StreamingResponse
 
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.lora.routing import Adapter, Route
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
@@ -26,6 +25,7 @@ from lorakit.serving.reply import Reply
 from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, TextRequest
 from lorakit.serving.served_models import ServedModels
+from lorakit.slots.routing import Adapter, Route
 
 CHUNK_TOKENS: Final = 128
 """positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens"""

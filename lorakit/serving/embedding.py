@@ -17,7 +17,7 @@ from torch import Tensor
 from lorakit.base.pooling import LAST, Pooling
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.lora.routing import Adapter, Route
+from lorakit.slots.routing import Adapter, Route
 
 
 @dataclass(eq=False)

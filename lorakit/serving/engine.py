@@ -27,9 +27,9 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
-from lorakit.lora.routing import Adapter
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
+from lorakit.slots.routing import Adapter
 
 CHAT_TOKENS: Final = 1024
 """tokens of a chat's answer, if the request does not say; bounded, so that its slot is"""

@@ -25,10 +25,10 @@ from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.measures import Measure, chosen_measures
 from lorakit.inference.prompts import PromptCodec
 from lorakit.inference.score import EvalRows, listed, read_eval_rows
-from lorakit.lora.routing import Route
 from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
 from lorakit.run.record import SAMPLES
+from lorakit.slots.routing import Route
 from lorakit.training.callbacks import Hooks, restored_modes
 
 CHUNK_ROWS: Final = 64

@@ -20,6 +20,7 @@ from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.load import load_recipe_tokenizer, recipe_template, vocabulary_size
 from lorakit.base.loading import LoadedBase, load_for_training
+from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import count_parameters, quantization_facts
 from lorakit.base.skeleton import adapted_skeleton
 from lorakit.base.start_patch import FIXED, Start, fill_adapter, find_start, read_start
@@ -29,10 +30,10 @@ from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_share
 from lorakit.errors import BaseModelError, TargetError
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
-from lorakit.lora import AdapterSpec, LoraLinear, adapter_modules, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, adapted_names, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
-from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import OBJECTIVES
 from lorakit.ops.embedding_noise import add_embedding_noise
@@ -40,7 +41,7 @@ from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.axes import check_axes
 from lorakit.parallel.pipeline.cut import structure_of
-from lorakit.patch import Patch, fingerprint, unverified_note
+from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import AdapterSection, Recipe
 from lorakit.recipe.schema import count_steps
@@ -291,6 +292,7 @@ def load_adapted_base(
     num_parameters = count_parameters(model)
     start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, model)]
     attach(model, targets, spec, recipe.train.seed, base.read_weight)
+    check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     notes = [*dropout_notes(base.dropout), *adapter_notes(coverage, targets, spec)]
     notes += [note.removeprefix("note: ") for note in start_notes if note is not None]
     if patch is not None:
@@ -341,24 +343,14 @@ def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:
         )
 
 
-def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers, and of the experts' parameters, that have low-rank factors."""
-    names = []
-    for name, module in adapter_modules(model):
-        if isinstance(module, LoraLinear):
-            names.append(name)
-        elif isinstance(module, LoraExperts):
-            names += [f"{name}.{key}" for key in module.adapted]
-    return names
-
-
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches.
 
     Reads all adapted weights, so one process of a machine does it.
     """
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
-    identity = fingerprint(open_base_files(folder), adapted_names(model), tokenizer, recipe_template(recipe))
+    base = BaseIdentity(open_base_files(folder), tokenizer, recipe_template(recipe), split_parameters(folder))
+    identity = fingerprint(base, adapted_names(model))
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"quantized": quantization}
 

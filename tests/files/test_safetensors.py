@@ -24,7 +24,6 @@ READS: dict[str, Read] = {
     "out": lambda file, name, start, stop: file.read_elements(
         name, start, stop, out=torch.empty(stop - start, dtype=torch.bfloat16)
     ),
-    "memory": lambda file, name, start, stop: file.into_memory().read_elements(name, start, stop),
     "reader": lambda file, name, start, stop: read_twice(file, name, start, stop),
 }
 

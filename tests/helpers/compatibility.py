@@ -50,8 +50,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "init: olora": {"init": "olora"},
     "dora, init: pissa": {"method": "dora", "init": "pissa"},
     "embedding": {"targets": ["EMBEDDING", "ATTENTION"]},
-    "embedding and head alike": {"targets": ["EMBEDDING", "ATTENTION"], "tied_head": "both"},
-    "dora on both alike": {"targets": ["EMBEDDING", "ATTENTION"], "tied_head": "both", "method": "dora"},
     "output head": {"targets": ["lm_head", "ATTENTION"], "tied_head": "untie"},
     "bias: all": {"bias": "all"},
     "modules_to_save": {"modules_to_save": ["NORM"]},
@@ -63,7 +61,6 @@ MODULES_OF = {"conv1d": {"EMBEDDING": "wpe", "ATTENTION": "c_attn", "NORM": "ln_
 USUAL_MODULES = {"EMBEDDING": "embed_tokens", "ATTENTION": "q_proj", "NORM": "model.norm"}
 EXPERTS = [kind for kind, settings in KINDS.items() if settings["base"] == "experts"]
 ABSENT = {  # features of layers that a kind of base does not have
-    *((kind, f"{feature} alike") for feature in ("embedding and head", "dora on both") for kind in KINDS if "tied" not in kind),
     *((kind, "target_parameters") for kind in KINDS if kind not in EXPERTS),
     *((kind, "bias: all") for kind in EXPERTS), ("floats, tied head", "embedding"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.lora.routing import Adapter
+from lorakit.slots.routing import Adapter
 from tests.helpers.bases import make_base
 from tests.helpers.models import ARCHITECTURES, build
 from tests.helpers.patches import make_patch, save_trained_peft

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, inject
-from lorakit.lora.low_rank_sum import LowRankSum
-from lorakit.lora.routing import Adapter, Route, Slot
-from lorakit.lora.slot_hook import TokenwiseForward
+from lorakit.lora.lazy_weight import LazyLoraWeight
 from lorakit.patch import read_patch
+from lorakit.slots.hooks import PerAdapterExperts
+from lorakit.slots.routing import Adapter, Route, Slot
 from tests.helpers.models import build_variant
 from tests.helpers.patches import save_trained_peft
 
@@ -92,7 +92,7 @@ def test_no_matrix_of_experts_weights_is_made_in_a_training_step(base: str, impl
 
 def test_an_operation_that_is_no_product_gets_the_sum() -> None:
     W, L, R = torch.randn(3, 4, 5), torch.randn(3, 4, 2), torch.randn(3, 2, 5)
-    lazy: Any = LowRankSum(W, L, R, 0.5)
+    lazy: Any = LazyLoraWeight(W, L, R, 0.5)
     full = W + 0.5 * L @ R
     x = torch.randn(7, 5)
 
@@ -165,7 +165,7 @@ def test_a_routers_bias_is_given_to_every_adapter_as_it_is() -> None:
 
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     layer, copied = Router(), Router()
-    TokenwiseForward.install("gate", layer, route)
+    PerAdapterExperts.install("gate", layer, route)
     x, bias = torch.randn(2, 2), torch.tensor([10.0, 20.0])  # as many experts as tokens
     adapter = Adapter(0, {"gate": Slot(replacement=copied)})
 

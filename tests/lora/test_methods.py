@@ -1,9 +1,7 @@
 """Every method, start and kind of target: PEFT's outputs and gradients, exact merges, and patches both ways."""
 
 import copy
-import dataclasses
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.base.start_patch import find_start
-from lorakit.errors import PatchError, TargetError
+from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.ops.dropout import dropout_mask
@@ -31,8 +29,6 @@ class Case:
     model: str
     settings: dict[str, Any]
     untie: bool = False
-    mirrored: bool = field(default=False)
-    """True if the file has tensors twice, for head and embedding"""
 
 
 QV = {"targets": ["q_proj", "v_proj"], "rank": 3, "alpha": 5.0}
@@ -49,15 +45,11 @@ CASES = {
     "embedding_scaled": Case("gemma3", {"rank": 3, "targets": ["embed_tokens", "q_proj"]}),
     "embedding_of_gpt2": Case("gpt2_untied", {"rank": 3, "targets": ["wte", "c_attn"]}),
     "head": Case("llama", {"rank": 3, "targets": ["lm_head", "q_proj"]}),
-    "tied_both": Case(
-        "llama_tied", {"rank": 3, "targets": ["embed_tokens", "q_proj"], "tied_head": "both"}, mirrored=True
-    ),
     "tied_untied": Case("llama_tied", {"rank": 3, "targets": ["lm_head", "q_proj"], "tied_head": "untie"}, untie=True),
     "bias_lora_only": Case("llama_biased", QV | {"bias": "lora_only"}),
     "bias_all": Case("gpt2", {"rank": 3, "targets": ["c_attn"], "bias": "all"}),
     "saved_head": Case("llama", QV | {"modules_to_save": ["lm_head"]}),
     "saved_norms": Case("llama", QV | {"modules_to_save": ["input_layernorm", "model.norm"]}),
-    "saved_tied": Case("llama_tied", QV | {"modules_to_save": ["embed_tokens"], "tied_head": "both"}, mirrored=True),
     "tokens": Case("llama", QV | {"trainable_tokens": [5, 3, 60]}),
     "tokens_tied": Case("llama_tied", QV | {"trainable_tokens": [5, 3, 60]}),
     "experts_mixtral": Case("mixtral", QV | {"target_parameters": "all-experts"}),
@@ -114,16 +106,6 @@ def test_the_adapter_that_was_saved_is_read_back_to_the_bit(name: str, tmp_path:
     assert all(torch.equal(values[key], tensor) for key, tensor in expected.items())
 
 
-def test_a_tied_head_with_another_update_than_its_embedding_is_not_read_into_an_adapter(tmp_path: Path) -> None:
-    model = trained(CASES["tied_both"])
-    patch = read_patch(save_patch(model, tmp_path / "patch"))
-    head = patch.layers["lm_head"]
-    other = dataclasses.replace(head, tensors={**head.tensors, "lora_B": head.tensors["lora_B"] + 1})
-
-    with pytest.raises(PatchError, match="lm_head has another update than the embedding whose weight it shares"):
-        adapter_from_patch(model, dataclasses.replace(patch, layers={**patch.layers, "lm_head": other}))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_that_starts_from_a_patch_computes_what_the_patch_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -173,8 +155,6 @@ def test_peft_reads_what_is_saved_and_computes_the_same_gradients(name: str, tmp
     largest = max(float(gradient.norm()) for gradient in ours)
     for gradient in ours:  # each of lorakit's is among PEFT's; a start at W has twice the rank in PEFT
         parts = [part for other in theirs for part in _alike(other, gradient)]
-        if case.mirrored:  # PEFT has one gradient for the embedding and one for the head
-            parts += [one + other for one, other in itertools.combinations(parts, 2)]
         assert min(float((part - gradient).norm()) for part in parts) <= 1e-4 * float(gradient.norm()) + 1e-6 * largest
 
 
@@ -204,7 +184,7 @@ def test_what_peft_saves_is_read_and_written_back_as_it_was(name: str, tmp_path:
     for folder in ("theirs", "again"):
         theirs = content(tmp_path / folder)
         known = {key for key in theirs if not key.endswith("base_layer.weight")}  # PEFT adds a targeted embedding
-        assert (known <= ours.keys()) if case.mirrored else (known == ours.keys())
+        assert known == ours.keys()
         for key in known:
             assert torch.equal(theirs[key], ours[key]), key
 
@@ -286,23 +266,20 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ("llama_tied", {"targets": ["embed_tokens"]}, "embed_tokens shares its weight with lm_head. Say what"),
-        ("llama_tied", {"targets": ["lm_head"], "tied_head": "both"}, "name the embedding, model.embed_tokens"),
         (
             "llama_tied",
-            {"targets": ["embed_tokens"], "tied_head": "both", "method": "dora"},
-            "with method lora, rslora",
+            {"targets": ["embed_tokens"]},
+            "embed_tokens shares its weight with lm_head. `tied_head: untie`",
         ),
-        ("llama", {"targets": ["embed_tokens"], "tied_head": "both"}, "has a weight of its own"),
+        (
+            "llama_tied",
+            {"targets": ["embed_tokens"], "tied_head": "both"},
+            "tied_head is one of stop, untie; got 'both'",
+        ),
         (
             "llama_tied",
             {"targets": ["lm_head"], "tied_head": "untie", "trainable_tokens": [1]},
             "so it has their rows too",
-        ),
-        (
-            "llama_tied",
-            {"targets": ["embed_tokens"], "modules_to_save": ["lm_head"], "tied_head": "both"},
-            "lm_head would learn in another way",
         ),
         ("llama", QV | {"init": "olora", "rank": 17}, "v_proj has no 17 directions of its own, it is 16 x 32"),
         ("llama", QV | {"target_parameters": "all-experts"}, "no experts that are stored as 3-D"),

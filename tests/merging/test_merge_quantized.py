@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, MergeError, PatchError
-from lorakit.quant.bnb import QuantLinear, dequantized_weight
+from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.patches import make_patch

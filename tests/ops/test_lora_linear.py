@@ -53,8 +53,8 @@ def test_values_and_gradients_are_those_of_the_formula(dropout: float, transpose
     gradients = torch.autograd.grad((expected * weights).sum(), trainable_tensors(given))
 
     if transposed:
-        given["weight"] = nn.Parameter(given["weight"].T.contiguous(), requires_grad=False)
-    y = product(**given, transposed=transposed, mask=mask)
+        given["weight"] = nn.Parameter(given["weight"].T.contiguous().T, requires_grad=False)  # as Conv1D stores it
+    y = product(**given, mask=mask)
 
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad((y * weights).sum(), trainable_tensors(given)), gradients, strict=True):
@@ -65,9 +65,9 @@ def test_values_and_gradients_are_those_of_the_formula(dropout: float, transpose
 def test_a_frozen_tensor_gets_no_gradient_and_the_rest_get_the_same(frozen: str) -> None:
     given = operands()
     every = dict(zip(("x", "bias", "A", "B"), torch.autograd.grad(
-        product(**given, transposed=False).square().sum(), trainable_tensors(given)), strict=True))  # fmt: skip
+        product(**given).square().sum(), trainable_tensors(given)), strict=True))  # fmt: skip
     given[frozen].requires_grad_(False)
-    product(**given, transposed=False).square().sum().backward()
+    product(**given).square().sum().backward()
     assert given[frozen].grad is None
     for name in {"x", "bias", "A", "B"} - {frozen}:
         assert torch.equal(given[name].grad, every[name])
@@ -78,8 +78,8 @@ def test_float32_masters_on_16_bit_weights_get_float32_gradients() -> None:
     weights = torch.randn(2, 12, 12)
     for name in ("A", "B"):
         given[name] = given[name].detach().float().requires_grad_()
-    (product(**given, transposed=False).float() * weights).sum().backward()
-    (product(**exact, transposed=False) * weights).sum().backward()
+    (product(**given).float() * weights).sum().backward()
+    (product(**exact) * weights).sum().backward()
     for name in ("A", "B"):
         assert given[name].grad.dtype is torch.float32
         assert (given[name].grad - exact[name].grad).norm() < 0.02 * exact[name].grad.norm()
@@ -89,7 +89,7 @@ def test_forward_saves_x_and_the_small_product_and_nothing_of_the_size_of_y() ->
     given = operands()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        product(**given, transposed=False, mask=dropout_mask(given["x"], 0.5, "layer"))
+        product(**given, mask=dropout_mask(given["x"], 0.5, "layer"))
     assert sorted(t.numel() for t in saved) == sorted([24 * 16, 24 * 4, 4 * 16, 12 * 4])
     assert any(t.data_ptr() == given["x"].data_ptr() for t in saved)
 
@@ -100,7 +100,7 @@ def test_a_frozen_A_needs_no_x_so_none_is_saved() -> None:
     given["A"].requires_grad_(False)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        product(**given, transposed=False).sum().backward()
+        product(**given).sum().backward()
     assert sorted(t.numel() for t in saved) == sorted([24 * 4, 4 * 16, 12 * 4])
 
 

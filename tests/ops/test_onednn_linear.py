@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lorakit.lora.slot_hook import copy_with
 from lorakit.ops._internals import has_onednn_linear
 from lorakit.ops.onednn_linear import OneDnnForward, use_onednn
+from lorakit.slots.hooks import copy_with
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
 

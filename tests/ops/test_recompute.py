@@ -237,7 +237,7 @@ def test_a_function_that_computes_the_gradient_of_A_itself_gets_its_product_and_
     products: list[torch.Tensor] = []
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):
-        y = lora_linear(Deferring.apply(x, products), lambda: weight, None, A, B, 0.5, transposed=False)
+        y = lora_linear(Deferring.apply(x, products), lambda: weight, None, A, B, 0.5)
     y.sum().backward()
 
     assert x.shape not in saved

@@ -91,7 +91,7 @@ def test_no_gradient_goes_to_stages_with_nothing_to_train() -> None:
 @pytest.mark.parametrize(
     ("settings", "adapter", "named"),
     [
-        ({"tie_word_embeddings": True}, {"trainable_tokens": [3], "tied_head": "both"}, "embed_tokens"),
+        ({"tie_word_embeddings": True}, {"trainable_tokens": [3]}, "embed_tokens"),
         ({}, {"modules_to_save": ["model.norm"]}, "model.norm"),
     ],
 )

@@ -90,6 +90,21 @@ def test_what_peft_writes_is_served_merged_and_written_back(
     assert close(lorakit.load(out, dtype="float32")(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("case", [case for case, (_, config) in CASES.items() if "ensure_weight_tying" in config])
+def test_training_goes_on_from_a_patch_that_changes_embedding_and_head_alike(
+    case: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    architecture, config = CASES[case]
+    base, folder, peft = save_peft_patch(tmp_path, architecture, tokenizer, **config)
+
+    model = lorakit.load_patch(build(architecture), folder)
+
+    with torch.no_grad():
+        assert close(model(input_ids=IDS).logits, peft(input_ids=IDS).logits)
+    again = lorakit.load_patch(build(architecture), lorakit.save_patch(model, tmp_path / "again"))
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
 def merge_somehow(base: Path, folder: Path, out: Path) -> Path:
     """Merged as it is, or with a head of its own where only one of two tied tensors changes."""
     try:

@@ -49,7 +49,7 @@ def longer_template(folder: Path) -> None:
 def patch(base: Path, tmp_path: Path) -> Path:
     """A patch with the fingerprint of the base's files, as training writes it."""
     patch = read_patch(make_patch(base, tmp_path / "live", targets=["q_proj"]))
-    patch.metadata["base"] = fingerprint(open_base_files(base), patch.layers)  # type: ignore[index]
+    patch.metadata["base"] = fingerprint(BaseIdentity(open_base_files(base)), patch.layers)  # type: ignore[index]
     return write_patch(tmp_path / "patch", patch)
 
 
@@ -93,7 +93,7 @@ def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, bas
     ) in str(caught.value)
 
     earlier, changed = read_patch(patch), read_patch(patch)
-    changed.metadata["base"] = fingerprint(open_base_files(other), changed.layers)  # type: ignore[index]
+    changed.metadata["base"] = fingerprint(BaseIdentity(open_base_files(other)), changed.layers)  # type: ignore[index]
     assert base_differences(earlier, changed)[0].startswith(
         f"config (rms_norm_eps: {config['rms_norm_eps']} in the first, 0.5 in the second; "
     )

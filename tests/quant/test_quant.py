@@ -17,7 +17,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.errors import BaseModelError, RecipeError, RunError, TargetError, TemporaryFailure
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch
-from lorakit.quant.bnb import QuantLinear, dequantized_weight
+from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.quantized import SCHEMES, load_with_bitsandbytes

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 from lorakit.decoding.prefix_cache import BLOCK_TOKENS, PrefixCache, block_keys
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.lora.routing import Adapter
 from lorakit.serving.engine import ServingEngine
+from lorakit.slots.routing import Adapter
 from tests.helpers.serving import alone, paused
 from tests.serving.conftest import three_adapters
 

@@ -41,6 +41,7 @@ from lorakit.parallel.tensor.megatron_sp import GatheredInput, SequenceRegion
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
+    METHOD_AXES,
     OUTPUTS,
     SHARED,
     block_of,
@@ -65,8 +66,8 @@ IN_PARTS: Final = "in parts"
 QUANTIZED_TENSORS: Final = ("weight", "block_scale", "row_scale")
 """tensors of a quantised weight, which are cut together"""
 PARTIAL: Final = {
-    OUTPUTS: {"lora_A"},
-    INPUTS: {"lora_B", "lora_magnitude_vector", "bias"},
+    OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
+    INPUTS: {name for name, axes in METHOD_AXES.items() if "in" not in axes} | {"bias"},
     EXPERTS: {"gate_up_proj.lora_A", "down_proj.lora_B"},
 }
 """what is cut -> the adapter's tensors whose gradients are partial sums on each rank"""

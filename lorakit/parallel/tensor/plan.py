@@ -15,7 +15,8 @@ from lorakit.base.layers import repeated_layers
 from lorakit.base.quantized import quantized_weight
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules
-from lorakit.lora.low_rank_sum import GROUPED_ALIGNMENT
+from lorakit.lora.lazy_weight import GROUPED_ALIGNMENT
+from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
 from lorakit.parallel.axis import even_range
@@ -40,18 +41,23 @@ REMEDY: Final = "set parallel.tensor: 1; sequence, fsdp2 and zero3 divide such a
 ROWS: Final = CutDim(0)
 COLUMNS: Final = CutDim(1)
 PAIRED_ROWS: Final = CutDim(0, pieces=2)
+METHOD_AXES: Final = {name: each.axes for method in METHODS.values() for name, each in method.tensors.items()}
+"""tensor of a method -> what its dimensions run over"""
 CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
     OUTPUTS: {
         "weight": ROWS,
         "block_scale": ROWS,
         "row_scale": ROWS,
         "bias": ROWS,
-        "lora_B": ROWS,
         "lora_B0": ROWS,
-        "lora_magnitude_vector": ROWS,
-        "weight_norm": ROWS,
+        **{name: CutDim(axes.index("out")) for name, axes in METHOD_AXES.items() if "out" in axes},
     },
-    INPUTS: {"weight": COLUMNS, "block_scale": ROWS, "lora_A": COLUMNS, "lora_A0": COLUMNS},
+    INPUTS: {
+        "weight": COLUMNS,
+        "block_scale": ROWS,
+        "lora_A0": COLUMNS,
+        **{name: CutDim(axes.index("in")) for name, axes in METHOD_AXES.items() if "in" in axes},
+    },
     EXPERTS: {
         "gate_up_proj": CutDim(1, pieces=2),
         "gate_up_proj_lora_B": PAIRED_ROWS,

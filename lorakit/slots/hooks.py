@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import LorakitError, TargetError
-from lorakit.lora.bank import Factors
-from lorakit.lora.layer_kinds import EMBEDDING, LayerKind, scale_embedding
+from lorakit.lora.layer_kinds import LayerKind, scale_embedding
 from lorakit.lora.modules_to_save import replace_logit_rows
-from lorakit.lora.routing import Adapter, Route, Slot
 from lorakit.ops._internals import remove_forward_hooks
+from lorakit.slots.bank import Factors
+from lorakit.slots.routing import Adapter, Route, Slot
 
 
 @final
@@ -28,7 +28,9 @@ class SlotHook:
     """The forward hook of one layer. `route` is a context variable, so calls in several threads do not mix."""
 
     def __init__(self, name: str, kind: LayerKind | None, route: ContextVar[Route | None]) -> None:
-        self.name, self._kind, self._route = name, kind, route
+        self.name = name
+        self._kind = kind
+        self._route = route
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
         return self  # a context variable cannot be copied, and a copied model follows the same route
@@ -53,8 +55,9 @@ class SlotHook:
         spans = self._spans(route, x, y)
         groups = [(route.slot(adapter, self.name), tokens) for adapter, tokens in route.groups(spans, y.device)]
         slots = [(slot, tokens) for slot, tokens in groups if slot is not None]
-        x, flat = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1), y.view(-1, y.shape[-1])
-        if all(slot.is_low_rank for slot, _ in slots) and set(spans) == {1} and self._kind is not EMBEDDING:
+        x = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1)
+        flat = y.view(-1, y.shape[-1])
+        if all(slot.is_low_rank for slot, _ in slots) and set(spans) == {1} and x.is_floating_point():
             self._add_masked([slot.factors for slot, _ in slots if slot.factors is not None], route, x, flat)
             return y
         for slot, tokens in slots:
@@ -74,7 +77,8 @@ class SlotHook:
         """
         num_new = route.num_new_tokens
         wide = y.new_full((*y.shape[:-1], num_new), -math.inf)
-        own, flat = x.reshape(-1, x.shape[-1]), wide.view(-1, num_new)
+        own = x.reshape(-1, x.shape[-1])
+        flat = wide.view(-1, num_new)
         spans = (len(own),) if route.is_uniform else self._spans(route, x, y)
         groups = [(route.adapters[0], slice(None))] if route.is_uniform else route.groups(spans, y.device)
         for adapter, tokens in groups:
@@ -100,10 +104,10 @@ class SlotHook:
 
     def _add_masked(self, factors: list[Factors], route: Route, x: Tensor, y: Tensor) -> None:
         """Add the updates of all adapters to y, one token of each: two products serve them all."""
-        for columns, others in route.columns(self.name, factors, x):
-            # masked, not multiplied by zero: an infinity in another adapter's columns would become NaN in this row
-            S = F.linear(x, columns.A).mul_(columns.scales).masked_fill_(others, 0.0)
-            y.addmm_(S.to(y.dtype), columns.B.to(y.dtype))
+        for block, others in route.rank_blocks(self.name, factors, x):
+            # masked, not multiplied by zero: an infinity in another adapter's ranks would become NaN in this row
+            S = F.linear(x, block.A).mul_(block.scales).masked_fill_(others, 0.0)
+            y.addmm_(S.to(y.dtype), block.B.to(y.dtype))
 
     def _apply_slot(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return y with the slot's change. Overwrites y, which is the layer's own new output or tokens of it."""
@@ -134,14 +138,15 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @final
-class KnownTokensForward:
+class NewTokenEmbedding:
     """The forward of an embedding for ids of new tokens too: they get NaN, until the hook puts an adapter's rows there.
 
     So a new token in a row of another adapter, or of the base, is noticed where the logits are read.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
-        self._forward, self._num_rows = embedding.forward, len(embedding.get_parameter("weight"))
+        self._forward = embedding.forward
+        self._num_rows = len(embedding.get_parameter("weight"))
 
     @classmethod
     def install(cls, embedding: nn.Module) -> None:
@@ -155,7 +160,7 @@ class KnownTokensForward:
         if isinstance(embedding.__dict__.get("forward"), cls):
             del embedding.__dict__["forward"]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KnownTokensForward":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NewTokenEmbedding":
         return self
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
@@ -164,14 +169,16 @@ class KnownTokensForward:
 
 
 @final
-class TokenwiseForward:
+class PerAdapterExperts:
     """The forward of a module that treats each token alone but in no row of the batch: experts, or their router.
 
     Each adapter's tokens go through its own copy of the module, and the others through the module itself.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], route: ContextVar[Route | None]) -> None:
-        self._name, self._forward, self._route = name, forward, route
+        self._name = name
+        self._forward = forward
+        self._route = route
 
     @classmethod
     def install(cls, name: str, module: nn.Module, route: ContextVar[Route | None]) -> None:
@@ -184,7 +191,7 @@ class TokenwiseForward:
         if isinstance(module.__dict__.get("forward"), cls):
             del module.__dict__["forward"]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenwiseForward":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PerAdapterExperts":
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,16 +237,17 @@ def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: i
 
 
 @final
-class PassHook:
+class RouteLengthHook:
     """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass.
 
     without_route: called for a pass without a route; may raise.
     """
 
     def __init__(self, route: ContextVar[Route | None], without_route: Callable[[], None]) -> None:
-        self._route, self._without_route = route, without_route
+        self._route = route
+        self._without_route = without_route
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PassHook":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RouteLengthHook":
         return self
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -273,8 +281,8 @@ def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
     remove_forward_hooks(replacement)
-    TokenwiseForward.remove(replacement)
-    KnownTokensForward.remove(replacement)
+    PerAdapterExperts.remove(replacement)
+    NewTokenEmbedding.remove(replacement)
     for name, tensor in tensors.items():
         replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return replacement

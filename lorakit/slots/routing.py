@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.bank import FactorColumns, Factors, columns_of, range_or_index
+from lorakit.slots.bank import Factors, RankBlock, range_or_index, rank_blocks
 
 BASE: Final = -2
 """stands for an adapter's number in tokens that have none"""
@@ -90,7 +90,7 @@ class Route:
     tokens_per_row: int | None = None
     """of the forward under way; None before it is known"""
     _groups: dict[tuple[tuple[int, ...], torch.device], list[TokenGroup]] = field(default_factory=dict, init=False)
-    _columns: dict[str, list[tuple[FactorColumns, Tensor]]] = field(default_factory=dict, init=False, repr=False)
+    _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, init=False, repr=False)
     _passes: dict[int, "Route"] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -134,7 +134,8 @@ class Route:
 
         None if this is not known: the states are neither rows of the batch nor all tokens of it.
         """
-        count, num_tokens = len(self.adapters), shape.numel()
+        count = len(self.adapters)
+        num_tokens = shape.numel()
         if self.lengths is not None:
             return self.lengths if num_tokens == sum(self.lengths) else None
         is_rows = shape[0] == count
@@ -155,15 +156,15 @@ class Route:
             self._groups[spans, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
         return self._groups[spans, device]
 
-    def columns(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[FactorColumns, Tensor]]:
-        """Return the columns of these adapters in x's dtype, each with (tokens, columns): True for other tokens'.
+    def rank_blocks(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[RankBlock, Tensor]]:
+        """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens'.
 
         For one token of each adapter of the route.
         """
-        if layer not in self._columns:
+        if layer not in self._ranks:
             numbers = self._adapter_numbers(x.device)[:, None]
-            self._columns[layer] = [(one.to(x.dtype), numbers != one.owners) for one in columns_of(factors)]
-        return self._columns[layer]
+            self._ranks[layer] = [(one.to(x.dtype), numbers != one.owners) for one in rank_blocks(factors)]
+        return self._ranks[layer]
 
     def _adapter_numbers(self, device: torch.device) -> Tensor:
         if device not in self._numbers:

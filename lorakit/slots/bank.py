@@ -1,6 +1,6 @@
 """Hold the factors of all resident adapters side by side, so that a batch of any of them reads a range or an index.
 
-Invariant: an adapter's columns never move, and are free only when no call can reach that adapter any more. So adapters
+Invariant: an adapter's ranks never move, and are free only when no call can reach that adapter any more. So adapters
 are added and removed while calls run.
 """
 
@@ -13,49 +13,51 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-MAX_BLOCK_COLUMNS: Final = 128
+MAX_BLOCK_RANKS: Final = 128
 """A block is as large as all earlier ones of its layer together, up to this; or as those that were freed. So little
-memory waits for an adapter, and a few products serve many. Two products with 64 columns cost the same as one with 128
+memory waits for an adapter, and a few products serve many. Two products with 64 ranks cost the same as one with 128
 (2 cores, 8 rows, 2048 x 2048)."""
 FREE: Final = -1
 
 
 @dataclass(frozen=True, eq=False)
-class FactorColumns:
-    """A and B of several adapters on one layer, a column of rank 1 after another: y += (s * (x A^T)) B."""
+class RankBlock:
+    """A and B of several adapters on one layer, one component of rank 1 after another: y += (s * (x A^T)) B."""
 
     A: Tensor
-    """(columns, in)"""
+    """(ranks, in)"""
     B: Tensor
-    """(columns, out), each adapter's B transposed"""
+    """(ranks, out), each adapter's B transposed"""
     scales: Tensor
-    """(columns,): s of the column's adapter"""
+    """(ranks,): s of its adapter"""
     owners: Tensor
-    """(columns,): number of the column's adapter; FREE if it never had one"""
+    """(ranks,): number of its adapter; FREE if it never had one"""
 
-    def select(self, columns: slice | Tensor) -> "FactorColumns":
-        """Return some of the columns: views for a range, copies for an index."""
-        return FactorColumns(self.A[columns], self.B[columns], self.scales[columns], self.owners[columns])
+    def select(self, ranks: slice | Tensor) -> "RankBlock":
+        """Return some of the ranks: views for a range, copies for an index."""
+        return RankBlock(self.A[ranks], self.B[ranks], self.scales[ranks], self.owners[ranks])
 
-    def to(self, dtype: torch.dtype) -> "FactorColumns":
+    def to(self, dtype: torch.dtype) -> "RankBlock":
         """Return the same in another dtype."""
-        return FactorColumns(self.A.to(dtype), self.B.to(dtype), self.scales.to(dtype), self.owners)
+        return RankBlock(self.A.to(dtype), self.B.to(dtype), self.scales.to(dtype), self.owners)
 
 
 @final
 class Factors:
-    """One adapter's columns in a layer's bank, which are freed when this object goes."""
+    """One adapter's ranks in a layer's bank, which are freed when this object goes."""
 
-    def __init__(self, bank: "LayerBank", block: FactorColumns, columns: range, scale: float) -> None:
-        self.block, self.columns, self.scale = block, columns, scale
-        self.A = block.A[columns.start : columns.stop]
+    def __init__(self, bank: "LayerBank", block: RankBlock, ranks: range, scale: float) -> None:
+        self.block = block
+        self.ranks = ranks
+        self.scale = scale
+        self.A = block.A[ranks.start : ranks.stop]
         """(r, in)"""
-        self.B = block.B[columns.start : columns.stop]
+        self.B = block.B[ranks.start : ranks.stop]
         """(r, out): B transposed, without the scale"""
         self._bank = bank
 
     def __del__(self) -> None:
-        self._bank.release(self.block, self.columns)
+        self._bank.release(self.block, self.ranks)
 
 
 @final
@@ -66,16 +68,17 @@ class LayerBank:
     """
 
     def __init__(self, like: Tensor, sizes: tuple[int, int]) -> None:
-        self._like, self._sizes = like.new_empty(0), sizes
-        self._taken: dict[FactorColumns, list[range]] = {}
-        """block -> the columns of its adapters, in ascending order"""
-        self._most_columns = 0
+        self._like = like.new_empty(0)
+        self._sizes = sizes
+        self._taken: dict[RankBlock, list[range]] = {}
+        """block -> the ranks of its adapters, in ascending order"""
+        self._most_ranks = 0
         """of all blocks, so far"""
-        self._released: list[tuple[FactorColumns, range]] = []
+        self._released: list[tuple[RankBlock, range]] = []
         self._lock = threading.Lock()
 
     @property
-    def blocks(self) -> tuple[FactorColumns, ...]:
+    def blocks(self) -> tuple[RankBlock, ...]:
         return tuple(self._taken)
 
     def add(self, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
@@ -84,17 +87,18 @@ class LayerBank:
         with self._lock:
             self._collect()
             block, start = self._find_gap(rank) or (self._new_block(rank), 0)
-            columns = range(start, start + rank)
-            self._taken[block] = sorted([*self._taken[block], columns], key=lambda taken: taken.start)
-        factors = Factors(self, block, columns, scale)
+            ranks = range(start, start + rank)
+            self._taken[block] = sorted([*self._taken[block], ranks], key=lambda taken: taken.start)
+        factors = Factors(self, block, ranks, scale)
         factors.A.copy_(A)
         factors.B.copy_(B.T)
-        block.scales[start : start + rank], block.owners[start : start + rank] = scale, owner
+        block.scales[start : start + rank] = scale
+        block.owners[start : start + rank] = owner
         return factors
 
-    def release(self, block: FactorColumns, columns: range) -> None:
-        """Free an adapter's columns. Called when Python frees their `Factors`, which may be in the middle of `add`."""
-        self._released.append((block, columns))
+    def release(self, block: RankBlock, ranks: range) -> None:
+        """Free an adapter's ranks. Called when Python frees their `Factors`, which may be in the middle of `add`."""
+        self._released.append((block, ranks))
         if self._lock.acquire(blocking=False):  # else whoever has the lock, or the next one, collects them
             try:
                 self._collect()
@@ -103,33 +107,34 @@ class LayerBank:
 
     def _collect(self) -> None:
         while self._released:
-            block, columns = self._released.pop()
-            self._taken[block].remove(columns)
+            block, ranks = self._released.pop()
+            self._taken[block].remove(ranks)
             if not self._taken[block]:
                 del self._taken[block]
 
-    def _find_gap(self, rank: int) -> tuple[FactorColumns, int] | None:
-        """Return the first gap between adapters, or after them, of this size: its block and first column."""
+    def _find_gap(self, rank: int) -> tuple[RankBlock, int] | None:
+        """Return the first gap between adapters, or after them, of this size: its block and first rank."""
         for block, taken in self._taken.items():
             start = 0
-            for columns in taken:
-                if columns.start - start >= rank:
+            for ranks in taken:
+                if ranks.start - start >= rank:
                     break
-                start = columns.stop
+                start = ranks.stop
             if start + rank <= len(block.owners):
                 return block, start
         return None
 
-    def _new_block(self, rank: int) -> FactorColumns:
+    def _new_block(self, rank: int) -> RankBlock:
         total = sum(len(block.owners) for block in self._taken)
         # where adapters come and go, the blocks of those that went are enough for those that come
-        size = max(rank, min(MAX_BLOCK_COLUMNS, total, self._most_columns - total or total))
-        self._most_columns = max(self._most_columns, total + size)
+        size = max(rank, min(MAX_BLOCK_RANKS, total, self._most_ranks - total or total))
+        self._most_ranks = max(self._most_ranks, total + size)
         out_features, in_features = self._sizes
-        # zeros, not empty memory: products run across columns that are free, and 0 times NaN is NaN
-        A, B = self._like.new_zeros(size, in_features), self._like.new_zeros(size, out_features)
+        # zeros, not empty memory: products run across ranks that are free, and 0 times NaN is NaN
+        A = self._like.new_zeros(size, in_features)
+        B = self._like.new_zeros(size, out_features)
         owners = torch.full((size,), FREE, device=A.device)
-        block = FactorColumns(A, B, self._like.new_zeros(size), owners)
+        block = RankBlock(A, B, self._like.new_zeros(size), owners)
         self._taken[block] = []
         return block
 
@@ -148,14 +153,14 @@ class AdapterBank:
         return self.layers[layer].add(A, B, scale, owner)
 
 
-def columns_of(factors: Iterable[Factors]) -> list[FactorColumns]:
-    """Return the columns of several adapters of one layer, block by block.
+def rank_blocks(factors: Iterable[Factors]) -> list[RankBlock]:
+    """Return the ranks of several adapters of one layer, block by block.
 
     A range of a block that is at least half theirs, because nothing is copied then, else an index.
     """
-    by_block: dict[FactorColumns, list[range]] = {}
+    by_block: dict[RankBlock, list[range]] = {}
     for one in factors:
-        by_block.setdefault(one.block, []).append(one.columns)
+        by_block.setdefault(one.block, []).append(one.ranks)
     return [block.select(range_or_index(own, block.owners.device, spread=2)) for block, own in by_block.items()]
 
 
@@ -164,7 +169,8 @@ def range_or_index(ranges: list[range], device: torch.device, spread: int = 1) -
 
     spread: how many times as long as the ranges together their common range may be; 1: it holds nothing else.
     """
-    start, stop = min(one.start for one in ranges), max(one.stop for one in ranges)
+    start = min(one.start for one in ranges)
+    stop = max(one.stop for one in ranges)
     if stop - start <= spread * sum(map(len, ranges)):
         return slice(start, stop)
     return torch.tensor([*itertools.chain(*ranges)], device=device)

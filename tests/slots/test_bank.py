@@ -1,4 +1,4 @@
-"""The bank of factors: columns never move, are used again only when nobody can reach them, and are not concatenated."""
+"""The bank of factors: ranks never move, are used again only when nobody can reach them, and are not concatenated."""
 
 import gc
 import random
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lorakit
 from lorakit.errors import LorakitError
-from lorakit.lora.bank import MAX_BLOCK_COLUMNS, Factors, LayerBank, columns_of
+from lorakit.slots.bank import MAX_BLOCK_RANKS, Factors, LayerBank, rank_blocks
 from tests.helpers.patches import make_patch
 
 IN, OUT = 6, 4
@@ -39,7 +39,7 @@ def test_columns_never_move_and_never_overlap_whatever_is_added_and_removed() ->
             assert torch.equal(stored.A, A)
             assert torch.equal(stored.B.T, B)
     used = sum(rank for rank, _ in resident.values())
-    assert sum(len(block.owners) for block in bank.blocks) <= 3 * used + 2 * MAX_BLOCK_COLUMNS
+    assert sum(len(block.owners) for block in bank.blocks) <= 3 * used + 2 * MAX_BLOCK_RANKS
     resident.clear()
     del stored
     assert bank.blocks == ()
@@ -62,7 +62,7 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
         thread.join()
     assert broken == []
     gc.collect()
-    assert bank.add(*factors_of(0, 1), 1.0, 0).columns.start == 0
+    assert bank.add(*factors_of(0, 1), 1.0, 0).ranks.start == 0
     assert bank.blocks == ()
 
 
@@ -83,8 +83,8 @@ def test_neighbours_are_read_as_a_range_and_distant_adapters_by_an_index() -> No
     own = [one for one in stored if one.block is block]
     assert len(own) == 8
 
-    (near,) = columns_of(own[1:4])
-    (far,) = columns_of([own[0], own[-1]])
+    (near,) = rank_blocks(own[1:4])
+    (far,) = rank_blocks([own[0], own[-1]])
 
     assert near.A.data_ptr() == own[1].A.data_ptr()
     assert far.A.data_ptr() != own[0].A.data_ptr()

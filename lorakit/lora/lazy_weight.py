@@ -1,7 +1,7 @@
 """Multiply by W + s L R without forming it, for code that only multiplies by W.
 
 A module of experts reads its 3-D parameter and multiplies by it, one expert after another or all at once. A
-`LowRankSum` in the parameter's place gives the same results, and no expert's sum is computed or saved for backward.
+`LazyLoraWeight` in the parameter's place gives the same results, and no expert's sum is computed or saved for backward.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,14 @@ GROUPED_ALIGNMENT: Final = 16
 
 
 @final
-class LowRankSum:
+class LazyLoraWeight:
     """W + s L R, (..., n, m), for W (..., n, m), L (..., n, r) and R (..., r, m)."""
 
     def __init__(self, W: Tensor, L: Tensor, R: Tensor, s: float) -> None:
-        self.W, self.L, self.R, self.s = W, L, R, s
+        self.W = W
+        self.L = L
+        self.R = R
+        self.s = s
         self._rows: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def full(self) -> Tensor:
@@ -32,22 +35,22 @@ class LowRankSum:
             return torch.addmm(self.W, self.L, self.R, alpha=self.s)
         return torch.baddbmm(self.W, self.L, self.R, alpha=self.s)
 
-    def __getitem__(self, index: Any) -> "LowRankSum | Tensor":
+    def __getitem__(self, index: Any) -> "LazyLoraWeight | Tensor":
         if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool):
             # unbound once, because the backward of each `L[i]` would fill a tensor of L's size
             self._rows = self._rows or (self.L.unbind(), self.R.unbind())
-            return LowRankSum(self.W[index], self._rows[0][int(index)], self._rows[1][int(index)], self.s)
+            return LazyLoraWeight(self.W[index], self._rows[0][int(index)], self._rows[1][int(index)], self.s)
         if isinstance(index, Tensor) and index.dim() == 1:
-            return LowRankSum(self.W[index], self.L[index], self.R[index], self.s)
+            return LazyLoraWeight(self.W[index], self.L[index], self.R[index], self.s)
         return self.full()[index]
 
-    def transpose(self, one: int, two: int) -> "LowRankSum | Tensor":
+    def transpose(self, one: int, two: int) -> "LazyLoraWeight | Tensor":
         if {one % self.W.dim(), two % self.W.dim()} == {self.W.dim() - 2, self.W.dim() - 1}:
-            return LowRankSum(self.W.mT, self.R.mT, self.L.mT, self.s)
+            return LazyLoraWeight(self.W.mT, self.R.mT, self.L.mT, self.s)
         return self.full().transpose(one, two)
 
     @property
-    def mT(self) -> "LowRankSum | Tensor":
+    def mT(self) -> "LazyLoraWeight | Tensor":
         return self.transpose(-2, -1)
 
     @property
@@ -80,17 +83,18 @@ class LowRankSum:
         return func(*args, **kwargs)
 
 
-def _matmul(x: Tensor, M: LowRankSum) -> Tensor:
+def _matmul(x: Tensor, M: LazyLoraWeight) -> Tensor:
     return torch.add(x @ M.W, (x @ M.L) @ M.R, alpha=M.s)
 
 
-def _linear(x: Tensor, M: LowRankSum, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, M: LazyLoraWeight, bias: Tensor | None = None) -> Tensor:
     return torch.add(F.linear(x, M.W, bias), F.linear(F.linear(x, M.R), M.L), alpha=M.s)
 
 
-def _grouped_mm(x: Tensor, M: LowRankSum, *, offs: Tensor, **settings: Any) -> Tensor:
+def _grouped_mm(x: Tensor, M: LazyLoraWeight, *, offs: Tensor, **settings: Any) -> Tensor:
     missing = -M.L.shape[-1] % (GROUPED_ALIGNMENT // M.L.element_size())
-    L, R = F.pad(M.L, (0, missing)), F.pad(M.R, (0, 0, 0, missing)).contiguous()
+    L = F.pad(M.L, (0, missing))
+    R = F.pad(M.R, (0, 0, 0, missing)).contiguous()
     delta = F.grouped_mm(F.grouped_mm(x, L, offs=offs), R, offs=offs)
     return torch.add(F.grouped_mm(x, M.W, offs=offs, **settings), delta, alpha=M.s)
 
@@ -100,4 +104,4 @@ PRODUCTS: Final[dict[Any, Callable[..., Tensor]]] = {
     GROUPED_MM: _grouped_mm,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _matmul),
 }
-"""torch's function -> (x, LowRankSum, ...) -> the same product"""
+"""torch's function -> (x, LazyLoraWeight, ...) -> the same product"""

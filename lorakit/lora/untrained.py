@@ -1,0 +1,95 @@
+"""Compare an untrained adapter with its base: every adapted layer must compute what the base's own layer does.
+
+The laws in the tests prove it for the layers that lorakit was written for. A base may have layers of its own classes,
+so each run and each `inject` compares them once, on four tokens.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.errors import TargetError
+from lorakit.lora.module import AdapterModule
+from lorakit.lora.modules_to_save import TokenHead
+
+NUM_TOKENS: Final = 4
+ROUNDINGS: Final = 8
+"""largest difference, in roundings of the layer's dtype: a kernel may add the bias, or a product, in another order"""
+
+
+@torch.no_grad()
+def check_untrained(model: nn.Module) -> bool:
+    """Run a model with an untrained adapter on a few tokens, and compare each adapted layer with the base's own.
+
+    Returns False for a model that was not compared: one that is on the meta device, or that is not called with token
+    ids alone.
+
+    Raises:
+        TargetError: an adapted layer computes something else. Names the first and the difference.
+    """
+    if not _takes_tokens(model) or any(parameter.is_meta for parameter in model.parameters()):
+        return False
+    problems: list[str] = []
+    names = {module: name for name, module in model.named_modules() if isinstance(module, AdapterModule)}
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        assert isinstance(module, AdapterModule)
+        own = module.original()(*args, **kwargs)
+        for one, other in zip(_tensors(output), _tensors(own), strict=True):
+            actual, expected = one, other
+            if isinstance(module, TokenHead):  # rows of new tokens start at a mean of their own
+                known = torch.ones(expected.shape[-1], dtype=torch.bool, device=expected.device)
+                known[module.get_buffer("base_tokens")] = False
+                expected = expected[..., known]
+                actual = actual[..., : len(known)][..., known]
+            if not _alike(actual, expected):
+                error = (actual.float() - expected.float()).abs().max()
+                problems.append(
+                    f"{names[module]} is a {type(module.original()).__name__}, and an untrained adapter changes its"
+                    f" output by {float(error):.2g}"
+                )
+
+    training = {module: module.training for module in model.modules()}
+    handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
+    device = next(model.parameters()).device
+    try:
+        model.eval()
+        model(input_ids=torch.arange(NUM_TOKENS, device=device)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+    if problems:
+        raise TargetError(
+            f"{problems[0]}: its forward is not that of its class in torch or transformers, so lorakit cannot adapt it;"
+            " leave it out with adapter.exclude"
+        )
+    return True
+
+
+def _takes_tokens(model: nn.Module) -> bool:
+    """True for a model of transformers that token ids alone can be passed to."""
+    config = getattr(model, "config", None)
+    is_causal = getattr(model, "main_input_name", None) == "input_ids" and not getattr(
+        config, "is_encoder_decoder", False
+    )
+    return is_causal and getattr(config, "vocab_size", 0) >= NUM_TOKENS
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    parts = output if isinstance(output, tuple | list) else [output]
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _alike(actual: Tensor, expected: Tensor) -> bool:
+    """True if two outputs are equal, or differ by the rounding of the layer's dtype."""
+    if torch.equal(actual, expected):
+        return True
+    if actual.shape != expected.shape or not expected.is_floating_point():
+        return False
+    # float32 products of a GPU may be computed in tf32, with the 10 bits of float16
+    on_gpu = expected.device.type != "cpu"
+    epsilon = torch.finfo(torch.float16 if on_gpu and expected.dtype is torch.float32 else expected.dtype).eps
+    return bool((actual - expected).abs().max() <= ROUNDINGS * epsilon * expected.abs().max())

@@ -1,0 +1,91 @@
+"""The layer with a quantised weight: y = x W^T with W dequantised for each product, in forward and backward alike.
+
+So training on a quantised base equals training on the dequantised weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear
+from lorakit.quant.schemes import QuantScheme
+
+
+@dataclass(frozen=True)
+class QuantizationInfo:
+    """Scheme, shape and dtype of a layer's quantised weight; its tensors are parameters of the layer."""
+
+    scheme: QuantScheme
+    shape: tuple[int, int]
+    """(out, in)"""
+    dtype: torch.dtype
+    """dtype that the layer computes in"""
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b with W dequantised in forward and again in backward, so that W is not in memory between the two.
+
+    Saves the layer, not its tensors, because sharding engines replace those between forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, dequantized_weight(layer).to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        dY = gradients[0]
+        dx = dY @ dequantized_weight(ctx.layer).to(dY.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, dY.reshape(-1, dY.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+
+
+def dequantized_weight(layer: nn.Module) -> Tensor:
+    """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
+    weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
+    return weight.scheme.dequantize(layer._parameters, weight.shape, weight.dtype)
+
+
+def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = _Product.apply(x, layer, bias)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
+    return weight.shape
+
+
+QUANTIZED: Final = LayerKind(
+    "Linear", _sizes, F.linear, False, LINEAR.shrink, _run, dequantized_weight, ("quantization",)
+)
+
+
+@final
+class QuantLinear(QuantizedLinear):
+    """A linear layer with a quantised weight.
+
+    Its tensors are its direct parameters, because sharding engines shard and gather nothing else of a module.
+    """
+
+    kind = QUANTIZED
+
+    def __init__(self, weight: QuantizationInfo, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.quantization = weight
+        self.dtype = weight.dtype
+        self.name = weight.scheme.name
+        self.out_features, self.in_features = weight.shape
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _run(self, x, self._parameters["bias"])
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.quantization.scheme.name}"

@@ -1,0 +1,263 @@
+"""How weights are quantised: one class for each layout, and the table of schemes.
+
+A new scheme is a class with these methods and its row in SCHEMES: loading, training, plans, merging and the cut of a
+weight into parts call the methods, and compare no names. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4 and
+double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Self, final
+
+import torch
+from torch import Tensor
+
+from lorakit.quant.bnb import bitsandbytes
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""name of a tensor -> its shape and dtype"""
+CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class QuantScheme(ABC):
+    """A layout of quantised weights. Subclasses are final."""
+
+    name: str
+    double_quant: bool = False
+    """True if the scales of the blocks are quantised too, to 8 bits"""
+
+    @property
+    @abstractmethod
+    def block(self) -> int | None:
+        """Return the number of values of a row that share a scale; None: a full row."""
+
+    @abstractmethod
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        """Return the tensors of a quantised weight (out, in)."""
+
+    @abstractmethod
+    def quantize(self, W: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a weight (out, in) quantised with the same bits as bitsandbytes' own layers."""
+
+    @abstractmethod
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) in ``dtype`` from its quantised tensors."""
+
+    @abstractmethod
+    def working_bytes(self, num_values: int) -> int:
+        """Return the memory that is used while a weight is quantised, beside the weight and the result."""
+
+    @abstractmethod
+    def stored_names(self, weight: str) -> dict[str, str]:
+        """Return tensor of a quantised weight, as ``shapes`` names it -> its name in bitsandbytes' files."""
+
+    @abstractmethod
+    def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the values that the codes stand for: of weights, then of scales; none if codes are numbers."""
+
+    @classmethod
+    @abstractmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Return the scheme that a quantization_config of transformers names; None if it is of another class."""
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        """Return the tensors as ``dequantize`` takes them, from those of a file. offset: mean of the blocks' scales."""
+        return tensors
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a quantised weight with its scales."""
+        shapes = self.shapes(out_features, in_features)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+    def __str__(self) -> str:
+        return self.name + (" with quantised scales" if self.double_quant else "")
+
+
+@final
+@dataclass(frozen=True)
+class FourBitBlocks(QuantScheme):
+    """Codes of 4 bits, two in a byte, with a scale for each block of 64 values."""
+
+    BLOCK = 64
+    NESTED_BLOCK = 256
+    PIECE_ELEMENTS = 1 << 18
+    """values quantised at a time, because on a CPU bitsandbytes takes WORKING_BYTES of memory for each"""
+    WORKING_BYTES = 64
+
+    @property
+    def block(self) -> int:
+        return self.BLOCK
+
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        size = out_features * in_features
+        num_blocks = math.ceil(size / self.BLOCK)
+        weight: Shapes = {"weight": ((math.ceil(size / 2),), torch.uint8)}
+        if not self.double_quant:
+            return weight | {"block_scale": ((num_blocks,), torch.float32)}
+        return weight | {
+            "block_scale": ((num_blocks,), torch.uint8),
+            "nested_scale": ((math.ceil(num_blocks / self.NESTED_BLOCK),), torch.float32),
+            "offset": ((1,), torch.float32),
+        }
+
+    def quantize(self, W: Tensor) -> dict[str, Tensor]:
+        bnb = bitsandbytes().functional
+        pieces = W.detach().contiguous().view(-1).split(self.PIECE_ELEMENTS)
+        parts = [bnb.quantize_4bit(piece, blocksize=self.BLOCK, quant_type=self.name) for piece in pieces]
+        weight = torch.cat([part.view(-1) for part, _ in parts])
+        scale = torch.cat([state.absmax for _, state in parts])
+        if not self.double_quant:
+            return {"weight": weight, "block_scale": scale}
+        # over all blocks at once, because the offset is the mean of the scales of the full weight
+        offset = scale.mean()
+        block_scale, state = bnb.quantize_blockwise(scale - offset, blocksize=self.NESTED_BLOCK)
+        return {
+            "weight": weight,
+            "block_scale": block_scale,
+            "nested_scale": state.absmax,
+            "offset": offset.view(1),
+        }
+
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight = tensors["weight"]
+        bnb = bitsandbytes().functional
+        assert weight is not None
+        codes, _ = self.code_tables(weight.device)
+        offset = tensors["offset"] if self.double_quant else None
+        state = bnb.QuantState(
+            tensors["block_scale"],
+            shape=torch.Size(shape),
+            code=codes,
+            blocksize=self.BLOCK,
+            quant_type=self.name,
+            dtype=dtype,
+            offset=None if offset is None else offset.view(()),
+            state2=self._nested_state(tensors, weight.device) if self.double_quant else None,
+        )
+        by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
+        return by_blocks
+
+    def block_scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the float32 scales of the blocks, as `dequantize` computes with them."""
+        scales = tensors["block_scale"]
+        if not self.double_quant:
+            return scales
+        state = self._nested_state(tensors, scales.device)
+        dequantized: Tensor = bitsandbytes().functional.dequantize_blockwise(scales, state) + tensors["offset"]
+        return dequantized
+
+    def _nested_state(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> Any:
+        _, codes = self.code_tables(device)
+        return bitsandbytes().functional.QuantState(
+            tensors["nested_scale"], code=codes, blocksize=self.NESTED_BLOCK, dtype=torch.float32
+        )
+
+    def working_bytes(self, num_values: int) -> int:
+        return self.WORKING_BYTES * min(num_values, self.PIECE_ELEMENTS)
+
+    def stored_names(self, weight: str) -> dict[str, str]:
+        names = {"weight": weight, "block_scale": f"{weight}.absmax"}
+        return names | {"nested_scale": f"{weight}.nested_absmax"} if self.double_quant else names
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        # bytes, because transformers may store the codes in another dtype (bnb_4bit_quant_storage)
+        codes = tensors["weight"].view(torch.uint8).reshape(-1)
+        nested = {"offset": torch.tensor([offset], device=codes.device)} if self.double_quant else {}
+        return {**tensors, "weight": codes, **nested}
+
+    def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        return _code_tables(self.name, device)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "FourBitBlocks | None":
+        if config.get("load_in_8bit", config.get("_load_in_8bit")):  # config.json has either name
+            return None
+        return cls(config.get("bnb_4bit_quant_type", "fp4"), bool(config.get("bnb_4bit_use_double_quant")))
+
+    @classmethod
+    def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float] | str":
+        """Return scheme, (out, in) and offset of a weight, from the record of its state in a file; or what is wrong.
+
+        Raises:
+            ValueError, KeyError, TypeError: the record is damaged.
+        """
+        record = json.loads(state)
+        name = record["quant_type"]
+        block = record["blocksize"]
+        nested = record.get("nested_blocksize")
+        out_features, in_features = (int(size) for size in record["shape"])
+        is_known = SCHEMES.get(name) is cls and block == cls.BLOCK and nested in (None, cls.NESTED_BLOCK)
+        if not is_known or min(out_features, in_features) < 1:
+            return (
+                f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.BLOCK}"
+                f" ({cls.NESTED_BLOCK})"
+            )
+        return cls(name, nested is not None), (out_features, in_features), float(record.get("nested_offset", 0.0))
+
+
+@lru_cache(maxsize=8)
+def _code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    bnb = bitsandbytes().functional
+    return bnb.get_4bit_type(name, device=device), bnb.create_dynamic_map().to(device)
+
+
+@final
+@dataclass(frozen=True)
+class Int8Rows(QuantScheme):
+    """Integers of 8 bits, with a scale for each row."""
+
+    WORKING_BYTES = 10
+    """for each value: one float16, and two products in float32"""
+
+    @property
+    def block(self) -> None:
+        return None
+
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        return {"weight": ((out_features, in_features), torch.int8), "row_scale": ((out_features,), torch.float32)}
+
+    def quantize(self, W: Tensor) -> dict[str, Tensor]:
+        half = W.detach().contiguous().to(torch.float16)
+        weight, scale, _ = bitsandbytes().functional.int8_vectorwise_quant(half)
+        return {"weight": weight, "row_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        bnb = bitsandbytes().functional
+        by_rows: Tensor = bnb.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"]).to(dtype)
+        return by_rows
+
+    def working_bytes(self, num_values: int) -> int:
+        return self.WORKING_BYTES * num_values
+
+    def stored_names(self, weight: str) -> dict[str, str]:
+        return {"weight": weight, "row_scale": f"{weight.removesuffix('weight')}SCB"}
+
+    def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        return ()
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Int8Rows | None":
+        return cls("int8") if config.get("load_in_8bit", config.get("_load_in_8bit")) else None
+
+
+SCHEMES: Final[Mapping[str, type[FourBitBlocks] | type[Int8Rows]]] = {
+    "nf4": FourBitBlocks,
+    "fp4": FourBitBlocks,
+    "int8": Int8Rows,
+}
+
+
+def quant_scheme(name: str, *, double_quant: bool = True) -> QuantScheme:
+    """Return a scheme of the table. double_quant: for schemes with blocks, whose scales can be quantised."""
+    scheme = SCHEMES[name](name)
+    return SCHEMES[name](name, double_quant and scheme.block is not None)
+
+
+def configured_scheme(config: Mapping[str, Any]) -> QuantScheme:
+    """Return the scheme that a quantization_config of transformers names."""
+    return next(scheme for kind in dict.fromkeys(SCHEMES.values()) if (scheme := kind.of_config(config)) is not None)
