@@ -5,7 +5,6 @@ their names below ``layers.N.``, in the last ``num_layers`` blocks. It stores s 
 a scale that no alpha gives is refused.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.atomic import atomic_folder, write_json
+from lorakit.files.atomic import atomic_folder, digest, write_json
 from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
 from lorakit.lora.methods import METHODS
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch
@@ -74,8 +73,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         )
         for name, pair in factors.items()
     }
-    assert file.content is not None
-    source = {"from": "mlx", "source_sha256": hashlib.sha256(file.content).hexdigest()}
+    source = {"from": "mlx", "source_sha256": digest(file.path)}
     settings: dict[str, Any] = {"base_model": None, "task_type": None}
     if skeleton is not None:
         settings = {

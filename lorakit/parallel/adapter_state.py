@@ -137,8 +137,10 @@ class AdapterState:
         self.record_gradient(name for name, tensor in self.tensors.items() if tensor.grad is not None)
         if math.isfinite(norm):
             limit = self.settings.max_grad_norm
-            if limit is not None:
-                clip_grads_with_norm_(self.tensors.values(), limit, torch.tensor(norm))
+            gradients = self.gradients()
+            if limit is not None and gradients:
+                # on the gradients' device, where torch would otherwise copy it to
+                clip_grads_with_norm_(self.tensors.values(), limit, torch.tensor(norm, device=gradients[0].device))
             set_rate(self.optimizer.param_groups, rate)
             self.optimizer.step()
             self.step += 1

@@ -142,9 +142,14 @@ class Group:
         if self.size == 1:
             return work()
         own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
-        machine = socket.gethostname()
-        by_machine = {name: results[0] for name, results in self.all_gather((machine, own)) if results}
-        return own[0] if own else by_machine[machine]
+        host = socket.gethostname()
+        by_rank = self.all_gather((host, own))
+        of_host = [rank for rank, (name, results) in enumerate(by_rank) if results and name == host]
+        # of several machines with one name (containers), the last that begins before this rank: ranks go node by node
+        nearest = max((rank for rank in of_host if rank <= self.rank), default=None)
+        results = own if nearest is None else by_rank[nearest][1]
+        missing = self.run_on_all(lambda: [] if results else [work()])
+        return (results or missing)[0]
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise LorakitError on every rank unless all have the same facts, with those that differ and their values."""

@@ -52,7 +52,7 @@ def test_a_base_with_dropout_learns_the_same_packed_and_padded(
         path = recipe(
             base={"model": str(tmp_path / "gpt2")}, data={"packing": packing}, output=str(tmp_path / str(packing))
         )
-        metrics = read_metrics(train(path) / "metrics.jsonl")
+        metrics = read_metrics(train(path).folder / "metrics.jsonl")
         losses[packing] = [line["loss"] for line in metrics if "loss" in line]
         assert "the base's own dropout is off while it trains (" in capfd.readouterr().out
 

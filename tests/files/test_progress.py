@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lorakit.training.hooks import Hooks
 
 import lorakit
 from lorakit import Callback
@@ -19,7 +18,7 @@ from lorakit.files.progress import library_call, progress_count
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.patch.fingerprint import fingerprint
 from lorakit.recipe import load_recipe
-from lorakit.training.callbacks import Evaluation, Step
+from lorakit.training.callbacks import Evaluation, Hooks, Step
 from lorakit.training.loop import run
 from tests.helpers.rows import write_uneven_rows
 

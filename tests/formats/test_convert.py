@@ -20,12 +20,13 @@ from lorakit.cli import main
 from lorakit.errors import BaseModelError, PatchError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.formats.convert import convert
-from lorakit.formats.mlx import PLAIN, exact_alpha
+from lorakit.formats.mlx import exact_alpha
 from lorakit.lora import METHODS
 from lorakit.patch import PatchLayer, new_patch, read_patch, write_patch
 from tests.helpers.patches import deltas, make_patch
 
 ROOT = Path(__file__).parents[2]
+PLAIN = ("lora", "rslora")  # the methods that are s B A and nothing else
 TENSORS = "adapter_model.safetensors"
 Q, V, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj"
 SIZES = {Q: (32, 32), V: (16, 32), DOWN: (32, 48)}  # (out, in) in the small base

@@ -290,6 +290,7 @@ def test_ranks_with_other_recipes_and_versions_are_refused_with_the_differences(
 
 def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, start: Any, tmp_path: Path) -> None:
     port, path, both = free_port(), recipe(data={"train": "here.jsonl", "eval": None}), []
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each on a machine of its own
     for rank in range(2):
         folder = tmp_path / f"machine{rank}"
         folder.mkdir()
@@ -299,7 +300,13 @@ def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, s
             "-c",
             f"import sys; sys.path.insert(0, {os.getcwd()!r}); from lorakit.cli import main; sys.exit(main(sys.argv[1:]))",
         ]
-        both.append(start([*code, "train", str(path), *DDP], cwd=folder, **as_rank(rank, port)))
+        both.append(
+            start(
+                [*code, "train", str(path), *DDP, "parallel.nodes=2", f"parallel.rendezvous=127.0.0.1:{port}"],
+                cwd=folder,
+                **(as_rank(rank, port) | alone),
+            )
+        )
 
     for code, output in map(ended, both):
         assert code == 2, output

@@ -199,10 +199,10 @@ def test_a_patch_is_the_same_and_the_run_says_what_it_holds(
     recipe: Any, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = {"model": str(make_base(tmp_path / "base", tokenizer, num_hidden_layers=LAYERS))}
-    whole = train(recipe("whole.yaml", base=base, output=str(tmp_path / "whole")))
+    whole = train(recipe("whole.yaml", base=base, output=str(tmp_path / "whole"))).folder
     assert "streamed" not in capsys.readouterr().out
     parallel = {"offload": "stream"}
-    streamed = train(recipe("streamed.yaml", base=base, output=str(tmp_path / "streamed"), parallel=parallel))
+    streamed = train(recipe("streamed.yaml", base=base, output=str(tmp_path / "streamed"), parallel=parallel)).folder
     assert "streamed   two layers at a time: base 0." in capsys.readouterr().out
 
     ours, theirs = (read_patch(folder).layers for folder in (streamed, whole))

@@ -45,10 +45,12 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
     if compiler != COMPILER:
         monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=compiler))
     shared = {"adapter": {"rank": 4, "dropout": 0.0}, "data": {"eval": None}}
-    plain = train(recipe("plain.yaml", **shared, output=str(tmp_path / "plain")))
+    plain = train(recipe("plain.yaml", **shared, output=str(tmp_path / "plain"))).folder
     assert "graphs" not in capsys.readouterr().out
 
-    compiled = train(recipe("compiled.yaml", **shared, output=str(tmp_path / "compiled")), **{"train.compile": True})
+    compiled = train(
+        recipe("compiled.yaml", **shared, output=str(tmp_path / "compiled")), **{"train.compile": True}
+    ).folder
 
     told = json.loads((compiled / "run.json").read_text())["compiled"]
     output = capsys.readouterr().out
@@ -65,7 +67,7 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.filterwarnings("default")
 def test_dropout_adds_no_graphs(recipe: Any) -> None:
-    compiled = train(recipe(adapter={"rank": 4, "dropout": 0.1}, data={"eval": None}), **{"train.compile": True})
+    compiled = train(recipe(adapter={"rank": 4, "dropout": 0.1}, data={"eval": None}), **{"train.compile": True}).folder
 
     told = json.loads((compiled / "run.json").read_text())["compiled"]
     assert 0 < told["graphs"] < 12

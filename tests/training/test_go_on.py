@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lorakit.training.hooks import Hooks
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +19,7 @@ from lorakit.inspection.show import show
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
-from lorakit.training.callbacks import Step
+from lorakit.training.callbacks import Hooks, Step
 from lorakit.training.loop import run
 from lorakit.training.start import _restart_command
 from tests.helpers.training import stop_at, train

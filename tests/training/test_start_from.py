@@ -265,7 +265,7 @@ def test_check_and_plan_read_the_settings_of_the_start(
     assert main(["check", path, "adapter.targets=[k_proj]"]) == 2
     assert "adapter.start_from: " in capsys.readouterr().err
     assert main(["plan", path]) == 0
-    assert "adapter     256 parameters" in capsys.readouterr().out
+    assert "adapter      256 parameters" in capsys.readouterr().out
 
 
 def test_a_run_that_starts_from_one_that_trained_b_alone_trains_b_alone(recipe: Recipe, tmp_path: Path) -> None:
