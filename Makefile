@@ -1,5 +1,6 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
-# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes 14 minutes.
+# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes eight minutes.
+# `make matrix` runs the cross products that `make test` leaves out: backends x settings x processes, peaks of memory.
 # `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
 # `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
@@ -15,7 +16,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test attack conformance docs bench lint clean
+.PHONY: install quickstart test matrix attack conformance docs bench lint clean
 
 install: .venv/installed
 
@@ -46,8 +47,10 @@ quickstart: install
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
 
 test: .venv/installed-test lint
-	$(PYTEST) -m "not spread"
-	$(PYTEST) -m "spread and not attack"
+	$(PYTEST) -m "not attack and not matrix"
+
+matrix: .venv/installed-test
+	$(PYTEST) -m "matrix and not attack"
 
 attack: .venv/installed-test
 	$(BIN)/python -m pytest --timeout 900 -m attack

@@ -90,12 +90,12 @@ def resumed(folder: Path, backend: str) -> list[Case]:
 
 
 @pytest.mark.spread
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("backend", "chosen"),
     [
-        *((backend, True) for backend in ("zero3", "fsdp2")),
-        *(pytest.param(backend, True, marks=pytest.mark.attack) for backend in ("ddp", "zero2")),
-        *(pytest.param(backend, False, marks=pytest.mark.attack) for backend in compatibility.BACKENDS[1:]),
+        *((backend, True) for backend in ("zero3", "fsdp2", "ddp", "zero2")),
+        *((backend, False) for backend in compatibility.BACKENDS[1:]),
     ],
 )
 def test_two_processes_train_as_one_does(

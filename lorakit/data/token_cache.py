@@ -4,10 +4,12 @@ The files are in a folder of the user's cache and are written once. Invariant: t
 tokenizer, template and settings, so that a file of other tokens is never opened.
 """
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import date
 from functools import cache
@@ -27,14 +29,17 @@ from lorakit.data.token_table import TokenTable, is_complete, open_writer
 from lorakit.errors import DataError
 from lorakit.files.atomic import atomic_folder
 from lorakit.files.cache import cache_folder
+from lorakit.files.progress import report_progress
 
 FORMAT: Final = 6
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
-Progress = Callable[[int, int | None], None]
-"""called with the number of rows so far, and of all rows or None"""
+POLL_SECONDS: Final = 0.1
+Progress = Callable[[int | None, int | None], None]
+"""called with the number of rows so far, and of all rows or None; with None, None before a wait for another process
+that tokenises the same rows"""
 
 
-def no_progress(done: int, total: int | None) -> None:
+def no_progress(done: int | None, total: int | None) -> None:
     """Show nothing."""
 
 
@@ -67,16 +72,37 @@ def tokenize_sources(
     if not is_complete(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
-        try:
-            with atomic_folder(folder) as staging:
-                _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
-                if digests != [source.digest() for source in sources]:
-                    listed = ", ".join(source.name for source in sources)
-                    raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
-        except OSError:  # the folder exists, if another process tokenised the same rows meanwhile
-            if not is_complete(folder):
-                raise
+        with _alone(folder, progress):
+            if not is_complete(folder):  # it is if another process tokenised the same rows meanwhile
+                with atomic_folder(folder) as staging:
+                    _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
+                    if digests != [source.digest() for source in sources]:
+                        listed = ", ".join(source.name for source in sources)
+                        raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+    """Wait for other processes that tokenise the same rows. A lock ends with its process, also a killed one."""
+    path = folder.with_name(f"{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        waits = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waits:
+                    progress(None, None)
+                    waits = True
+                report_progress()  # of the process that has the lock, which is alive
+                time.sleep(POLL_SECONDS)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _write_table(

@@ -76,7 +76,7 @@ def display(total_steps: int, first_step: int, console: Console | None = None) -
 
 
 @contextmanager
-def row_progress() -> Iterator[Callable[[int, int | None], None]]:
+def row_progress() -> Iterator[Callable[[int | None, int | None], None]]:
     """Open a display for tokenising; yield the function that shows the rows so far, of all rows or an unknown number.
 
     Nothing is shown until it is called, because most data sets are read at once from the cache.
@@ -89,8 +89,11 @@ def row_progress() -> Iterator[Callable[[int, int | None], None]]:
     task = bar.add_task("", total=None, rows="")
     shown = time.monotonic()
 
-    def show(done: int, total: int | None) -> None:
+    def show(done: int | None, total: int | None) -> None:
         nonlocal shown
+        if done is None:
+            console.print("tokenising: waiting for another process with the same rows", highlight=False)
+            return
         rows = f"{done:,} of {total:,} rows" if total else f"{done:,} rows"
         if console.is_terminal:
             bar.update(task, completed=done, total=total, rows=rows)

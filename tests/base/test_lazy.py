@@ -489,6 +489,7 @@ for dtype in (torch.bfloat16, torch.float32):
 
 
 @pytest.mark.spread
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_half_a_base_takes_the_memory_of_half_a_base(tmp_path: Path, bases: Callable[[str], Path]) -> None:
     """Experts stored one by one and merged while they are loaded: 370 MB in float32. Mapped files would count."""

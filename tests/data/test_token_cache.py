@@ -101,17 +101,6 @@ def test_an_interrupted_call_leaves_nothing_and_the_next_one_starts_over(many: P
     assert len(tokenized(many, tokenizer)) > 1_000
 
 
-def test_a_set_that_another_process_writes_meanwhile_is_opened(many: Path, tokenizer: Any) -> None:
-    others = list[TokenDataset]()
-
-    def write_too(done: int, total: int | None) -> None:
-        if not others:
-            others.append(tokenized(many, tokenizer))
-
-    assert tokenized(many, tokenizer, progress=write_too).digest == others[0].digest
-    assert len(left()) == 1
-
-
 def test_a_cached_set_is_opened_by_sizes_alone_and_a_cut_one_is_refused(many: Path, tokenizer: Any) -> None:
     tokenized(many, tokenizer)
     (file,) = cache_folder("tokens").glob("*/input_ids.bin")

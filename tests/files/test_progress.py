@@ -16,7 +16,7 @@ from lorakit.files.atomic import manifest_matches, write_file, write_manifest
 from lorakit.files.base_files import open_base_files
 from lorakit.files.progress import library_call, progress_count
 from lorakit.files.safetensors import open_tensors, write_tensors
-from lorakit.patch.fingerprint import fingerprint
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint
 from lorakit.recipe import load_recipe
 from lorakit.training.callbacks import Evaluation, Hooks, Step
 from lorakit.training.loop import run
@@ -60,7 +60,7 @@ def test_every_tensor_that_is_read_written_or_hashed_is_progress(base: Path) -> 
 
     assert units(lambda: [file.read(name) for name in tensors]) >= len(tensors)
     assert units(lambda: write_tensors(io.BytesIO(), tensors, {})) >= len(tensors)
-    assert units(lambda: fingerprint(open_base_files(base), modules)) >= len(modules)
+    assert units(lambda: fingerprint(BaseIdentity(open_base_files(base)), modules)) >= len(modules)
 
 
 def test_every_file_that_is_written_or_verified_is_progress(tmp_path: Path) -> None:

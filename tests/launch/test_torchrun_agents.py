@@ -22,7 +22,7 @@ from lorakit.run.metrics import read_metrics
 from lorakit.run.record import RECORD
 from tests.helpers.fork_server import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.spread]
+pytestmark = [pytest.mark.matrix, pytest.mark.spread]
 
 PATIENCE_SECONDS = 240  # a hang guard, no expectation
 

@@ -58,7 +58,7 @@ merge(base, patch, out=out)
 
 
 @pytest.mark.spread
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_memory_is_bounded_by_the_largest_tensor_whatever_the_base(tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(
         tmp_path / "base", tokenizer, dtype=torch.bfloat16, hidden_size=512, intermediate_size=2048,

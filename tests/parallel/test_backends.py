@@ -30,14 +30,14 @@ SGD_FIRST_HALF: Case = SGD | {"name": "sgd-first-half", "steps": STEPS // 2}
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
 ALONE = [*EVERYWHERE, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-SHARED = [("ddp", 1), ("zero1", 1), ("zero1", 4), ("zero2", 1), ("zero2", 4)]
-"""Backends and numbers of processes whose code others share: left to `make attack`."""
+SHARED = [*((backend, 1) for backend in BACKENDS), *((backend, 4) for backend in BACKENDS)]
+"""Backends and numbers of processes whose code two processes share: left to `make matrix`."""
 Results = Callable[[str, int], dict[str, Any]]
 
 
-def of_backend(backend: str, *values: Any, attack: bool = False) -> Any:
+def of_backend(backend: str, *values: Any, matrix: bool = False) -> Any:
     """A parameter set whose test runs in the worker of pytest that has the backend's results."""
-    marks = [pytest.mark.xdist_group(backend), *([pytest.mark.attack] if attack else [])]
+    marks = [pytest.mark.xdist_group(backend), *([pytest.mark.matrix] if matrix else [])]
     return pytest.param(backend, *values, marks=marks)
 
 
@@ -108,7 +108,7 @@ def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: fl
 
 @pytest.mark.parametrize(
     ("backend", "processes"),
-    [of_backend(backend, n, attack=(backend, n) in SHARED) for backend in BACKENDS for n in (1, 2, 4)],
+    [of_backend(backend, n, matrix=(backend, n) in SHARED) for backend in BACKENDS for n in (1, 2, 4)],
 )
 def test_backends_agree(results: Results, backend: str, processes: int) -> None:
     for case in [PLAIN] if processes == 1 else EVERYWHERE:

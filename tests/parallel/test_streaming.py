@@ -241,7 +241,7 @@ print(engine.step(0, batches(0)).loss, engine.step(1, batches(1)).loss)
 
 
 @pytest.mark.spread
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_base_several_times_larger_than_the_memory_trains(tmp_path: Path, tokenizer: Any) -> None:
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 12}
     make_base(tmp_path / "base", tokenizer, num_hidden_layers=18, **sizes)

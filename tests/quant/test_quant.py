@@ -181,7 +181,7 @@ print(peak_resident_bytes() - before, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.spread
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_loading_never_has_a_full_base_in_floats_in_memory(tmp_path: Path, tokenizer: Any) -> None:
     folder = make_base(
         tmp_path / "base", tokenizer, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8,

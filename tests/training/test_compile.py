@@ -31,7 +31,7 @@ COMPILER = "inductor"
         pytest.param(
             COMPILER,
             marks=[
-                pytest.mark.spread, pytest.mark.slow, pytest.mark.attack,
+                pytest.mark.spread, pytest.mark.slow, pytest.mark.matrix,
                 pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler"),
             ],
         ),
@@ -63,7 +63,7 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(
 
 @pytest.mark.spread
 @pytest.mark.slow
-@pytest.mark.attack
+@pytest.mark.matrix
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.filterwarnings("default")
 def test_dropout_adds_no_graphs(recipe: Any) -> None:

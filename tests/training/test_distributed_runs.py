@@ -99,10 +99,10 @@ def long_recipe(recipe: Recipe) -> Path:
     [
         parallel("zero3", 2),
         parallel("ddp", 2, tensor=2),
-        pytest.param(parallel("ddp", 4, pipeline=2, tensor=2), marks=pytest.mark.attack),
-        pytest.param(parallel("fsdp2", 2), marks=pytest.mark.attack),
-        pytest.param(parallel("ddp", 2, sequence=2), marks=pytest.mark.attack),
-        pytest.param(parallel("fsdp2", 4, tensor=2), marks=pytest.mark.attack),
+        pytest.param(parallel("ddp", 4, pipeline=2, tensor=2), marks=pytest.mark.matrix),
+        pytest.param(parallel("fsdp2", 2), marks=pytest.mark.matrix),
+        pytest.param(parallel("ddp", 2, sequence=2), marks=pytest.mark.matrix),
+        pytest.param(parallel("fsdp2", 4, tensor=2), marks=pytest.mark.matrix),
     ],
     ids=" ".join,
 )
@@ -161,7 +161,7 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
 
 
 @pytest.mark.parametrize(
-    ("backend", "pipeline"), [("ddp", 2), pytest.param("fsdp2", 1, marks=pytest.mark.attack), ("zero3", 1)]
+    ("backend", "pipeline"), [("ddp", 2), pytest.param("fsdp2", 1, marks=pytest.mark.matrix), ("zero3", 1)]
 )
 def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     long_recipe: Path, base: Path, tmp_path: Path, backend: str, pipeline: int
@@ -234,7 +234,7 @@ def assert_finished(output: str, out: Path, backend: str) -> None:
     assert len(run["ranks"]) == 1
 
 
-@pytest.mark.parametrize("backend", [pytest.param("zero1", marks=pytest.mark.attack), "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("backend", [pytest.param("zero1", marks=pytest.mark.matrix), "zero2", "zero3", "fsdp2"])
 def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
     recipe, *overrides = few_steps_of(backend, tmp_path / "out")
 
@@ -249,7 +249,7 @@ def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> N
         pytest.param(("cli.py",), id="lorakit"),
         pytest.param(
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lorakit.cli"),
-            id="torchrun", marks=pytest.mark.attack,
+            id="torchrun", marks=pytest.mark.matrix,
         ),
     ],
 )  # fmt: skip
@@ -263,8 +263,8 @@ def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("layout", "share"),
     [
-        (parallel("zero3", 2, prefetch_mb=1), 1.0),
-        pytest.param(parallel("fsdp2", 2), 1.0, marks=pytest.mark.attack),
+        pytest.param(parallel("zero3", 2, prefetch_mb=1), 1.0, marks=pytest.mark.matrix),
+        pytest.param(parallel("fsdp2", 2), 1.0, marks=pytest.mark.matrix),
         (parallel("ddp", 4, tensor=2, pipeline=2), 0.5),  # two that may take as much would not have the base
     ],
     ids=["zero3", "fsdp2", "ddp, four parts"],
