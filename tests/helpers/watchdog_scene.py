@@ -18,6 +18,7 @@ from lorakit.launch.heartbeat_store import HeartbeatStore, is_collective_error
 from lorakit.launch.watchdog import Watchdog
 
 SIZE = 3
+PHASE = "step 3: reading rows"
 
 
 class UserError(Exception):
@@ -49,10 +50,11 @@ def act(scene: str, rank: int, port: int, listener: int) -> int:
     watchdog = Watchdog(HeartbeatStore(store, f"127.0.0.1:{port}"), rank, SIZE, silent_seconds=5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     watchdog.start()
-    watchdog.set_phase("step 3: reading rows")
-    # each rank has read the others' heartbeats, so it can name one that ends
+    watchdog.set_phase(PHASE)
+    watchdog.exchange()
+    # each rank has read the others' heartbeats of this phase, so it can name one that ends
     for other in range(SIZE):
-        while not store.check([key := f"lorakit/watchdog/rank {other}"]) or store.get(key) == b"-":
+        while PHASE not in store.get(f"lorakit/watchdog/rank {other}").decode():
             time.sleep(0.05)
     watchdog.exchange()
     dist.barrier()

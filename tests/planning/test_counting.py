@@ -131,7 +131,7 @@ KINDS = {
     "lora_fa": Kind("llama", {}, {"method": "lora_fa"}),
     "experts_transposed": Kind("gpt_oss", {}, {"target_parameters": "all-experts"}),
     "tokens": Kind("llama_tied", {"quantize": "nf4"}, {"trainable_tokens": (5, 7)}),
-    "tied": Kind("gpt2", {}, {"targets": ("wte", "c_attn"), "tied_head": "both"}),
+    "tied": Kind("gpt2", {}, {"targets": ("wte", "c_attn"), "tied_head": "untie"}),
     "whole_head": Kind("llama", {}, {"modules_to_save": ("lm_head",), "targets": ("q_proj",)}, torch.bfloat16),
 }  # fmt: skip
 
