@@ -58,8 +58,7 @@ BANNED = {  # words with a plainer standard one: DESIGN's list of words, and wha
     "places": "positions, indices or paths", "hollow": "on meta", "calm": "quiet", "again": "recompute",
 }  # fmt: skip
 KNOW_BACKENDS = {
-    "planning/backends.py", "recipe/parallel.py",
-    "launch/environment.py",  # refuses variables of accelerate that choose another backend than the recipe
+    "recipe/parallel.py",
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -71,8 +71,7 @@ def _serve(options: argparse.Namespace) -> int:
     from lorakit.patch.find import find_patch
 
     model = load_model(options, {}, prompted_as=adapters.values())
-    from lorakit.planning.gpus import GB
-    from lorakit.planning.machine import free_memory
+    from lorakit.planning.machine import GB, free_memory
     from lorakit.serving.adapter_pool import AdapterPool
     from lorakit.serving.server import serve
 

@@ -1,7 +1,8 @@
 """Read rank and rendezvous of this process from its launcher's environment variables. Imports no torch.
 
-Invariant: under every launcher the processes of a run get one size, one address, one port and distinct ranks.
-Variables that are missing or contradict each other are refused by name and value.
+Invariant: under every launcher the processes of a run get one size, one address, one port and distinct ranks. Every
+task of a Slurm step computes the same first host and the same port. Variables that are missing or contradict each other
+are refused by name and value.
 """
 
 import re
@@ -9,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn
 
+from lorakit.backends import BACKENDS
 from lorakit.errors import RunError
-from lorakit.launch import slurm
 
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
@@ -55,13 +56,10 @@ MPI: Final = {
 }
 SLURM: Final = _Variables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
-ACCELERATE_BACKENDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "ACCELERATE_USE_DEEPSPEED": ("zero1", "zero2", "zero3"),
-    "ACCELERATE_USE_FSDP": ("fsdp2",),
-    "ACCELERATE_USE_MEGATRON_LM": (),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (),
-}
-"""variable with which `accelerate launch` chooses a backend -> backends of a recipe that it does not contradict"""
+ACCELERATE_CHOICES: Final = tuple(
+    f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+)
+"""variables with which `accelerate launch` chooses a backend"""
 
 
 def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) -> World | None:
@@ -128,7 +126,7 @@ def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
         in_slurm = launcher == "mpich" and "SLURM_STEP_ID" in env and names.local_rank not in env
         if not in_slurm and (names.rank in env or names.size in env):
             return launcher, names
-    if slurm.is_step(env):
+    if _is_slurm_step(env):
         return "slurm", SLURM
     return ("environment" if any(name in env for name in TORCH[:3]) else None), TORCH
 
@@ -152,7 +150,7 @@ def _world_without_rank(env: Mapping[str, str]) -> World | None:
 def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tuple[int, int, int, int]:
     """Return rank, size, local rank and local size, checked against each other and against torch's variables."""
     if launcher == "slurm":
-        env = {**env, SLURM.local_size: str(slurm.tasks_on_this_node(env))}
+        env = {**env, SLURM.local_size: str(_tasks_on_this_node(env))}
     if names == TORCH and env.get("WORLD_SIZE") == "1":  # the other numbers follow
         env = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env}
     missing = [name for name in names if name not in env]
@@ -201,13 +199,13 @@ def _rendezvous_address(
     host, host_port = split_endpoint(rendezvous) if rendezvous else (None, None)
     address = env.get("MASTER_ADDR") or host
     if not address:
-        address = "127.0.0.1" if one_machine else slurm.first_host(env, of_step=of_step)
+        address = "127.0.0.1" if one_machine else _first_host(env, of_step=of_step)
     if address is None:
         raise RunError(
             "the processes are on several machines and nobody says where they meet: set parallel.rendezvous to"
             f" host:port of the machine of rank 0, or MASTER_ADDR (and MASTER_PORT, else {DEFAULT_PORT})"
         )
-    port = env.get("MASTER_PORT") or str(host_port or slurm.job_port(env, of_step=of_step) or DEFAULT_PORT)
+    port = env.get("MASTER_PORT") or str(host_port or _job_port(env, of_step=of_step) or DEFAULT_PORT)
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise RunError(f"MASTER_PORT={port!r} is no port; a number from 1 to {2**16 - 1}")
     return address, int(port)
@@ -248,8 +246,9 @@ def contradictions(
             " where processes read the addresses of those before and wait for ever; set"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun"
         )
-    for name, backends in ACCELERATE_BACKENDS.items():
-        if env.get(name, "").lower() == "true" and backend not in backends:
+    allowed = BACKENDS[backend].accelerate_variable if backend in BACKENDS else None
+    for name in ACCELERATE_CHOICES:
+        if name != allowed and env.get(name, "").lower() == "true":
             lines.append(f"{name}={env[name]} makes accelerate use another backend than {backend}; unset it")
     return lines
 
@@ -263,3 +262,86 @@ def _num_nodes(launcher: str, size: int, local_size: int, env: Mapping[str, str]
     variable = {"deepspeed": "CROSS_SIZE", "slurm": "SLURM_STEP_NUM_NODES"}.get(launcher, "GROUP_WORLD_SIZE")
     number = env.get(variable, "")
     return int(number) if number.isdecimal() else -(-size // local_size)
+
+
+FIRST_PORT: Final = 20000
+NUM_PORTS: Final = 9000  # ends below torch's default ports 29400 and 29500, and below Linux's ephemeral ports (32768)
+
+
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    """True if srun started this process as one of several tasks.
+
+    SLURM_PROCID and SLURM_NTASKS are also set in sbatch scripts and salloc shells, which are no step. The shell of
+    ``srun --pty bash`` is a step of one task.
+    """
+    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+def _tasks_on_this_node(env: Mapping[str, str]) -> int:
+    """Return this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1``.
+
+    Raises:
+        RunError: the list has no entry for this node.
+    """
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    node = env.get("SLURM_NODEID", "0")
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        counts += [int(match[1])] * int(match[2] or 1) if match else []
+    if not node.isdecimal() or int(node) >= len(counts):
+        raise RunError(
+            f"SLURM_NODEID={node} with SLURM_STEP_TASKS_PER_NODE={text!r}: no tasks are named for this node;"
+            " start with `srun lorakit train` inside sbatch or salloc"
+        )
+    return counts[int(node)]
+
+
+def _first_host(env: Mapping[str, str], *, of_step: bool) -> str | None:
+    """Return the first host of this step, or of the job; None outside Slurm.
+
+    Raises:
+        RunError: the variable is no node list.
+    """
+    nodes = env.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
+    return node_names(nodes)[0] if nodes else None
+
+
+def _job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
+    """Return a port from 20000 to 28999 computed from the numbers of job and step (or job alone); None outside Slurm.
+
+    The tasks cannot exchange a port before they have met, so each computes it. Two jobs on one host seldom share it.
+    """
+    job = env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "") if of_step else "0"
+    if not (job.isdecimal() and step.isdecimal()):
+        return None
+    return FIRST_PORT + (int(job) * 31 + int(step)) % NUM_PORTS
+
+
+def node_names(text: str) -> list[str]:
+    """Return the hosts of a node list: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
+
+    Raises:
+        RunError: ``text`` is no node list.
+    """
+    names = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        expanded = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
+            ends = [plain] if plain else [number for item in ranges.split(",") for number in _expand_range(item, text)]
+            expanded = [start + end for start in expanded for end in ends]
+        names += expanded
+    if not names or not text.count("[") == text.count("]") == len(re.findall(r"\[[^\[\]]*\]", text)):
+        raise RunError(f"{text!r} is no Slurm node list")
+    return names
+
+
+def _expand_range(item: str, text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+    if match is None:
+        raise RunError(f"{text!r} is no Slurm node list: {item!r} is no number or range")
+    first = match[1]
+    last = match[2] or first
+    # node names keep leading zeros: node[08-10] is node08, node09, node10
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -18,13 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Final, Protocol, final
 
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import progress_count
-from lorakit.launch import heartbeat
-from lorakit.launch.heartbeat import FailureReason, Heartbeat
 
 NUM_NEIGHBOURS: Final = 8
 """A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
@@ -34,6 +32,50 @@ RAISE_SECONDS: Final = 5.0
 """from the reason until the process is ended, unless its main thread has begun to raise it"""
 EXIT_SECONDS: Final = 10.0
 """for a main thread that raises the reason to end the process"""
+
+RETRY_HINT: Final = "What was saved is kept; the same command goes on."
+
+
+@dataclass(frozen=True)
+class FailureReason:
+    """Why all ranks end, the same for every rank.
+
+    rank: the rank that failed; None if no single rank did.
+    exit_code: the exit code of every rank.
+    dump_stacks: every rank prints the Python stacks of its threads.
+    """
+
+    rank: int | None
+    message: str
+    exit_code: int = TemporaryFailure.exit_code
+    dump_stacks: bool = False
+
+    def __str__(self) -> str:
+        return f"stopped, because {self.message}".replace("\n", "\n  ")
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One rank's sign of life.
+
+    count: number of this heartbeat, from 1.
+    num_phases: phases that its main thread has begun, by which the ranks are ordered.
+    idle_seconds: time since its last progress.
+    """
+
+    rank: int
+    count: int
+    host: str
+    pid: int
+    num_phases: int
+    phase: str
+    idle_seconds: float
+
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host}, process {self.pid})"
+
+    def position(self) -> str:
+        return f"{self.phase}, for {self.idle_seconds:.0f} s"
 
 
 class Store(Protocol):
@@ -135,9 +177,9 @@ class Watchdog:
             self._raises = True
             limit = self._silent_seconds + 3 * self._interval_seconds
             self._changed.wait_for(lambda: self.reason is not None, limit)
-            lines = heartbeat.status_lines(self._all_heartbeats())
+            lines = _status_lines(self._all_heartbeats())
         message = f"{self._own_heartbeat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
-        return self._agree(FailureReason(None, f"{message}\n{lines}\n{heartbeat.RETRY_HINT}"))
+        return self._agree(FailureReason(None, f"{message}\n{lines}\n{RETRY_HINT}"))
 
     def _agree(self, own: FailureReason) -> FailureReason:
         """Write a reason, unless there is one, and return the reason of all ranks."""
@@ -192,8 +234,7 @@ class Watchdog:
             # the first connection gets more time, because torch resolves host names and DNS may be slow
             limit = self._start_seconds if self._read_at is None else self._silent_seconds
             if self.reason is None and self._awake_seconds > (self._read_at or 0.0) + limit:
-                first = self._beats.get(0)
-                self._set_reason(heartbeat.store_unreachable(self._store.address, self._silent_seconds, first))
+                self._set_reason(self._store_unreachable())
             if self.reason is not None and self._awake_seconds > self._ends_at:
                 self._end_process("" if self._raises else f"\nlorakit: {self.reason}\n", self.reason.exit_code)
 
@@ -222,15 +263,33 @@ class Watchdog:
         if max(self._unchanged_reads.values(), default=0) > silent_reads:
             # ranks of one machine stop together, but their last heartbeats differ by up to an interval
             lost = [self._beats[rank] for rank, reads in self._unchanged_reads.items() if reads > silent_reads - 2]
-            return heartbeat.heartbeat_lost(lost, self._silent_seconds)
+            names = ", ".join(beat.name() for beat in lost)
+            return FailureReason(
+                lost[0].rank,
+                f"{names} {'has' if len(lost) == 1 else 'have'} not been heard of for {self._silent_seconds:.0f} s:"
+                f" killed, stopped, or cut off.\nLast heard of at: {lost[0].position()}.\n{RETRY_HINT}",
+            )
         missing = [rank for rank in self._neighbours if rank not in self._beats]
         if missing and self._awake_seconds > self._start_seconds:
-            return heartbeat.never_started(missing, self._store.address, self._start_seconds)
+            return FailureReason(
+                missing[0],
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} gave no sign of life for"
+                f" {self._start_seconds:.0f} s: not started, or unable to reach {self._store.address}.\n{RETRY_HINT}",
+            )
         beats = self._all_heartbeats()
         idle_seconds = min(beat.idle_seconds for beat in beats)
         if len(beats) == self._size and idle_seconds >= self._stuck_seconds:
-            return heartbeat.deadlocked(beats, idle_seconds)
+            return _deadlocked(beats, idle_seconds)
         return None
+
+    def _store_unreachable(self) -> FailureReason:
+        first = self._beats.get(0)  # of the usual host
+        last = f"\n{first.name()} was last at: {first.position()}." if first else ""
+        return FailureReason(
+            None,
+            f"{self._store.address}, where the ranks meet, did not answer for {self._silent_seconds:.0f} s: killed,"
+            f" stopped, or cut off.{last}\n{RETRY_HINT}",
+        )
 
     def _own_heartbeat(self) -> Heartbeat:
         idle_seconds = self._awake_seconds - self._progress_at
@@ -250,6 +309,22 @@ class Watchdog:
         while not self._closed:
             time.sleep(self._interval_seconds / 4)
             self.check_time()
+
+
+def _status_lines(beats: Sequence[Heartbeat]) -> str:
+    """Return each rank's phase, one rank per line."""
+    return "\n".join(f"{beat.name()}: {beat.position()}" for beat in beats)
+
+
+def _deadlocked(beats: Sequence[Heartbeat], seconds: float) -> FailureReason:
+    """Return the reason for ranks that all run and make no progress; names the ranks that are behind the others."""
+    least = min(beat.num_phases for beat in beats)
+    behind = [beat for beat in beats if beat.num_phases == least]
+    rank = behind[0].rank if len(behind) == 1 else None
+    names = ", ".join(beat.name() for beat in behind)
+    last = f"\nBehind the others: {names}." if len(behind) < len(beats) else ""
+    message = f"no rank moved for {seconds:.0f} s:\n{_status_lines(beats)}{last}\n{RETRY_HINT}"
+    return FailureReason(rank, message, dump_stacks=True)
 
 
 def _key(rank: int) -> str:

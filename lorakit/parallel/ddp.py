@@ -18,9 +18,8 @@ from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
-from lorakit.parallel.materialize import materialize_resident
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.single import SingleEngine
+from lorakit.parallel.single import SingleEngine, materialize_resident
 from lorakit.recipe import ParallelSection
 
 

@@ -139,10 +139,13 @@ class Engine(ABC):
 
     def shard_numel(self, tensor: Tensor) -> int:
         """Return the most elements that one rank stores of a tensor that is sharded. Reads its shape before `wrap`."""
-        return tensor.numel()
+        shape = tuple(tensor.shape)
+        return self.facts.shard_numel(shape, self.mesh.replicas.size, trainable=tensor.requires_grad)
 
     def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         """Return the most bytes of the base that one rank stores between steps. Reads shapes before `wrap`."""
+        if not self.facts.shards_base:
+            return sum(tensor.nbytes for tensor in base)
         return sum(self.shard_numel(tensor) * tensor.itemsize for tensor in base)
 
     # --- verbs of the training loop ----------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
 from lorakit.parallel.group import Group
-from lorakit.parallel.materialize import move_buffers
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.single import SingleEngine
+from lorakit.parallel.single import SingleEngine, move_buffers
 
 
 class Fsdp2Engine(SingleEngine):
@@ -53,13 +52,8 @@ class Fsdp2Engine(SingleEngine):
         return loss_model, build(adapter_tensors(model))  # after sharding, because DTensors replace the parameters
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, self.mesh.replicas.size))
-
-    def shard_numel(self, tensor: Tensor) -> int:
-        sizes = list(tensor.shape)
-        dim = shard_dim(tensor, self.mesh.replicas.size)
-        sizes[dim] = math.ceil(sizes[dim] / self.mesh.replicas.size)
-        return math.prod(sizes)
+        assert self.facts.shard_dim is not None
+        return Shard(self.facts.shard_dim(tuple(parameter.shape), self.mesh.replicas.size, parameter.requires_grad))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -153,18 +147,6 @@ def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, w
             row_numel = parameter.numel() // parameter.shape[0]
             start = rank * math.ceil(parameter.shape[0] / parameter.device_mesh.size()) * row_numel
             weights.fill(name, start, shard.detach())
-
-
-def shard_dim(tensor: Tensor, num_ranks: int) -> int:
-    """Return the dimension in which a tensor is sharded: columns for A, where its rows would be padded, else rows.
-
-    FSDP2 pads rows to a multiple of the ranks, which makes A (r, in) of r 8 on 256 ranks 32 times as large in every
-    message and in the optimizer. It shards columns only where all ranks get equally many.
-    """
-    if not tensor.requires_grad or tensor.dim() != 2:
-        return 0
-    rows, columns = tensor.shape
-    return int(rows < columns and rows % num_ranks != 0 and columns % num_ranks == 0)
 
 
 def _local_shard(full: Tensor, like: DTensor, group: Group) -> Tensor:

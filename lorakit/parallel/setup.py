@@ -1,5 +1,7 @@
 """Open a run's engine and close it: from the rendezvous of its processes to their common end.
 
+The record of each backend, and the file of its engine, are in `lorakit/backends.py`.
+
 Invariant: all processes of a run end for the same reason, with the same exit code.
 """
 
@@ -8,27 +10,38 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lorakit.base.device import UNTESTED
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.launch.environment import World
 from lorakit.launch.heartbeat_store import HeartbeatStore, is_collective_error
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import Watchdog
-from lorakit.parallel import open_engine
 from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.process_group import destroy_process_group, torch_environment
-from lorakit.recipe import Recipe
+from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import make_mesh
+from lorakit.parallel.process_group import (
+    destroy_process_group,
+    device_of,
+    form_group,
+    message_timeout,
+    torch_environment,
+)
 from lorakit.version import VERSION
+
+if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
+    from lorakit.recipe import ParallelSection, Recipe
 
 LONGEST_WAIT: Final = timedelta(days=30)
 
 
 @contextmanager
-def distributed_engine(recipe: Recipe, world: World | None, on_failure: Callable[[], None]) -> Iterator[Engine]:
+def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callable[[], None]) -> Iterator[Engine]:
     """Yield the recipe's engine, once all its processes have joined and agree on recipe and versions.
 
     world: this process's rank and group, or None if no launcher started it.
@@ -136,7 +149,7 @@ def out_of_memory(problem: Exception) -> RunError:
     )
 
 
-def shared_facts(recipe: Recipe) -> dict[str, Any]:
+def shared_facts(recipe: "Recipe") -> dict[str, Any]:
     """Return the facts that every rank must share: the recipe, and the versions that influence the numbers."""
     from importlib.metadata import version
 
@@ -149,3 +162,40 @@ def shared_facts(recipe: Recipe) -> dict[str, Any]:
         "accelerate": version("accelerate"),
         **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
     }
+
+
+def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engine:
+    """Build the engine that a recipe's `parallel` section names. Waits for the other processes, if any.
+
+    Raises:
+        RunError: as `check_prerequisites`, or the processes could not form a group.
+    """
+    device = device_of(world.local_rank if world else 0)
+    if device.type in UNTESTED and parallel.is_distributed:
+        raise RunError(
+            f"parallel.backend: {parallel.backend} sends between CPUs or CUDA's GPUs, and this machine has"
+            f" {device.type}; backend single uses it in one process"
+        )
+    check_prerequisites(parallel)
+    # each backend is imported only when chosen, because torch's part of fsdp2 alone takes 0.7 s to import
+    name = "streaming.StreamingEngine" if parallel.offloads.streams else parallel.facts.engine
+    file, _, class_name = name.partition(".")
+    engine_class: type[Engine] = getattr(import_module(f"lorakit.parallel.{file}"), class_name)
+    if not parallel.facts.is_distributed:
+        return engine_class(parallel, device, Group())
+    assert world is not None
+    group = form_group(world, parallel, device)
+    return engine_class(parallel, device, group, make_mesh(group, parallel, message_timeout(parallel)))
+
+
+def check_prerequisites(parallel: "ParallelSection") -> None:
+    """Raise an error unless this machine has what the recipe's backend needs.
+
+    Raises:
+        RunError: a package, a compiler or a disk is missing. RecipeError: a key of `parallel.deepspeed` contradicts the
+        recipe.
+    """
+    if not parallel.is_auto and parallel.facts.zero_stage is not None:
+        from lorakit.parallel.deepspeed_setup import check_deepspeed
+
+        check_deepspeed(parallel)

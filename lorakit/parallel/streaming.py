@@ -1,26 +1,33 @@
 """The streaming backend: one process, with two layers of the base in memory at a time.
 
-Embedding, last norm, head, adapter and optimizer stay in memory. Layers come from the base's files on a CPU, and from
-host memory on a GPU (layer_stream.py).
+Embedding, last norm, head, adapter and optimizer stay in memory. Frozen layers come from the base's files on a CPU, and
+from host memory on a GPU, through two slots: one layer computes while the next one is read. Layers run in order,
+forward and then backward, so the next layer is always known. The base never changes, so nothing is written back. A
+frozen weight that autograd saves for backward is saved as a reference into its slot (`SlotReference`), because a saved
+copy would keep every layer in memory until backward.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel._internals import is_in_backward
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
-from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_ids, streamed_layers
-from lorakit.parallel.materialize import materialize_resident
-from lorakit.parallel.single import SingleEngine
+from lorakit.parallel.single import SingleEngine, materialize_resident
 from lorakit.recipe import ParallelSection
 
 
@@ -59,7 +66,7 @@ class StreamingEngine(SingleEngine):
 
 def stream_layers(
     loss_model: LossModel, weights: LazyBase, device: torch.device, *, in_host_memory: bool = False
-) -> LayerStream:
+) -> "LayerStream":
     """Fill a model on meta but for its layers, which are read when they compute, from files or from host memory.
 
     Raises:
@@ -73,3 +80,252 @@ def stream_layers(
     stream = LayerStream(layers, source, device)
     materialize_resident(loss_model, weights, device, ids)
     return stream
+
+
+ALIGNMENT_BYTES: Final = 64
+Wait = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """One parameter of a streamed layer.
+
+    name: in the model. module, key: its owner and the name there. meta: the parameter on meta, with shape and dtype.
+    start: its first byte in a slot.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    meta: nn.Parameter
+    start: int
+
+    def view_in(self, slot: Tensor) -> Tensor:
+        """Return this parameter's part of a slot (a byte tensor), with its own shape and dtype."""
+        part = slot[self.start : self.start + self.meta.nbytes]
+        return part.view(self.meta.dtype).view(self.meta.shape)
+
+    def assign(self, value: Tensor) -> None:
+        """Make a tensor the owner's parameter."""
+        self.module.register_parameter(self.key, nn.Parameter(value, requires_grad=False))
+
+
+@final
+class StreamedLayer:
+    """A layer's parameters that were on meta, and their layout in a slot. nbytes: what they take in a slot."""
+
+    def __init__(self, names: dict[nn.Module, str], layer: nn.Module) -> None:
+        self.module = layer
+        self.nbytes = 0
+        self._tensors: list[StreamedTensor] = []
+        for module in layer.modules():
+            for key, meta in module.named_parameters(recurse=False, remove_duplicate=False):
+                if meta.is_meta:
+                    self._tensors.append(StreamedTensor(f"{names[module]}.{key}", module, key, meta, self.nbytes))
+                    # rounded up, because a view of another dtype must begin at a multiple of its element size
+                    self.nbytes += -(-meta.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def meta_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters on meta, with shape and dtype."""
+        return (tensor.meta for tensor in self._tensors)
+
+    def read_into(self, slot: Tensor, weights: LazyBase) -> None:
+        """Read the values of all parameters into a slot."""
+        for tensor in self._tensors:
+            weights.fill(tensor.name, 0, tensor.view_in(slot))
+
+    def bind(self, slot: Tensor) -> None:
+        """Make the parameters views of a slot that contains their values."""
+        for tensor in self._tensors:
+            tensor.assign(tensor.view_in(slot))
+
+    def unbind(self) -> None:
+        """Replace the parameters by empty tensors, so that computing with them fails.
+
+        Parameters on meta would not do: `addmm_` of a CPU tensor with a weight on meta does nothing, without an error.
+        """
+        for tensor in self._tensors:
+            tensor.assign(torch.empty(0, 0))
+
+
+def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
+    """Return the repeated layers of a model that have parameters on meta, in the order in which they compute."""
+    names = {module: name for name, module in model.named_modules()}
+    layers = (StreamedLayer(names, layer) for layer in repeated_layers(model))
+    return [layer for layer in layers if layer.nbytes]
+
+
+def streamed_ids(layers: Sequence[StreamedLayer]) -> set[int]:
+    """Return the `id`s of the layers' parameters on meta. They stay valid, because the layers keep these objects."""
+    return {id(parameter) for layer in layers for parameter in layer.meta_parameters()}
+
+
+class Source(Protocol):
+    """Where the values of layers come from."""
+
+    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
+        """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
+
+    def close(self) -> None:
+        """End what reads."""
+
+
+@final
+class FileSource:
+    """The base's files, read by one thread while the layer before computes.
+
+    Files are read with `pread` and not mapped, because mapped pages count as resident memory until they are dropped.
+    """
+
+    def __init__(self, weights: LazyBase) -> None:
+        self._weights = weights
+        self._reader = ThreadPoolExecutor(1, "base")
+
+    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
+        return self._reader.submit(layer.read_into, slot, self._weights).result
+
+    def close(self) -> None:
+        self._reader.shutdown()
+
+
+@final
+class HostSource:
+    """Pinned host memory with all layers, copied to the GPU by a second CUDA stream while the first one computes."""
+
+    def __init__(self, weights: LazyBase, layers: Sequence[StreamedLayer]) -> None:
+        self._copies = torch.cuda.Stream()
+        self._host = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
+        for layer, host in self._host.items():
+            layer.read_into(host, weights)
+
+    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
+        # the kernels of the layer that was in this slot may still be queued: the copy must not overtake them
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            slot[: layer.nbytes].copy_(self._host[layer], non_blocking=True)
+            filled = self._copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(filled)
+
+    def close(self) -> None:
+        self._host.clear()
+
+
+@dataclass(frozen=True)
+class SlotReference:
+    """A saved tensor that is a view of a slot: the layer's index, and dtype, offset (elements), shape, stride."""
+
+    layer: int
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@final
+class LayerStream:
+    """Load each layer just before it computes, by hooks on the layers.
+
+    Layer i uses slot i % 2, so neighbours never share a slot: one computes while the other is filled.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], source: Source, device: torch.device) -> None:
+        self._layers = layers
+        self._source = source
+        size = max(layer.nbytes for layer in layers)
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._slot_at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
+        self._loading: list[tuple[int, Wait] | None] = [None, None]  # per slot: the layer being read, and its wait
+        self._resident: list[int | None] = [None, None]  # per slot: the layer whose values are complete
+        for index, layer in enumerate(layers):
+            layer.unbind()
+            layer.module.register_forward_pre_hook(partial(self._before_forward, index))
+            layer.module.register_forward_hook(partial(self._after_forward, index))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def close(self) -> None:
+        """End reading. The layers cannot be computed after that."""
+        self._source.close()
+
+    def contains(self, tensor: Tensor) -> bool:
+        """True if the tensor is a view of a slot."""
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._slot_at
+
+    @contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Have autograd save views of slots as references. Needed around a forward pass and its backward."""
+        with saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def pack(self, tensor: Tensor) -> Tensor | SlotReference:
+        """Return a reference for a view of a slot, and any other tensor as it is. A hook of autograd."""
+        number = self._slot_at.get(tensor.untyped_storage().data_ptr())
+        if number is None:
+            return tensor
+        layer = self._resident[number]
+        assert layer is not None
+        return SlotReference(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
+    pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
+
+    def unpack(self, saved: Tensor | SlotReference) -> Tensor:
+        """Undo `pack`. A hook of autograd.
+
+        Raises:
+            RuntimeError: the layer of the reference is not in its slot.
+        """
+        if isinstance(saved, Tensor):
+            return saved
+        number = saved.layer % 2
+        if self._resident[number] != saved.layer:
+            # without this check, backward would silently use another layer's weights
+            raise RuntimeError(f"weights of layer {saved.layer} are needed while layers {self._resident} are in memory")
+        slot = self._slots[number]
+        return slot.new_empty(0, dtype=saved.dtype).set_(
+            slot.untyped_storage(), saved.offset, saved.shape, saved.stride
+        )
+
+    def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
+        self._load(index)
+
+    def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:  # the gradient of a layer's output exists just before the layer's backward
+            hidden.register_hook(lambda gradient: self._load(index))
+
+    def _load(self, index: int) -> None:
+        """Wait for a layer, and start to read the layer that computes next."""
+        number = index % 2
+        self._prefetch(index)
+        loading = self._loading[number]
+        if loading is not None:
+            self._loading[number] = None  # before the wait, so that a reading error does not stop a later attempt
+            loading[1]()
+            self._layers[index].bind(self._slots[number])
+            self._resident[number] = index
+        # activation checkpointing runs a layer's forward during backward: there too, the next layer is the one before
+        following = index - 1 if is_in_backward() else index + 1
+        if 0 <= following < len(self._layers):
+            self._prefetch(following)
+
+    def _prefetch(self, index: int) -> None:
+        """Start to read a layer into its slot, unless the layer is there or being read."""
+        number = index % 2
+        loading = self._loading[number]
+        resident = self._resident[number]
+        if resident == index or (loading is not None and loading[0] == index):
+            return
+        if loading is not None:  # the slot must not be read into twice at a time
+            self._loading[number] = None
+            loading[1]()
+        if resident is not None:
+            self._layers[resident].unbind()
+        self._resident[number] = None
+        self._loading[number] = (index, self._source.begin(self._layers[index], self._slots[number]))

@@ -5,7 +5,7 @@ tensors are the masters, and gradients are reduced in float32. So the arithmetic
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,10 +30,10 @@ from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSet
 from lorakit.parallel.deepspeed_setup import deepspeed_config, disable_shm_comm
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
-from lorakit.parallel.materialize import move_buffers
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout
+from lorakit.parallel.single import move_buffers
 from lorakit.parallel.zero3 import (
     full_tensor,
     local_tensors,
@@ -78,12 +78,6 @@ class ZeroEngine(Engine):
         if self._stage == 3 and self._zero is not None:
             make_adapter_persistent(self._zero, tensors.values())
         return engine, self._zero
-
-    def shard_numel(self, tensor: Tensor) -> int:
-        return math.ceil(tensor.numel() / self.mesh.replicas.size)
-
-    def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
-        return super().expected_base_bytes(base) if self.shards_base else sum(tensor.nbytes for tensor in base)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from lorakit.backends import BACKENDS
 from lorakit.base.skeleton import adapted_skeleton
 from lorakit.errors import RunError
 from lorakit.parallel.axes import check_axes
-from lorakit.planning.backends import BACKENDS, offloads_of, why_refused
-from lorakit.planning.estimate import Candidate, Changes, Estimator
+from lorakit.planning.estimate import Candidate, Changes, Estimator, why_refused
+from lorakit.planning.memory import offloads_of
 from lorakit.recipe.parallel import NEIGHBOURS
 
 AXES: Final = ("sequence", "pipeline", "tensor")
@@ -62,7 +63,7 @@ def as_written(
     estimator: Estimator, backend: str, num_processes: int, changes: Changes = MappingProxyType({})
 ) -> Candidate:
     """Estimate the recipe with this backend. `activation_checkpointing: auto` recomputes only if that makes it fit."""
-    count = 1 if BACKENDS[backend].single_process else num_processes
+    count = num_processes if BACKENDS[backend].is_distributed else 1
     if estimator.recipe.train.activation_checkpointing != "auto":
         return estimator.estimate(backend, count, changes)
     saving_all = estimator.estimate(backend, count, {**changes, "train.activation_checkpointing": "none"})
@@ -117,7 +118,7 @@ def _goes_with(estimator: Estimator, backend: str, changes: Changes) -> bool:
     if parallel.offload != "none":
         return False
     if offload == "stream":
-        return BACKENDS[backend].single_process
+        return "stream" in BACKENDS[backend].base_memory
     offloads = offloads_of(backend, parallel.model_copy(update={"offload": offload}))
     return estimator.machine.gpu is not None and offloads.optimizer == offload
 
@@ -128,7 +129,7 @@ def _more_processes(estimator: Estimator) -> Candidate | None:
     while count <= MAX_PROCESSES:
         for recompute in ({}, RECOMPUTE):
             for name in _backends(estimator):
-                if BACKENDS[name].splits_base:
+                if BACKENDS[name].shards_base:
                     candidate = estimator.estimate(name, count, {"parallel.processes": count, **recompute})
                     if candidate.can_run:
                         return candidate
@@ -149,9 +150,9 @@ def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str,
     tried: list[Candidate] = []
     for layout in mesh_shapes(sizes, num_processes, num_processes // estimator.machine.nodes, num_heads):
         copies = num_processes // (layout.get("pipeline", 1) * layout.get("tensor", 1))
-        for name, rules in BACKENDS.items():
+        for name, facts in BACKENDS.items():
             # without copies of a weight there is nothing to shard
-            useful = rules.cuts_model and (copies > 1 or not rules.splits_base)
+            useful = set(AXES) <= set(facts.axes) and (copies > 1 or not facts.shards_base)
             if useful and not why_refused(estimator.recipe, name, layout):
                 changes = {f"parallel.{axis}": ranks for axis, ranks in layout.items()}
                 tried.append(as_written(estimator, name, num_processes, changes))

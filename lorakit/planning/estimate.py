@@ -1,23 +1,24 @@
 """The estimate of one candidate: a backend, a number of processes and changes of the recipe."""
 
 import importlib.util
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, final
 
+from lorakit.backends import BACKENDS
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
+from lorakit.parallel.pipeline.axis import split_costs
 from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part, traced_model
-from lorakit.planning.backends import axis_sizes, refusals
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.memory_counter import MicroBatch
-from lorakit.planning.model_shapes import ModelShapes, read_stored_dtype
-from lorakit.planning.stages import stages_of
+from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes, read_stored_dtype
 from lorakit.planning.workload import Workload, inspect_rows, make_workload
-from lorakit.recipe import Recipe
+from lorakit.recipe import ParallelSection, Recipe
 
 Changes = Mapping[str, Any]
 """Recipe keys -> values that replace the recipe's own."""
@@ -95,20 +96,41 @@ class Estimator:
         dtype = str(changes.get("base.dtype", self.dtype))
         checkpointing = recipe.train.activation_checkpointing == "layers"
         axes = axis_sizes(backend, recipe.parallel)
+        tensor = axes["tensor"]
         # the processes with the same layers and the same part of each weight, over which tensors are sharded
-        num_ranks = num_processes // (axes["tensor"] * axes["pipeline"])
+        num_ranks = num_processes // (tensor * axes["pipeline"])
         work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
-        setting = self._setting(recipe, backend, num_processes, num_ranks, dtype, work, checkpointing)
-        training = self._activations(dtype, checkpointing, work.training, setting.tensor)
+        full = self._traced(dtype).shapes
+        training = self._activations(dtype, checkpointing, work.training, tensor)
+        saving_all = self._activations(dtype, False, work.training, tensor)
+        compute = MODEL_DTYPES[dtype]
+        stored = compute if full.quantization else self._stored_dtype() or compute
+        inputs = work.training.num_tokens * full.hidden_size * full.num_layers * compute.itemsize
+        setting = Setting(
+            backend=backend,
+            num_processes=num_ranks,
+            tensor=tensor,
+            local_processes=max(1, min(num_processes, self.num_processes) // self.machine.nodes),
+            optimizer=recipe.train.optimizer,
+            parallel=recipe.parallel,
+            on_gpu=self.machine.gpu is not None,
+            dtype=dtype,
+            converts=stored != compute,
+            stored_bytes=0 if full.quantization else sum(tensor.numel for tensor in full.base) * stored.itemsize,
+            num_checkpoints=recipe.train.keep_checkpoints,
+            layer_bytes=round(saving_all.saved / full.num_layers),
+            activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
+        )
         evaluation = None
         if work.evaluation is not None:
-            evaluation = self._activations(dtype, False, work.evaluation, setting.tensor, backward=False)
-        shapes = self._traced(dtype, setting.tensor).shapes
+            evaluation = self._activations(dtype, False, work.evaluation, tensor, backward=False)
         memories = [
             memory_of(
                 stage.shapes, setting, stage.live(training), None if evaluation is None else stage.live(evaluation)
             )
-            for stage in stages_of(shapes, axes["pipeline"], work.micro_batches, self._label_share())
+            for stage in stages_of(
+                self._traced(dtype, tensor).shapes, axes["pipeline"], work.micro_batches, self._label_share()
+            )
         ]
         memory = max(memories, key=lambda one: one.peak)
         return Candidate(
@@ -139,37 +161,6 @@ class Estimator:
         rows = self._rows().training
         return 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
 
-    def _setting(
-        self,
-        recipe: Recipe,
-        backend: str,
-        num_processes: int,
-        num_ranks: int,
-        dtype: str,
-        work: Workload,
-        checkpointing: bool,
-    ) -> Setting:
-        shapes = self._traced(dtype).shapes
-        tensor = axis_sizes(backend, recipe.parallel)["tensor"]
-        compute = MODEL_DTYPES[dtype]
-        stored = compute if shapes.quantization else self._stored_dtype() or compute
-        inputs = work.training.num_tokens * shapes.hidden_size * shapes.num_layers * compute.itemsize
-        return Setting(
-            backend=backend,
-            num_processes=num_ranks,
-            tensor=tensor,
-            local_processes=max(1, min(num_processes, self.num_processes) // self.machine.nodes),
-            optimizer=recipe.train.optimizer,
-            parallel=recipe.parallel,
-            on_gpu=self.machine.gpu is not None,
-            dtype=dtype,
-            converts=stored != compute,
-            stored_bytes=0 if shapes.quantization else sum(t.numel for t in shapes.base) * stored.itemsize,
-            num_checkpoints=recipe.train.keep_checkpoints,
-            layer_bytes=round(self._activations(dtype, False, work.training, tensor).saved / shapes.num_layers),
-            activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
-        )
-
     def _shortfall(self, setting: Setting, memory: Memory) -> str:
         """Name the resource that the machine lacks, margin included; empty if nothing is lacking."""
         machine = self.machine
@@ -191,7 +182,7 @@ class Estimator:
         return ""
 
     def _missing_package(self, setting: Setting) -> str | None:
-        package = setting.rules.package
+        package = setting.facts.package
         if package is None or self.machine.described or importlib.util.find_spec(package) is not None:
             return None
         return package
@@ -206,6 +197,81 @@ class Estimator:
             device_type="cpu" if self.machine.gpu is None else "cuda",
             tensor=tensor,
         )
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage.
+
+    shapes: of its tensors. share: its part of the layers. num_waiting: micro-batches whose activations are in memory at
+    once.
+    """
+
+    shapes: ModelShapes
+    share: float = 1.0
+    is_last: bool = True
+    num_waiting: int = 1
+
+    def live(self, full: LiveBytes) -> LiveBytes:
+        """Return the activations of this stage, given those of a micro-batch in the full model."""
+        return LiveBytes(full.saved * self.share * self.num_waiting, full.head if self.is_last else 0.0, full.layer)
+
+
+def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share: float) -> list[PlannedStage]:
+    """Return the stages of a base with its adapter, as training cuts it.
+
+    Raises:
+        RunError: fewer layers than stages.
+    """
+    if number == 1:
+        return [PlannedStage(shapes)]
+    in_layers = [(use, tensor) for tensor in shapes.tensors for use in tensor.uses if isinstance(use, int)]
+    sizes = [0] * (1 + max((layer for layer, _ in in_layers), default=-1))
+    for layer, tensor in in_layers:
+        sizes[layer] += tensor.num_values
+    trained = {use for tensor in shapes.adapter for use in tensor.uses}
+    first = 0 if EMBEDDING in trained else min((use for use in trained if isinstance(use, int)), default=len(sizes))
+    num_head = sum(tensor.num_values for tensor in shapes.tensors if HEAD in tensor.uses)
+    ranges = split_costs(sizes, num_head * label_share, first, number)
+    stages = []
+    for stage, layers in enumerate(ranges):
+        is_last = stage == number - 1
+        own: set[int | str] = {*layers, *((EMBEDDING,) if stage == 0 else ()), *((HEAD,) if is_last else ())}
+        tensors = tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own)
+        stages.append(
+            PlannedStage(
+                replace(shapes, tensors=tensors, num_layers=len(layers)),
+                share=len(layers) / len(sizes),
+                is_last=is_last,
+                num_waiting=min(number - stage, micro_batches),
+            )
+        )
+    return stages
+
+
+def refusals(recipe: Recipe) -> dict[str, str]:
+    """Return backend -> why the recipe's other sections refuse it, for each that they refuse."""
+    reasons = {}
+    for name in BACKENDS:
+        axes = axis_sizes(name, recipe.parallel) | {"sequence": 1}  # which goes with every backend of several processes
+        reasons[name] = why_refused(recipe, name, axes)
+    return {name: why for name, why in reasons.items() if why}
+
+
+def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:
+    """Return why the recipe's other sections refuse a backend with these sizes of axes; empty if they do not."""
+    parallel: dict[str, Any] = {"backend": backend, **axes, "processes": math.prod(axes.values())}
+    try:
+        Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
+    except ValueError as problem:
+        first: Any = problem.errors()[0]  # type: ignore[attr-defined]  # pydantic's
+        return str(first["msg"]).removeprefix("Value error, ").partition(", got ")[0]
+    return ""
+
+
+def axis_sizes(backend: str, parallel: ParallelSection) -> dict[str, int]:
+    """Return axis -> processes along it, where a backend has several processes."""
+    return parallel.axes if BACKENDS[backend].is_distributed else dict.fromkeys(parallel.axes, 1)
 
 
 def apply_changes(recipe: Recipe, changes: Changes) -> Recipe:

@@ -1,27 +1,22 @@
-"""Bytes of one process by category: one function per category, each with its formula.
+"""Bytes of one process by category, from the record of its backend, the shapes of its tensors and its activations.
 
-P: bytes of the base. A: bytes of the adapter in float32. N: processes. Two inputs are measured instead of computed:
-the activations of a micro-batch (activations.py), and the constants of a process without its base, below.
+Every figure is rank 0's, because rank 0 has the largest shards. Two inputs are measured instead of computed: the
+activations of a micro-batch (activations.py), and the constants of a process without its base, below.
 """
 
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
+from lorakit.backends import BACKENDS, Backend, Buffers, Sizes
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.backends import BACKENDS, BackendRules, offloads_of
-from lorakit.planning.model_shapes import ModelShapes
-from lorakit.planning.sharding import (
-    OptimizerStateBytes,
-    adapter_bytes,
-    base_bytes,
-    optimizer_state_bytes,
-    shard_bytes,
-    unsharded,
-)
+from lorakit.planning.model_shapes import ROOT, ModelShapes, TensorShape
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.parallel import OffloadSection
 
+MEGABYTE: Final = 1_000_000
 CPU_PROCESS: Final = {"float32": 450_000_000, "bfloat16": 520_000_000, "float16": 520_000_000}
 """dtype -> bytes of interpreter, torch, transformers and lorakit after a step, with the kernels that oneDNN compiles in
 16 bits; from `python -m benchmarks.plan --process`"""
@@ -35,6 +30,14 @@ MARGIN: Final = 0.25
 HEAP_LAYERS: Final = 5
 """Layers whose saved activations equal the freed blocks that glibc 2.36 does not return; from benchmarks/plan.py."""
 
+FLOAT32_BELOW: Final = 4096  # elements: an 8-bit optimizer stores the moments of a smaller tensor in float32
+BLOCK: Final = 256  # values of an 8-bit moment that share a scale
+CODE_TABLE_BYTES: Final = 2 * 256 * 4  # the float32 value of each 8-bit code, one table for each moment
+PAGED_FROM: Final = 100_000  # elements: the moments of a smaller tensor are not paged
+COUNTER_BYTES: Final = 4
+NUM_MOMENTS: Final = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
+"""optimizer -> float32 values of state for each value of a tensor"""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -45,14 +48,11 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Saved for backward, plus the temporaries of the layer being computed."""
+    """Saved for backward, plus the temporaries of the layer being computed, plus the freed blocks of the C heap."""
     logits: int
     """Output head and loss, if the step's peak is there."""
-    gathered: int
-    """Sharded tensors while they are gathered, and the messages they arrive in."""
-    messages: int
-    heap: int
-    """On CPUs: freed blocks that the C library neither reuses nor returns."""
+    buffers: int
+    """Messages, flat copies, and sharded tensors while they are gathered."""
     process: int
     loading: int
     """Peak of the process while the base is loaded."""
@@ -106,74 +106,96 @@ class Setting:
     """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
 
     @property
-    def rules(self) -> BackendRules:
+    def facts(self) -> Backend:
         return BACKENDS[self.backend]
 
     @property
     def offloads(self) -> OffloadSection:
         return offloads_of(self.backend, self.parallel)
 
+    @property
+    def reads_parts(self) -> bool:
+        """True if a process reads only a part of the base from its files."""
+        return self.facts.shards_base or self.tensor > 1
+
+    def shard_bytes(self, tensors: Iterable[TensorShape], *, sharded: bool = True) -> int:
+        """Return the bytes of a rank's shards of tensors, or of the full tensors if they are not sharded."""
+        if not sharded:
+            return sum(tensor.nbytes for tensor in tensors)
+        return sum(
+            self.facts.shard_numel(tensor.shape, self.num_processes, trainable=tensor.trainable) * tensor.itemsize
+            for tensor in tensors
+        )
+
+
+def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:
+    """Return the part of the recipe's offloading that a backend can do."""
+    facts = BACKENDS[backend]
+    offloads = parallel.model_copy(update={"backend": backend}).offloads
+    optimizer = offloads.optimizer if offloads.optimizer in facts.optimizer_memory else "none"
+    parameters = offloads.parameters if offloads.parameters in facts.base_memory else "none"
+    if facts.offloads_together and optimizer != parameters:
+        return OffloadSection(optimizer="cpu", parameters="cpu")
+    return OffloadSection(optimizer=optimizer, parameters=parameters)
+
 
 def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None) -> Memory:
-    """Return the memory of one process at the peak of a step, and while it loads and saves.
-
-    adapter: A; A / N under fsdp2; A + A / N under zero3, which stores the full adapter beside its shards. gradients: A
-    or A / N. optimizer: such as AdamW's two moments, 2 A or 2 A / N in float32, and step counters.
-    """
-    rules = setting.rules
-    num_ranks = setting.num_processes
-    has_optimizer = setting.offloads.optimizer == "none" or not setting.on_gpu
-    has_adapter = setting.offloads.parameters == "none" or not (setting.on_gpu and rules.offloads_adapter)
-    activations, logits, gathered = max(_phases(shapes, setting, training, evaluation), key=sum)
-    step = Memory(
-        base=resident_base_bytes(shapes, setting),
-        adapter=shard_bytes(shapes.adapter, rules.adapter, num_ranks) if has_adapter else 0,
-        gradients=rules.gradients(shapes, num_ranks) if has_optimizer else 0,
-        optimizer=_optimizer_state(shapes, setting).resident if has_optimizer else 0,
-        activations=activations,
+    """Return the memory of one process at the peak of a step, and while it loads and saves."""
+    facts = setting.facts
+    offloads = setting.offloads
+    has_optimizer = offloads.optimizer == "none" or not setting.on_gpu
+    has_adapter = offloads.parameters == "none" or not (setting.on_gpu and facts.shards_adapter)
+    base = resident_base_bytes(shapes, setting)
+    adapter = setting.shard_bytes(shapes.adapter, sharded=facts.shards_adapter) if has_adapter else 0
+    gradients = setting.shard_bytes(shapes.adapter, sharded=facts.shards_gradients) if has_optimizer else 0
+    optimizer = _optimizer_state(shapes, setting).resident if has_optimizer else 0
+    process = process_bytes(shapes, setting)
+    buffers = facts.buffers(_sizes(shapes, setting))
+    activations, logits, gathered = max(_phases(setting, buffers, training, evaluation), key=sum)
+    # a checkpoint is written from full copies on the CPU
+    copies = 0 if setting.on_gpu else checkpoint_bytes(shapes, setting)
+    return Memory(
+        base=base,
+        adapter=adapter,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations + heap_bytes(shapes, setting),
         logits=logits,
-        gathered=gathered,
-        messages=rules.messages(shapes, num_ranks, setting.parallel),
-        heap=heap_bytes(shapes, setting),
-        process=process_bytes(shapes, setting),
-        loading=0,
-        saving=0,
-    )
-    return replace(
-        step,
-        loading=loading_bytes(shapes, setting, step),
-        saving=saving_bytes(shapes, setting, step),
+        buffers=buffers.resident + gathered,
+        process=process,
+        loading=base + adapter + process + loading_bytes(shapes, setting),
+        saving=base + adapter + gradients + optimizer + buffers.resident + process + copies,
         host=host_bytes(shapes, setting),
         disk=disk_bytes(shapes, setting),
     )
 
 
 def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the bytes of base weights on the device: P, this rank's shards, or 0 if offloaded.
+    """Return the bytes of base weights on the device: all, this rank's shards, or 0 if offloaded.
 
     With ``stream``: twice the largest layer, plus every tensor outside the layers.
     """
     if setting.offloads.streams:
         layers = shapes.base_bytes_of_layers()
-        return base_bytes(shapes) - sum(layers) + 2 * max(layers)
+        return shapes.base_bytes - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
-    return shard_bytes(shapes.frozen, setting.rules.base, setting.num_processes)
+    return setting.shard_bytes(shapes.frozen, sharded=setting.facts.shards_base)
 
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the bytes of a checkpoint: A + fixed tensors + unsharded optimizer state; 3 A with AdamW in float32."""
-    state = optimizer_state_bytes(setting.optimizer, shapes, unsharded, 1, 0)
-    return adapter_bytes(shapes) + shapes.fixed_bytes + state.resident + state.paged
+    """Return the bytes of a checkpoint: adapter, fixed tensors, unsharded optimizer state."""
+    state = optimizer_state_bytes(setting.optimizer, shapes.adapter, shapes.adapter_bytes, 0)
+    return shapes.adapter_bytes + shapes.fixed_bytes + state.resident + state.paged
 
 
 def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the freed blocks of the C heap: the saved activations of HEAP_LAYERS layers.
+    """Return the freed blocks of the C heap that are neither reused nor returned: activations of HEAP_LAYERS layers.
 
     0 where lorakit makes the C library return freed blocks at once: with a sharded or quantised base, because gathered
     or dequantised weights are allocated and freed all the time.
     """
-    if setting.on_gpu or setting.rules.splits_base or shapes.quantization:
+    if setting.on_gpu or setting.facts.shards_base or shapes.quantization:
         return 0
     return HEAP_LAYERS * setting.layer_bytes
 
@@ -183,49 +205,39 @@ def process_bytes(shapes: ModelShapes, setting: Setting) -> int:
     if setting.on_gpu:
         return CUDA_CONTEXT + (NCCL_BUFFERS if setting.num_processes * setting.tensor > 1 else 0)
     quantizes = bool(shapes.quantization) or setting.optimizer in BNB_OPTIMIZERS
-    packages = (setting.rules.package, "bitsandbytes" if quantizes else None)
+    packages = (setting.facts.package, "bitsandbytes" if quantizes else None)
     return CPU_PROCESS[setting.dtype] + sum(PACKAGE_BYTES[package] for package in packages if package is not None)
 
 
-def loading_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
-    """Return the peak while the base is loaded: base, adapter and process, plus the buffers of loading.
+def loading_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes needed while the base is loaded, besides base, adapter and process.
 
     On CPUs a base in the dtype of its files is memory-mapped, so only a converted base needs the mapped files besides.
     On GPUs files are read into host memory. A quantised base needs one weight in floats at a time on either.
     """
-    resident = step.base + step.adapter + step.process
-    read_in_shards = setting.rules.splits_base or setting.offloads.streams or setting.tensor > 1
-    mapped = setting.stored_bytes if setting.converts and not read_in_shards and not setting.on_gpu else 0
-    return resident + mapped + shapes.quantizing_bytes
-
-
-def saving_bytes(shapes: ModelShapes, setting: Setting, step: Memory) -> int:
-    """Return the peak while a checkpoint is written: all but activations, and on CPUs full copies of about 3 A."""
-    resident = step.base + step.adapter + step.gradients + step.optimizer + step.messages + step.process
-    return resident + (0 if setting.on_gpu else checkpoint_bytes(shapes, setting))
+    is_mapped = setting.converts and not setting.on_gpu and not (setting.reads_parts or setting.offloads.streams)
+    return (setting.stored_bytes if is_mapped else 0) + shapes.quantizing_bytes
 
 
 def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the host memory of a GPU's process: libraries, plus the larger of loading and training.
 
     Loading: a machine's processes share the mapped files of an unsharded base; a converted copy is each process's own;
-    a quantised base is read one tensor at a time. Training: offloaded state and a checkpoint of about 3 A.
+    a quantised base is read one tensor at a time. Training: offloaded state and a checkpoint.
     """
     if not setting.on_gpu:
         return 0
-    num_ranks = setting.num_processes
-    rules = setting.rules
-    in_parts = rules.splits_base or setting.tensor > 1
-    shared = 0 if in_parts else setting.stored_bytes // setting.local_processes
-    own = base_bytes(shapes) if setting.converts and not in_parts else 0
+    facts = setting.facts
+    shared = 0 if setting.reads_parts else setting.stored_bytes // setting.local_processes
+    own = shapes.base_bytes if setting.converts and not setting.reads_parts else 0
     if shapes.quantization:
         own = max(tensor.nbytes for tensor in shapes.frozen) + shapes.quantizing_bytes
     state = _optimizer_state(shapes, setting)
     offloaded = state.paged
     if setting.offloads.parameters in ("cpu", "stream"):
-        offloaded += shard_bytes(shapes.frozen, rules.base, num_ranks)
-    if setting.offloads.optimizer == "cpu":
-        offloaded += state.resident + 2 * shard_bytes(shapes.adapter, rules.optimizer, num_ranks)
+        offloaded += setting.shard_bytes(shapes.frozen, sharded=facts.shards_base)
+    if setting.offloads.optimizer == "cpu":  # with the masters and their gradients
+        offloaded += state.resident + 2 * setting.shard_bytes(shapes.adapter, sharded=facts.shards_optimizer)
     training = offloaded + setting.activations_on_host + checkpoint_bytes(shapes, setting)
     return HOST_OF_GPU_PROCESS + max(shared + own, training)
 
@@ -234,30 +246,101 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the disk space per machine: checkpoints and two more being written, the patch, offloaded state."""
     offloaded = 0
     if setting.offloads.parameters == "nvme":
-        offloaded += shard_bytes(shapes.frozen, setting.rules.base, setting.num_processes)
+        offloaded += setting.shard_bytes(shapes.frozen)
     if setting.offloads.optimizer == "nvme":
         offloaded += 2 * _optimizer_state(shapes, setting).resident
-    patch = adapter_bytes(shapes) + shapes.fixed_bytes
+    patch = shapes.adapter_bytes + shapes.fixed_bytes
     checkpoints = (setting.num_checkpoints + 2) * checkpoint_bytes(shapes, setting)
     return checkpoints + patch + offloaded * setting.local_processes
 
 
-def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
-    """Return this rank's optimizer state, offloaded or not."""
-    rules = setting.rules
-    num_counters = 1 if rules.one_counter else len(shapes.adapter)
-    return optimizer_state_bytes(setting.optimizer, shapes, rules.optimizer, setting.num_processes, num_counters)
-
-
 def _phases(
-    shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None
+    setting: Setting, buffers: Buffers, training: LiveBytes, evaluation: LiveBytes | None
 ) -> tuple[tuple[int, int, int], ...]:
     """Return (activations, logits, gathered) of each phase of a micro-batch that may be the peak."""
-    gathered = setting.rules.gathered(shapes, setting.num_processes, setting.parallel, on_gpu=setting.on_gpu)
     saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
     logits = max(round(training.head), round(evaluation.head) - saved if evaluation else 0)
     return (
-        (0, 0, gathered.start),
-        (saved + round(training.layer), 0, gathered.layer),
-        (saved, logits, gathered.head),
+        (0, 0, buffers.start),
+        (saved + round(training.layer), 0, buffers.layer),
+        (saved, logits, buffers.head),
     )
+
+
+def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
+    """Return the sizes that decide the backend's buffers."""
+    groups = shapes.bytes_of_groups()
+    root = groups.pop(ROOT, 0)
+    in_embedding = [name for name in groups if shapes.embedding is not None and shapes.embedding.startswith(f"{name}.")]
+    embedding = sum(groups.pop(name) for name in in_embedding)
+    return Sizes(
+        num_ranks=setting.num_processes,
+        on_gpu=setting.on_gpu,
+        base=shapes.base_bytes,
+        adapter=shapes.adapter_bytes,
+        value=shapes.base_bytes / sum(tensor.numel for tensor in shapes.frozen),
+        largest=max(tensor.nbytes for tensor in shapes.frozen),
+        root=root,
+        embedding=embedding,
+        layers=sum(groups.values()),
+        layer=max(groups.values(), default=0),
+        bucket=round(setting.parallel.bucket_mb * MEGABYTE),
+        prefetch=round(setting.parallel.prefetch_mb * MEGABYTE),
+        reshard_after_forward=setting.parallel.reshard_after_forward,
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerStateBytes:
+    """Bytes of optimizer state: ``resident`` on the computing device, ``paged`` to host memory under pressure."""
+
+    resident: int
+    paged: int = 0
+
+
+def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
+    """Return this rank's optimizer state, offloaded or not."""
+    moment = setting.shard_bytes(shapes.adapter, sharded=setting.facts.shards_optimizer)
+    # DeepSpeed joins all tensors into one, which has one counter
+    num_counters = len(shapes.adapter) if setting.facts.zero_stage is None else 1
+    return optimizer_state_bytes(setting.optimizer, shapes.adapter, moment, num_counters)
+
+
+def optimizer_state_bytes(
+    name: str, adapter: Sequence[TensorShape], moment_bytes: int, num_counters: int
+) -> OptimizerStateBytes:
+    """Return a rank's state of an optimizer named as in recipes. moment_bytes: of one value in float32 per parameter.
+
+    ``adamw`` and ``adafactor`` store step counters as tensors, the others count in Python or not at all.
+    """
+    if name in NUM_MOMENTS:
+        return OptimizerStateBytes(NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"))
+    if name == "adafactor":
+        return OptimizerStateBytes(sum(map(_factor_bytes, adapter)) + COUNTER_BYTES * num_counters)
+    eight_bit = name.endswith("8bit")
+    is_paged = name.startswith("paged")
+    resident = 0
+    paged = 0
+    for tensor in adapter:
+        size = _two_moments_bytes(tensor, eight_bit)
+        if is_paged and tensor.numel >= PAGED_FROM:
+            paged += size
+        else:
+            resident += size
+    has_codes = eight_bit and any(tensor.numel >= FLOAT32_BELOW for tensor in adapter)
+    return OptimizerStateBytes(resident + (CODE_TABLE_BYTES if has_codes else 0), paged)
+
+
+def _factor_bytes(tensor: TensorShape) -> int:
+    """Return the bytes of a second moment in float32: of a matrix its means over rows and over columns."""
+    if len(tensor.shape) < 2:
+        return 4 * tensor.numel
+    *first, rows, columns = tensor.shape
+    return 4 * math.prod(first) * (rows + columns)
+
+
+def _two_moments_bytes(tensor: TensorShape, eight_bit: bool) -> int:
+    """Return the bytes of two moments, in 8 bits with a float32 scale per block, or in float32."""
+    if eight_bit and tensor.numel >= FLOAT32_BELOW:
+        return 2 * (tensor.numel + 4 * math.ceil(tensor.numel / BLOCK))
+    return 2 * 4 * tensor.numel

@@ -86,6 +86,16 @@ class ModelShapes:
         return tuple(tensor for tensor in self.frozen if not tensor.in_checkpoint)
 
     @property
+    def base_bytes(self) -> int:
+        """Bytes of all frozen tensors."""
+        return sum(tensor.nbytes for tensor in self.frozen)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of all trainable tensors."""
+        return sum(tensor.nbytes for tensor in self.adapter)
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
         return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)

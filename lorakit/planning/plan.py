@@ -1,10 +1,13 @@
-"""The plan of a recipe: the memory of a process with every backend on a machine, and the advice, as text and JSON."""
+"""The plan of a recipe: the memory of a process with every backend on a machine, and the advice, as text and JSON.
+
+The `auto` keys of a recipe get the advised values, or those of the run in the recipe's output folder.
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
@@ -16,16 +19,17 @@ from lorakit.errors import RunError
 from lorakit.files.text import columns, count, size
 from lorakit.parallel.axes import check_axes
 from lorakit.planning.advise import Advice, advise
-from lorakit.planning.estimate import Candidate, Estimator, install
-from lorakit.planning.gpus import GB
-from lorakit.planning.machine import Machine, detect_machine
+from lorakit.planning.estimate import Candidate, Estimator, apply_changes, install
+from lorakit.planning.machine import GB, Machine, detect_machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
-from lorakit.planning.sharding import base_bytes
 from lorakit.recipe import Recipe
+from lorakit.run.record import flatten, recorded_run
 
+BACKEND: Final = "parallel.backend"
+CHECKPOINTING: Final = "train.activation_checkpointing"
 HEADS: Final = {
     "base": "base", "adapter": "adapter", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-    "logits": "logits", "gathered": "gather", "messages": "sends", "heap": "heap", "process": "process",
+    "logits": "logits", "buffers": "buffers", "process": "process",
 }  # fmt: skip
 """category of memory -> head of its column"""
 
@@ -154,6 +158,54 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     return Plan(machine, estimator.dtype, advice, facts, recipe.parallel.backend, estimator.refusals)
 
 
+@final
+@dataclass(frozen=True)
+class Choice:
+    """Values chosen for the `auto` keys of a recipe and its axes; empty for a recipe without such keys."""
+
+    values: Mapping[str, Any]
+    """Recipe key -> value."""
+    why: str
+    """One clause for each key, for the summary and run.json."""
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the chosen values."""
+        return apply_changes(recipe, self.values)
+
+
+def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool) -> Choice:
+    """Choose values for the `auto` keys of a recipe. A resumed run gets the values it was started with.
+
+    machine: None for this one.
+
+    Raises:
+        RunError: nothing fits; names the change that would help.
+    """
+    auto_keys = recipe.auto_keys
+    if not auto_keys:
+        return Choice({}, "")
+    recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
+    if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
+        values = {key: recorded[key] for key in auto_keys}
+        if BACKEND in auto_keys:
+            axes = {f"parallel.{axis}": recorded.get(f"parallel.{axis}", 1) for axis in recipe.parallel.axes}
+            values |= {key: ranks for key, ranks in axes.items() if ranks > 1}
+        return Choice(values, f"{', '.join(map(_shown, values.items()))}, as this run was begun")
+    plan = make_plan(recipe, machine)
+    candidates = {candidate.backend: candidate for candidate in plan.advice.backends}
+    candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
+    if candidate is None:
+        raise RunError(f"parallel.backend: auto: {plan.refusal}")
+    advice = {
+        BACKEND: (candidate.backend, f"{candidate.name}: {plan.why}"),
+        CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
+    }
+    values = {key: advice[key][0] for key in auto_keys}
+    if BACKEND in auto_keys:
+        values |= {f"parallel.{axis}": ranks for axis, ranks in candidate.axes.items()}
+    return Choice(values, "; ".join(advice[key][1] for key in auto_keys))
+
+
 def _check_axes(recipe: Recipe, folder: Path, num_processes: int) -> None:
     """Raise RunError unless so many processes can share the base along the axes of the recipe."""
     axes = {axis: ranks for axis, ranks in recipe.parallel.axes.items() if ranks > 1}
@@ -187,7 +239,7 @@ def _recipe_facts(estimator: Estimator, advice: Advice) -> list[str]:
     return columns([
         ("machine", estimator.machine.describe()),
         ("base", f"{estimator.recipe.base.model}, {shapes.architecture}, {count(total)} parameters in {estimator.dtype}"
-                 f"{quantized}, {size(base_bytes(shapes))}"),
+                 f"{quantized}, {size(shapes.base_bytes)}"),
         ("adapter", f"{count(trainable)} parameters in float32"),
         ("micro-batch", f"{tokens} tokens, {batch.num_labels} labels; {work.micro_batches} of each process in a step"),
         ("rows", work.source),
@@ -239,3 +291,16 @@ def _gigabytes(number: int) -> str:
 
 def _megabytes(number: int) -> str:
     return "-" if number == 0 else f"{number / 1e6:,.0f}" if number >= 5e5 else "<1"
+
+
+def _shown(item: tuple[str, Any]) -> str:
+    key, value = item
+    return str(value) if isinstance(value, str) else f"{key.rpartition('.')[2]}: {value}"
+
+
+def _why_checkpointing(candidate: Candidate) -> str:
+    if candidate.checkpointing:
+        return "layers are recomputed, without which it would not fit"
+    if candidate.fits:
+        return "memory suffices without recomputation"
+    return f"nothing is recomputed, which would not make it fit either: {candidate.shortfall}"

@@ -22,14 +22,14 @@ from lorakit.inference.measures import MEASURES, check_measures
 from lorakit.lora import adapter_tensors
 from lorakit.lora.coverage import adapter_notes
 from lorakit.parallel.axes import check_axes
-from lorakit.parallel.backends import check_prerequisites
 from lorakit.parallel.optimizer import check_tensors
+from lorakit.parallel.setup import check_prerequisites
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.display import row_progress
 from lorakit.run.record import open_record, recorded_run
-from lorakit.run.trackers import check_trackers
+from lorakit.run.report import check_trackers
 from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints, check_disk
 from lorakit.training.finish import check_length

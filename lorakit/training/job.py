@@ -40,7 +40,7 @@ from lorakit.ops.embedding_noise import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.axes import check_axes
-from lorakit.parallel.pipeline.cut import structure_of
+from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import AdapterSection, Recipe

@@ -22,11 +22,9 @@ from lorakit.parallel import Engine, NonFiniteStep
 from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
 from lorakit.run.lock import locked
-from lorakit.run.record import RunRecord, flatten, open_record
-from lorakit.run.report import NullReport, Report, reporting
-from lorakit.run.result import read_result
+from lorakit.run.record import RunRecord, flatten, open_record, read_result
+from lorakit.run.report import NullReport, Report, check_trackers, reporting
 from lorakit.run.signals import StopRequest, catching_signals
-from lorakit.run.trackers import check_trackers
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Evaluation, Hooks, RunStart, Step
 from lorakit.training.checkpoint import SaveSchedule
 from lorakit.training.finish import discard, finish, go_on, stops_early, verify_finished_run

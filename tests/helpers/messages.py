@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from lorakit.base.skeleton import adapted_skeleton
-from lorakit.parallel.sequence.ulysses import kv_repeats
+from lorakit.parallel.sequence.axis import kv_repeats
 from lorakit.parallel.tensor import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.activations import traced_model
+from lorakit.planning.estimate import stages_of
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
-from lorakit.planning.stages import stages_of
 from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.ranks import Case
 from tests.parallel.axis_messages import (
@@ -99,13 +99,11 @@ def _cut_model(
 ) -> CutModel:
     """A transformer with two blocks in a layer, whose first layer reads the embedding itself."""
     vocabulary = {use for tensor in shapes.tensors if tensor.name in cut for use in tensor.uses}
-    embedding = EMBEDDING in vocabulary and is_first
     return CutModel(
         num_blocks=2 * shapes.num_layers,
         num_summed=2 * shapes.num_layers,
         in_parts=True,
-        embedding=embedding,
-        scatters_embedding=embedding,
+        embedding=EMBEDDING in vocabulary and is_first,
         head=HEAD in vocabulary and is_last,
         uncut_bytes=sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in cut),
         product_bytes=FLOAT * _ranks_along(shapes, cut, is_first and not trains_embedding),

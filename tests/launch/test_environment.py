@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from lorakit.errors import RunError
-from lorakit.launch.environment import World, contradictions, detect_world, launched_size, split_endpoint
-from lorakit.launch.slurm import node_names
+from lorakit.launch.environment import World, contradictions, detect_world, launched_size, node_names, split_endpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,7 @@ import pytest
 
 from lorakit.errors import PeerFailure
 from lorakit.files.progress import report_progress
-from lorakit.launch.heartbeat import FailureReason
-from lorakit.launch.watchdog import EXIT_SECONDS, RAISE_SECONDS, Watchdog
+from lorakit.launch.watchdog import EXIT_SECONDS, RAISE_SECONDS, FailureReason, Watchdog
 from lorakit.parallel.setup import final_error
 
 ROOT = Path(__file__).parents[2]

@@ -134,7 +134,6 @@ def _tensor_bounds(
         num_summed=parts.summed_layers,
         in_parts=in_parts,
         embedding=parts.cuts_embedding and has_embedding,
-        scatters_embedding=in_parts and tokens.scatters_embedding,
         head=head and loss_model.chunked,
         uncut_bytes=0.0,
     )
@@ -148,7 +147,7 @@ def _tensor_bounds(
     most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0, product_bytes=4.0 * along)))
     # an input of the first layer needs a gradient where a norm before it is trained
     _add(most, "reduce_scatter" if in_parts else "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
-    from lorakit.parallel.tensor.linear import TensorParallelLoraLinear
+    from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear
 
     times = micro_batches * (1 + work.recomputes)
     for layer in model.modules():  # squares of a merged weight's columns

@@ -48,15 +48,13 @@ class CutModel:
 
     num_blocks: with layers that are cut by outputs, whose input is gathered. num_summed: layers that are cut by inputs,
     whose outputs are summed. in_parts: True if each rank has some of the tokens between the blocks. embedding, head:
-    True if cut, and here. scatters_embedding: True if its rows are added where the tokens are cut. uncut_bytes: of
-    gradients that meet once a step. product_bytes: of the x A^T of a token, whose gradients go along with those of x.
+    True if cut, and here. uncut_bytes: of gradients that meet once a step. product_bytes: of the x A^T of a token, whose gradients go along with those of x.
     """
 
     num_blocks: int
     num_summed: int
     in_parts: bool
     embedding: bool
-    scatters_embedding: bool
     head: bool
     uncut_bytes: float
     product_bytes: float = 0.0
@@ -97,19 +95,17 @@ def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
     blocks = cut.num_blocks * work.num_trained / work.num_layers
     summed = cut.num_summed * work.num_trained / work.num_layers
     recomputed = work.recomputes * (summed - work.num_trained)
-    # the embedding's output has a gradient where it is trained or layers are recomputed, unless it is scattered
-    has_gradient = work.trains_embedding or (work.is_first and work.recomputes)
-    enters = work.sends_gradient or (has_gradient and not cut.scatters_embedding)
+    # the embedding's output has a gradient where it is trained or layers are recomputed
+    enters = work.sends_gradient or work.trains_embedding or (work.is_first and work.recomputes)
     inputs = blocks - (not enters and work.num_trained > 0)
     size = work.num_tokens * work.token_bytes
-    sums = cut.embedding and not cut.scatters_embedding
     if cut.in_parts:
         gathers = cut.num_blocks + work.recomputes * blocks + summed + enters + 1
-        scatters = cut.num_summed + recomputed + inputs + cut.head + cut.scatters_embedding
-        in_full, along = float(sums), work.num_tokens * cut.product_bytes
+        scatters = cut.num_summed + recomputed + inputs + cut.head
+        in_full, along = float(cut.embedding), work.num_tokens * cut.product_bytes
     else:
         gathers, scatters, along = 0.0, 0.0, 0.0
-        in_full = sums + cut.num_summed + recomputed + inputs + cut.head
+        in_full = cut.embedding + cut.num_summed + recomputed + inputs + cut.head
     by_kind = {
         "all_gather": Messages(gathers * work.micro_batches, gathers * size),
         "reduce_scatter": Messages(scatters * work.micro_batches, scatters * size + along),

@@ -19,9 +19,8 @@ from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
-from lorakit.parallel.layer_stream import FileSource, HostSource, LayerStream, streamed_layers
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.parallel.streaming import StreamingEngine
+from lorakit.parallel.streaming import FileSource, HostSource, LayerStream, StreamingEngine, streamed_layers
 from lorakit.patch import read_patch
 from lorakit.planning import make_plan as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
@@ -274,7 +273,7 @@ def test_a_base_several_times_larger_than_the_memory_trains(tmp_path: Path, toke
             {"backend": "ddp", "offload": {"parameters": "stream"}, "processes": 2},
             "`stream` for the parameters goes with backend single",
         ),
-        ({"offload": "cpu"}, "`cpu` for the optimizer goes with backend zero1, zero2, zero3 or fsdp2, got `single`"),
+        ({"offload": "cpu"}, "`cpu` for the optimizer goes with backend zero1, zero2, fsdp2 or zero3, got `single`"),
         ({"offload": {"optimizer": "stream"}}, "offload"),
         ({"backend": "auto", "offload": "stream"}, "goes with a backend that is named"),
     ],

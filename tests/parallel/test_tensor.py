@@ -17,7 +17,6 @@ from lorakit.parallel.tensor import checked_plan
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
 from lorakit.parallel.tensor.probe import check_layers, copy_layers
 from lorakit.parallel.tensor.weight_group import WeightGroup
-from lorakit.planning.sharding import adapter_bytes, base_bytes
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned, shapes_of_case
 from tests.helpers.models import scrambled
@@ -161,7 +160,7 @@ def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results
     for case in PARTS[processes]:
         name, result = case["name"], shared[case["name"]]
         if name == "ties":  # rounding chooses among them, so one process takes other steps; the start is not refused
-            assert result["ranks"][0]["tensor_parts"] == {"blocks": 4, "tokens": "in parts", "scatters_embedding": True}
+            assert result["ranks"][0]["tensor_parts"] == {"blocks": 4, "tokens": "in parts"}
         elif name == "half":  # as far from float32 as one process is
             exact, own, other = (each["adapter"] for each in (alone["biased"], alone["half"], result))
             assert 0 < distance(other, exact) <= 1.5 * distance(own, exact)
@@ -186,8 +185,8 @@ def test_a_rank_has_its_part_of_the_base(results: Results, folder: Path, process
             (shapes_of_case(folder / "base", {"name": "plain"}, 2), ranks),
             (shapes_of_case(folder / EXPERTS["base"], EXPERTS, 2), results(2)["experts"]["ranks"]),
         ):
-            assert max(rank["base_bytes"] for rank in parts) == base_bytes(shapes)
-            assert max(rank["adapter_bytes"] for rank in parts) == adapter_bytes(shapes)
+            assert max(rank["base_bytes"] for rank in parts) == shapes.base_bytes
+            assert max(rank["adapter_bytes"] for rank in parts) == shapes.adapter_bytes
     for rank in ranks:
         assert rank["base_bytes"] <= 1.05 * alone["base_bytes"] / processes
         assert rank["mesh"] == {"data": processes // 2, "pipeline": 1, "sequence": 1, "tensor": 2}
@@ -199,20 +198,18 @@ def test_an_adapter_sends_one_message_more_than_the_base_does(results: Results, 
     layers, rank = 2, 3
     # forward: two inputs of blocks in each layer, and the loss's; backward: the gradients of two outputs
     gathers = (2 * layers + 1) + 2 * layers
-    # forward: the embedding's, two outputs; backward: two inputs but the first one, without a gradient, and the loss's
-    scatters = (1 + 2 * layers) + (2 * layers - 1 + 1)
+    # forward: two outputs; backward: two inputs but the first one, without a gradient, and the loss's
+    scatters = 2 * layers + (2 * layers - 1 + 1)
     for facts in results(processes)["plain"]["ranks"]:
         sent = facts["collectives_by_axis"]["tensor"]
-        # in full: two numbers of each label, and once in a step the gradients of the adapter
-        calls = {"all_reduce": 2 + 1, "all_gather": gathers, "reduce_scatter": scatters}
+        # in full: the embedding's output, two numbers of each label, and once in a step the gradients of the adapter
+        calls = {"all_reduce": 1 + 2 + 1, "all_gather": gathers, "reduce_scatter": scatters}
         assert {kind: count["calls"] for kind, count in sent.items()} == calls
         tokens = sent["all_gather"]["bytes"] // gathers  # of one message: all tokens, 32 wide, in float32
         # gradients of x A^T go along: of q, k, v, gate and up, but the first layer's q, k and v
         along = (5 * layers - 3) * tokens * rank // 32
         assert sent["reduce_scatter"]["bytes"] == scatters * tokens + along
-        assert facts["tensor_parts"] == {"blocks": 2 * layers, "tokens": "in parts", "scatters_embedding": True}
-    # noise is added to the embedding's output, so all ranks need all of it
-    assert not any(facts["tensor_parts"]["scatters_embedding"] for facts in results(processes)["gemma"]["ranks"])
+        assert facts["tensor_parts"] == {"blocks": 2 * layers, "tokens": "in parts"}
 
 
 @pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in PARTS])

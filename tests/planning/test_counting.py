@@ -20,9 +20,9 @@ from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part, traced_model
+from lorakit.planning.memory import OptimizerStateBytes, optimizer_state_bytes
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import ModelShapes
-from lorakit.planning.sharding import OptimizerStateBytes, adapter_bytes, base_bytes, optimizer_state_bytes, unsharded
 from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.memory_counter import Alive
@@ -147,8 +147,8 @@ def test_a_base_with_its_adapter_has_and_saves_the_bytes_of_a_real_one(name: str
     model = adapted(section, adapter, tmp_path, kind.dtype)
     trainable = adapter_tensors(model)
     known = {id(tensor) for tensor in trainable.values()}
-    assert base_bytes(planned.shapes) == sum(p.nbytes for p in model.parameters() if id(p) not in known)
-    assert adapter_bytes(planned.shapes) == sum(tensor.nbytes for tensor in trainable.values())
+    assert planned.shapes.base_bytes == sum(p.nbytes for p in model.parameters() if id(p) not in known)
+    assert planned.shapes.adapter_bytes == sum(tensor.nbytes for tensor in trainable.values())
     assert planned.shapes.fixed_bytes == sum(tensor.nbytes for tensor in fixed_tensors(model).values())
     ids = torch.arange(width)[None] % 60
     batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, width, (width,))
@@ -169,7 +169,7 @@ def test_a_quantised_weight_is_in_floats_for_a_moment_and_counts_for_all_its_val
     assert dequantised.saved == in_two.saved == full.saved
     assert full.layer < weight < dequantised.layer <= full.layer + 1.1 * weight
     assert 1.8 * weight < in_two.layer <= full.layer + 2.1 * weight  # bytes become floats in two products
-    assert base_bytes(four_bits) < base_bytes(eight_bits) < base_bytes(plain)
+    assert four_bits.base_bytes < eight_bits.base_bytes < plain.base_bytes
     assert sum(piece.num_values for piece in four_bits.base) == sum(piece.numel for piece in plain.base)
     assert four_bits.quantizing_bytes > weight
     assert plain.quantizing_bytes == 0
@@ -204,7 +204,7 @@ def test_a_part_of_the_weights_has_its_part_of_every_byte_but_those_of_the_head(
     AutoConfig.for_model("llama", **(SMALL | {"hidden_size": 256, "intermediate_size": 768})).save_pretrained(tmp_path)
     one, two = traced(tmp_path), traced(tmp_path, tensor=2)
     full, part = one.count(packed(256)), two.count(packed(256))
-    assert base_bytes(two.shapes) == pytest.approx(base_bytes(one.shapes) / 2, rel=0.02)  # norms are in each process
+    assert two.shapes.base_bytes == pytest.approx(one.shapes.base_bytes / 2, rel=0.02)  # norms are in each process
     assert full.saved / 2 < part.saved < full.saved
     assert activations_of_part(full, part, 2) == LiveBytes(full.saved / 2, part.head, full.layer / 2)
     assert full.head / 2 < part.head < full.head
@@ -234,7 +234,7 @@ def test_a_base_with_quantised_files_is_planned_as_it_is_loaded(quantize: str, b
     shapes = traced(tmp_path).shapes
 
     model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), sharded=False).model
-    assert base_bytes(shapes) == sum(p.nbytes for p in model.parameters())
+    assert shapes.base_bytes == sum(p.nbytes for p in model.parameters())
     assert shapes.quantization == quantize
     assert shapes.quantizing_bytes == 0  # no weight is in floats while it is read
     (tmp_path / "config.json").write_text(
@@ -255,12 +255,12 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str, base: Path)
     real = local_bytes(value for state in optimizer.state.values() for value in state.values())
 
     assert real > 0
-    assert optimizer_state_bytes(name, shapes, unsharded, 1, len(tensors)) == OptimizerStateBytes(real)
+    assert optimizer_state_bytes(name, shapes.adapter, shapes.adapter_bytes, len(tensors)) == OptimizerStateBytes(real)
 
 
 def test_the_moments_of_large_tensors_are_paged(base: Path) -> None:
     shapes = traced(base, AdapterSection(rank=100, rank_pattern={"q_proj": 3})).shapes
     larger = [replace(piece, shape=(piece.shape[0] * 30, *piece.shape[1:])) for piece in shapes.adapter]
-    paged = optimizer_state_bytes("paged_adamw8bit", replace(shapes, tensors=tuple(larger)), unsharded, 1, 0)
+    paged = optimizer_state_bytes("paged_adamw8bit", larger, 0, 0)
     assert paged.paged > 0
     assert paged.resident > 0  # of tensors of fewer than 100,000 elements

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from lorakit.backends import BACKENDS
 from lorakit.cli import main
 from lorakit.errors import LorakitError, RunError
 from lorakit.planning import Machine, Plan, machine_with_gpu, make_plan, resolve_auto
 from lorakit.planning.advise import mesh_shapes
-from lorakit.planning.backends import BACKENDS
-from lorakit.planning.gpus import GB, GPUS, OTHER_NAMES, named_gpu
-from lorakit.planning.machine import cgroup_rooms
+from lorakit.planning.machine import GB, GPUS, OTHER_NAMES, cgroup_rooms, named_gpu
 from lorakit.planning.memory import CPU_PROCESS, MARGIN, PACKAGE_BYTES, Memory
 from lorakit.recipe import Recipe, load_recipe
 from tests.helpers.fork_server import run_python

@@ -242,10 +242,10 @@ def test_shared_weights_do_not_go_with_what_reads_them_in_full(tmp_path: Path, o
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "single"}, "sequence: 2 goes with ddp, zero1, zero2, zero3 or fsdp2, got backend `single`"),
+        ({"backend": "single"}, "sequence: 2 goes with ddp, zero1, zero2, fsdp2 or zero3, got backend `single`"),
         (
             {"backend": "auto", "processes": 2},
-            "sequence: 2 goes with ddp, zero1, zero2, zero3 or fsdp2, got backend `auto`",
+            "sequence: 2 goes with ddp, zero1, zero2, fsdp2 or zero3, got backend `auto`",
         ),
         ({"backend": "ddp", "processes": 3}, "sequence: 2 does not divide the 3 processes of a machine"),
         ({"backend": "ddp", "processes": 6, "nodes": 2}, "sequence: 2 does not divide the 3 processes of a machine"),

@@ -21,7 +21,7 @@ from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
-from lorakit.run.result import read_result
+from lorakit.run.record import read_result
 from lorakit.training.answers import Answers
 from lorakit.training.progress import Progress
 from tests.helpers.fork_server import ROOT, run_python

@@ -1,16 +1,24 @@
-"""The axis `pipeline`, as an engine uses it."""
+"""The axis `pipeline`, as an engine uses it, and the cut of a model into stages.
 
+Each stage has some of the layers, the first the embedding, the last the head.
+"""
+
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
+from lorakit.base.layers import layer_lists
 from lorakit.base.lazy import LazyBase
+from lorakit.base.quantized import count_parameters
+from lorakit.errors import RunError
+from lorakit.lora.inject import adapter_tensors, replace_modules
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
-from lorakit.parallel.pipeline.cut import check_known_tokens, check_stages_fit, cut_stage
 from lorakit.parallel.pipeline.stage import Stage, StageLink, StageLossModel
 
 
@@ -48,3 +56,144 @@ class PipelineAxis(Axis):
 
     def describe(self) -> str:
         return f"stage {self.group.rank + 1} of {self.group.size}"
+
+
+def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
+    """Leave in a model the layers of this process's stage, the embedding in the first and the head in the last.
+
+    label_share: of the tokens, those that go through the head.
+
+    Raises:
+        RunError: the model cannot be cut so.
+    """
+    check_stages_fit(model, link.size)
+    ranges = split_layers(model, link.size, label_share)
+    stage = Stage(decoder_layers(model), ranges[link.rank], link, first_trained_stage(model, ranges))
+    if not link.is_first:
+        replace_modules(model, {model.get_input_embeddings(): nn.Module()})  # type: ignore[operator]
+    if not link.is_last:
+        replace_modules(model, {model.get_output_embeddings(): nn.Module()})  # type: ignore[operator]
+    return stage
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of a decoder's layers.
+
+    Raises:
+        RunError: there is not exactly one such list, or the model cannot be called without its head.
+    """
+    lists = list(layer_lists(model))
+    if len(lists) != 1 or getattr(model, "base_model", model) is model:
+        raise RunError(
+            f"parallel.pipeline: {type(model).__name__} is not one list of layers between an embedding and a head, so"
+            " it cannot be cut into stages; leave it out"
+        )
+    return lists[0]
+
+
+def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[range]:
+    """Return the indices of each stage's layers, such that the slowest stage is as fast as can be.
+
+    Cost is the number of weights that a token goes through: forward, and backward from the first layer on that has
+    something to train. The head's is counted for the label_share of the tokens.
+
+    Raises:
+        RunError: fewer layers than stages, or the model cannot be cut.
+    """
+    layers = decoder_layers(model)
+    first = _first_trained_layer(model)
+    head = count_parameters(model.get_output_embeddings())  # type: ignore[operator]
+    return split_costs([count_parameters(layer) for layer in layers], head * label_share, first, num_stages)
+
+
+def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num_stages: int) -> list[range]:
+    """Return the indices of each stage's layers, from the costs of the layers.
+
+    num_weights: of each layer. head: weights of the head that a token goes through. first_trained: index of the first
+    layer through which gradients go.
+
+    Raises:
+        RunError: fewer layers than stages.
+    """
+    if len(num_weights) < num_stages:
+        raise RunError(
+            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}; choose"
+            f" at most {len(num_weights)}"
+        )
+    costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
+    costs[-1] += 2.0 * head
+    return _partition(costs, num_stages)
+
+
+def check_stages_fit(model: nn.Module, num_stages: int) -> None:
+    """Raise RunError unless a model can be cut into so many stages, and each trainable tensor is in one of them alone.
+
+    The gradients of a tensor in several stages would not be added.
+    """
+    split_layers(model, num_stages, 1.0)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
+    shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
+    if shared:
+        raise RunError(
+            f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
+            " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
+            " leave out pipeline"
+        )
+
+
+def check_known_tokens(spec: AdapterSpec, num_stages: int) -> None:
+    """Raise RunError if stages would train new tokens.
+
+    Stages are compared with the full base before the run, and the base has no rows for new tokens.
+    """
+    if spec.new_tokens:
+        raise RunError(
+            f"parallel.pipeline: {num_stages} stages are compared with the base before training, and the base has no"
+            f" {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
+        )
+
+
+def first_trained_stage(model: nn.Module, stages: Sequence[range]) -> int:
+    """Return the number of the first stage that has something to train."""
+    first = _first_trained_layer(model)
+    return next((number for number, stage in enumerate(stages) if first < stage.stop), len(stages) - 1)
+
+
+def _first_trained_layer(model: nn.Module) -> int:
+    """Return the index of the first layer through which gradients go; the number of layers if only the head learns."""
+    if _trains(model.get_input_embeddings()):  # type: ignore[operator]
+        return 0
+    return [*map(_trains, decoder_layers(model)), True].index(True)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _partition(costs: Sequence[float], num_parts: int) -> list[range]:
+    """Return ranges of neighbours whose largest sum is the smallest possible, none of them empty."""
+    best = {(0, 0): (0.0, 0)}  # (items, parts) -> the largest sum, and where the last part begins
+    for parts in range(1, num_parts + 1):
+        for stop in range(parts, len(costs) - (num_parts - parts) + 1):
+            best[stop, parts] = min(
+                (max(best[start, parts - 1][0], sum(costs[start:stop])), start)
+                for start in range(parts - 1, stop)
+                if (start, parts - 1) in best
+            )
+    stop = len(costs)
+    ranges = list[range]()
+    for parts in range(num_parts, 0, -1):
+        start = best[stop, parts][1]
+        ranges.insert(0, range(start, stop))
+        stop = start
+    return ranges
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device: its modules and the shapes of its tensors, without their values."""
+    memo: dict[int, Any] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    return copy.deepcopy(model, memo)

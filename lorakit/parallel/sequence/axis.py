@@ -1,11 +1,18 @@
-"""The axis `sequence`: ranks that share the tokens of a line, which are exchanged in attention alone (`ulysses`).
+"""The axis `sequence`: ranks that share the tokens of a line, and exchange tokens for heads around attention.
 
-`training.model_checks` compares a line that is cut with the full one.
+All other modules of a transformer's layer work on single tokens, so a rank with some tokens of all heads gets all
+tokens of some heads there alone (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). One message carries queries,
+keys and values, and one the outputs back; backward sends the gradients the same two ways. `training.model_checks`
+compares a line that is cut with the full one.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final, final
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lorakit.base.layers import other_layer_kinds
 from lorakit.base.lazy import LazyBase
@@ -13,9 +20,8 @@ from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.packed_attention import can_pack_attention
-from lorakit.parallel.axis import Axis, even_range
-from lorakit.parallel.sequence.ulysses import HEAD_PARAMETERS, UlyssesExchange, checked_kv_repeats
+from lorakit.ops.packed_attention import AttendRows, Heads, Masks, RowLengths, can_pack_attention
+from lorakit.parallel.axis import Axis, even_counts, even_range
 
 REMEDY: Final = "and tokens are exchanged in transformers' causal attention alone, full or in a window; leave it out"
 
@@ -25,7 +31,7 @@ class SequenceAxis(Axis):
     """Ranks with other tokens of the same rows."""
 
     name: ClassVar[str] = "sequence"
-    exchange: UlyssesExchange | None = None
+    exchange: "UlyssesExchange | None" = None
     """of heads around attention; None before `cut`"""
 
     def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
@@ -58,3 +64,145 @@ def check_sequence_fits(model: nn.Module, num_ranks: int) -> None:
     num_heads = int(getattr(config, "num_attention_heads", 0) or 1)
     num_kv_heads = int(getattr(config, "num_key_value_heads", 0) or num_heads)
     checked_kv_repeats(name, num_heads, num_kv_heads, num_ranks)
+
+
+HEAD_PARAMETERS: Final = ("sinks",)
+"""parameters of an attention module with a value for each head, which its attention function reads"""
+
+
+def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
+    """Return how often each head of keys and values is repeated to divide over ranks; None if heads do not divide."""
+    groups = num_heads // num_kv_heads
+    for repeats in range(1, groups + 1):
+        if groups % repeats == 0 and num_heads % num_ranks == 0 and num_kv_heads * repeats % num_ranks == 0:
+            return repeats
+    return None
+
+
+def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """Return `kv_repeats`. name: of the module or model that has the heads.
+
+    Raises:
+        RunError: the heads do not divide over the ranks.
+    """
+    if repeats := kv_repeats(num_heads, num_kv_heads, num_ranks):
+        return repeats
+    remedy = f"choose a divisor of {num_heads}" if num_heads > 1 else "leave it out"
+    raise RunError(
+        f"parallel.sequence: {num_ranks} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
+        f" heads of keys and values; {remedy}"
+    )
+
+
+@final
+class UlyssesExchange:
+    """The ranks that share the tokens of a line. group: for tensors where the model computes."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+        self.attentions: dict[int, tuple[int, bool]] = {}
+        """of each attention's last call, by its module's id: bytes of a token in both messages, and whether gradients
+        go through it"""
+
+    def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
+        rows: RowLengths | None = kwargs.get("row_lengths")
+        if rows is not None and kwargs["input_ids"].shape[1] < sum(rows.lengths):
+            rows.wrapper = self.attend
+
+    def attend(
+        self, attend_rows: AttendRows, module: nn.Module, heads: Heads, masks: Masks, rows: RowLengths
+    ) -> Tensor:
+        """Return the attention to full rows (1, tokens here, heads, size), for the heads of this rank's tokens."""
+        module, heads = self.to_heads(module, heads, sum(rows.lengths))
+        return self.to_tokens(attend_rows(module, heads, masks.of_full_line(rows.lengths)))
+
+    def to_heads(self, module: nn.Module, heads: Heads, num_tokens: int) -> tuple[Any, Heads]:
+        """Give every rank all tokens of its part of the heads.
+
+        heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
+        line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
+
+        Raises:
+            RunError: the heads do not divide over the ranks.
+        """
+        repeats = self._repeats(module, heads)
+        query = heads[0]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
+        counts = even_counts(num_tokens, self.size)
+        here = query.shape[2]
+        # (ranks, tokens here, heads of that rank x size), side by side in one message
+        parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
+        sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
+        back = query.shape[1] * value.shape[3] * query.element_size()  # the output's, of all heads
+        has_gradient = sent.requires_grad and torch.is_grad_enabled()
+        self.attentions[id(module)] = sent.nbytes // here + back, has_gradient
+        received = _all_to_all(sent, [here] * self.size, counts, self._group)
+        sizes = [part.shape[2:] for part in parts]
+        pieces = received.split([one.numel() for one in sizes], dim=1)
+        query, key, value = (
+            piece.unflatten(1, size).transpose(0, 1)[None] for piece, size in zip(pieces, sizes, strict=True)
+        )
+        return (module if repeats == 1 else _FewerGroups(module, repeats)), (query, key, value)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Give every rank all heads of its tokens, (1, tokens here, heads, size), for (1, tokens, heads here, size)."""
+        num_tokens, *shape = output.shape[1:]
+        counts = even_counts(num_tokens, self.size)
+        received = _all_to_all(output[0].flatten(1), counts, [counts[self.rank]] * self.size, self._group)
+        tokens: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
+        return tokens[None]
+
+    def _repeats(self, module: nn.Module, heads: Heads) -> int:
+        """Return how often each head of keys and values is repeated, so that they divide over the ranks."""
+        name = type(module).__name__
+        if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
+            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
+        return checked_kv_repeats(name, heads[0].shape[1], heads[1].shape[1], self.size)
+
+
+class _FewerGroups:
+    """An attention module as its attention function reads it, where keys and values are repeated already."""
+
+    def __init__(self, module: nn.Module, repeats: int) -> None:
+        self._module = module
+        self.num_key_value_groups = module.num_key_value_groups // repeats  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _all_to_all(
+    sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Send consecutive rows of (rows, width) to each rank, and return the rows that the ranks sent, in their order."""
+    result: Tensor = _AllToAll.apply(sent, sent_counts, received_counts, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+@final
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all of rows, whose backward is the one the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.arguments = sent_counts, received_counts, group
+        return _exchanged(sent, sent_counts, received_counts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        sent_counts, received_counts, group = ctx.arguments
+        return _exchanged(gradient, received_counts, sent_counts, group), None, None, None
+
+
+def _exchanged(
+    sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    received = sent.new_empty(sum(received_counts), *sent.shape[1:])
+    dist.all_to_all_single(received, sent.contiguous(), received_counts, sent_counts, group=group)
+    return received

@@ -33,10 +33,7 @@ from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.objectives.cross_entropy import LossModel, loss_head
-from lorakit.ops.embedding_noise import has_noise
 from lorakit.parallel.group import Group
-from lorakit.parallel.tensor.expert_choices import ExpertChoices
-from lorakit.parallel.tensor.linear import TensorParallelLoraLinear
 from lorakit.parallel.tensor.megatron_sp import GatheredInput, SequenceRegion
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
@@ -58,7 +55,7 @@ from lorakit.parallel.tensor.vocabulary import (
     VocabularyRows,
     VocabularyShard,
 )
-from lorakit.parallel.tensor.weight_group import WeightGroup
+from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
 from lorakit.quant.parts import part_of_quantized
 
 IN_PARTS: Final = "in parts"
@@ -98,12 +95,7 @@ class TensorShards:
 
     def facts(self) -> dict[str, Any]:
         """Return the tokens of a rank between the blocks: its own, or all of them and why."""
-        region = self.region
-        return {
-            "blocks": self.num_blocks,
-            "tokens": region.disabled_because or IN_PARTS,
-            "scatters_embedding": region.is_cut and region.scatters_embedding,
-        }
+        return {"blocks": self.num_blocks, "tokens": self.region.disabled_because or IN_PARTS}
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model."""
@@ -338,8 +330,7 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
-            rows = VocabularyRows(ranks.part(module.num_embeddings), region.embedded)
-            region.may_scatter = not has_noise(module)
+            rows = VocabularyRows(ranks, module.num_embeddings)
             module.register_forward_pre_hook(rows.before)
             module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
             module.padding_idx = None  # it is about gradients only
@@ -356,3 +347,30 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all values, (1,) float32."""
     return sum((gradient.float().square().sum() for gradient in gradients), torch.zeros(1, device=device))
+
+
+MODULUS: Final = 65_521
+"""a prime below 2^16: sums over 256 ranks are exact in float32"""
+
+
+@final
+class ExpertChoices:
+    """A checksum of all choices since it was last taken. The hook works on any module of experts of transformers."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def before_experts(self, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        """Add the choice, as a forward pre-hook of experts: called with hidden states, indices (tokens, k), weights."""
+        if len(args) < 2 or not isinstance(args[1], Tensor) or args[1].is_floating_point():
+            raise RuntimeError("experts are called without the indices of those that were chosen")
+        chosen = args[1].detach().flatten().long() + 1
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device) % MODULUS
+        total = 0 if self._total is None else 31 * self._total
+        self._total = (total + (chosen * factors).sum()) % MODULUS
+
+    def take(self) -> Tensor | None:
+        """Return the checksum, and begin anew; None if no expert was called."""
+        total = self._total
+        self._total = None
+        return total

@@ -4,9 +4,6 @@ Norms, residual sums and dropout work on single tokens, so no rank needs all of 
 parallelism, Korthikanti et al. 2022, arXiv 2205.05198). A block's input is gathered and its partial outputs are
 reduce-scattered: the two halves of an all-reduce, so as many bytes are sent, and what the norms save is divided.
 
-Where the embedding's output goes to the first layer as it is, ranks add their rows of it in the message that cuts the
-tokens.
-
 The gathered x is not saved. For the gradient of an adapter's A, the layer's backward defers: the gradient of x A^T goes
 into the message of the gradient of x, and the gather's backward multiplies it with this rank's tokens of x.
 
@@ -22,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.errors import RunError
 from lorakit.ops.dropout import DropoutMask
 from lorakit.ops.recompute import GradientOfA, RecomputedInput, gradient_of_A, recomputable
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
@@ -95,11 +91,6 @@ class SequenceRegion:
         self.disabled_because: str | None = None
         self.shape: tuple[int, ...] = (0, 0)
         """(lines, tokens) of the micro-batch under way; recomputation in backward reads it too"""
-        self.may_scatter = False
-        """True if nothing is added to the embedding's output by hooks that came before"""
-        self.scatters_embedding = False
-        """True if the first layer gets the embedding's output as it is, so ranks add theirs where tokens are cut"""
-        self._embedded: Tensor | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -121,37 +112,11 @@ class SequenceRegion:
         finally:
             self.disabled_because = before
 
-    def embedded(self, partial: Tensor) -> Tensor:
-        """Return the output of an embedding, given the rows that are here: summed, or as it is until `enter`."""
-        scatters = self.is_cut and self.scatters_embedding
-        self._embedded = partial if scatters else sum_out(partial, self.group)
-        return self._embedded
-
     def enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
-        """Take this rank's tokens of the hidden states, as a forward pre-hook of the first layer.
-
-        Raises:
-            RunError: something changed the embedding's output, which each rank has in part.
-        """
-        x = hidden_states(args, kwargs)
-        embedded = self._embedded
-        self._embedded = None
-        # by its memory, because FSDP2 gives its hooks other tensors of it
-        unchanged = embedded is not None and (x.data_ptr(), x.shape) == (embedded.data_ptr(), embedded.shape)
-        if not self.is_cut:
-            self.scatters_embedding = unchanged and self.may_scatter
+        """Take this rank's tokens of the hidden states, as a forward pre-hook of the first layer."""
+        self.shape = hidden_states(args, kwargs).shape[:2]
+        if (shard := self.shard) is None:
             return None
-        self.shape = x.shape[:2]
-        shard = self.shard
-        assert shard is not None
-        if self.scatters_embedding:
-            if not unchanged:
-                raise RunError(
-                    "parallel.tensor: the embedding's output is changed before the first layer, where it was not before"
-                    " training; this is lorakit's mistake: leave out tensor, and report it"
-                )
-            # detached, because recomputation makes gradients of the embedding's output, which is frozen
-            return changed(args, kwargs, lambda partial: shard.scatter(partial.detach()))
         return changed(args, kwargs, lambda full: _exchanged(full, shard.take, shard.gather))
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> Any:

@@ -86,10 +86,6 @@ def check_layers(
     loss_model.eval()
     compare = partial(_problem, loss_model, full, weights, region, device, world, is_stage)
     problem, in_parts = compare()
-    # of all stages alike, because all compute in a comparison
-    if problem is not None and world.any(region.may_scatter):
-        region.may_scatter = False
-        problem, in_parts = compare()
     if problem is not None and region.is_cut:
         region.disabled_because = f"with parts of them this base {problem}"
         problem, in_parts = compare()

@@ -4,7 +4,7 @@ Each rank computes the logits of its own tokens. The maximum and the sum of expo
 logit and their mean are exchanged, never the logits (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.objectives.cross_entropy import HeadVocabulary, LossHead, select_labelled
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
-from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in
+from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
 
 @final
@@ -65,10 +65,10 @@ class VocabularyParallelLossHead(LossHead):
 class VocabularyRows:
     """Hooks of an embedding that has the rows of some tokens."""
 
-    def __init__(self, tokens: range, add: Callable[[Tensor], Tensor]) -> None:
-        """tokens: whose rows are here. add: returns the output of all ranks, of this rank's."""
-        self._tokens = tokens
-        self._add = add
+    def __init__(self, group: WeightGroup, size: int) -> None:
+        """size: tokens of the full vocabulary."""
+        self._group = group
+        self._tokens = group.part(size)
         self._absent: Tensor | None = None
 
     def before(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class VocabularyRows:
         assert self._absent is not None
         here = output.masked_fill(self._absent[..., None], 0)
         self._absent = None
-        return self._add(here)
+        return sum_out(here, self._group)
 
 
 @final
