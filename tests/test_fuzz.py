@@ -42,7 +42,7 @@ def test_tool_calls_that_are_no_list_of_mappings_are_refused(calls: Any) -> None
     [
         ("target_modules", True, "a regular expression or a list of names, got True"),
         ("exclude_modules", [1], r"a regular expression or a list of names, got \[1\]"),
-        ("target_modules", "(", "'\\(' is no regular expression"),
+        ("target_modules", "(", "'\\(' is not a regular expression"),
         ("layers_to_transform", [0, "1"], "must be layer numbers"),
     ],
 )

@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
-from lorakit.lora.merge_weight import LowRankUpdate, merged_weight
-from lorakit.lora.rounding import Rounding
+from lorakit.lora.merge_weight import LowRankUpdate, Rounding, merged_weight
 from tests.helpers.rounding import nearest
 
 

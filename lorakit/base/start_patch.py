@@ -20,10 +20,10 @@ from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import METHODS, saved_as
 from lorakit.lora.targets import tied_head
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
-from lorakit.patch.allow import RefusedBaseError
-from lorakit.patch.bind import without_copies
 from lorakit.patch.find import find_patch
-from lorakit.patch.onto_model import adapter_from_patch
+from lorakit.patch.fit import without_copies
+from lorakit.patch.model import adapter_from_patch
+from lorakit.patch.same_base import RefusedBaseError
 from lorakit.recipe import AdapterSection, Recipe
 
 SELECTION: Final = ("targets", "exclude", "layers")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lorakit.errors import LorakitError, did_you_mean
 
 if TYPE_CHECKING:
-    from lorakit.patch.allow import Allow
+    from lorakit.patch.same_base import Allow
 
 RunCommand = Callable[[argparse.Namespace], int]
 """Parsed options -> exit code."""
@@ -141,7 +141,7 @@ def add_allow_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _allow(text: str) -> "frozenset[Allow]":
-    from lorakit.patch.allow import parse_allow  # here, because its package imports torch
+    from lorakit.patch.same_base import parse_allow  # here, because its package imports torch
 
     try:
         return parse_allow(text)

@@ -19,10 +19,10 @@ from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
 from lorakit.lora.methods import PLAIN
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
-from lorakit.patch.allow import Allow
-from lorakit.patch.fingerprint import SCHEME, base_differences, base_rounding, comparable, joint_fingerprint
+from lorakit.patch.find import WeightedPatch, open_weighted
+from lorakit.patch.fingerprint import SCHEME
 from lorakit.patch.patch import TENSOR_FILE, check_plain
-from lorakit.patch.weighted import WeightedPatch, open_weighted
+from lorakit.patch.same_base import Allow, base_differences, base_rounding, joint_fingerprint
 from lorakit.version import VERSION
 
 How = Literal["sum", "ties", "dare"]
@@ -119,11 +119,7 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
 
 
 def _check_alike(sources: Sequence[WeightedPatch]) -> None:
-    """Check that no patch is named twice, and that the patches agree on the shape of every layer.
-
-    Raises:
-        MergeError: a patch is named twice. PatchError: two patches have a layer in different shapes.
-    """
+    """Raise an error if a patch is named twice, or two patches have a layer in different shapes."""
     for one, two in combinations(sources, 2):
         if one.patch.digest == two.patch.digest:
             raise MergeError(f"{one.folder} and {two.folder} are one patch; name it once, with the sum of the weights")
@@ -135,11 +131,7 @@ def _check_alike(sources: Sequence[WeightedPatch]) -> None:
 
 
 def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[str]]:
-    """Return sentences: (differences between the bases of two patches, bases that could not be compared).
-
-    Raises:
-        PatchError: a fingerprint has an unknown scheme.
-    """
+    """Return sentences: (differences between the bases of two patches, bases that could not be compared)."""
     differing = []
     unknown = []
     for one in sources:
@@ -153,7 +145,7 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
         pair = f"{one.folder} and {two.folder}"
         if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
-        elif not comparable(one.patch, two.patch):
+        elif base_rounding(one.patch) != base_rounding(two.patch):
             dtypes = " and ".join(sorted((base_rounding(one.patch), base_rounding(two.patch))))
             unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
@@ -169,11 +161,7 @@ def _parts(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
 
 
 def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, int]:
-    """Return module -> largest rank of its result.
-
-    Raises:
-        MergeError: ``rank`` is larger than any layer can use, or a rank is larger than a patch may hold.
-    """
+    """Return module -> largest rank of its result, for a ``rank`` that a layer can use and a patch may hold."""
     ranks = {}
     most = 0
     for name, own in parts.items():

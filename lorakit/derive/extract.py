@@ -120,11 +120,7 @@ def extract(
 
 
 def _open(base: Path, tuned: Path, say: Say) -> Models:
-    """Open both models and check that they differ in values alone.
-
-    Raises:
-        BaseModelError: they differ in architecture, settings or shapes.
-    """
+    """Open both models, which must differ in values alone."""
     skeleton = load_skeleton(base)
     other = load_skeleton(tuned)
     if type(skeleton) is not type(other):
@@ -151,11 +147,7 @@ def _settings(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
 
 
 def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tuple[str, str]]:
-    """Pair the stored tensors of both models by parameter.
-
-    Raises:
-        BaseModelError: lists every tensor that is missing, of another shape or quantised.
-    """
+    """Pair the stored tensors of both models by parameter; BaseModelError lists those that do not agree."""
     ours = _names(base, shapes)
     theirs = _names(tuned, shapes)
     problems = [f"{name} is missing in {tuned.folder}" for name in ours if name not in theirs]
@@ -174,11 +166,7 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tu
 
 
 def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
-    """Return parameter -> stored name, without a tied head. A stored tensor that is no parameter has its own name.
-
-    Raises:
-        BaseModelError: a tied head is stored with other values than the embedding.
-    """
+    """Return parameter -> stored name, without a tied head. A stored tensor that is no parameter has its own name."""
     names = {}
     for parameter in shapes.parameters:
         with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
@@ -218,9 +206,6 @@ def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tens
 
     Biases of linear layers are saved alone. Any other module is saved with all its tensors, because PEFT reads all of a
     module's tensors or none.
-
-    Raises:
-        PatchError: a tensor is no parameter of a layer.
     """
     shapes = models.shapes
     biases = []

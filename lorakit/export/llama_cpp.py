@@ -16,10 +16,10 @@ from lorakit.files.atomic import atomic_folder, write_file
 from lorakit.merging.merge import merge
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.allow import Allow
 from lorakit.patch.compatibility import check_compatible
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import trained_form
+from lorakit.patch.same_base import Allow
 
 SCRIPT: Final = "convert.sh"
 HEADER: Final = """\

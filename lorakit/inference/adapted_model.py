@@ -35,10 +35,10 @@ from lorakit.patch import (
     unverified_note,
     with_head_names,
 )  # fmt: skip
-from lorakit.patch.allow import ALLOW, Allow
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
+from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.bank import AdapterBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
 from lorakit.slots.routing import Adapter, Route

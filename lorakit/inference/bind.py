@@ -20,7 +20,7 @@ from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
-from lorakit.patch.bind import Binding, FullTensor, bind, without_copies
+from lorakit.patch.fit import Binding, FullTensor, bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.slots.bank import AdapterBank

@@ -19,10 +19,10 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
-from lorakit.patch.allow import Allow
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import merged_form, own_template, trained_form
+from lorakit.patch.same_base import Allow
 
 
 def load(

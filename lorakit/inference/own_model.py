@@ -17,10 +17,9 @@ from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.module import AdapterModule
 from lorakit.patch import BaseShapes, check_fits, patch_from_model, read_patch, with_head_names
-from lorakit.patch.allow import Allow
-from lorakit.patch.bind import without_copies
-from lorakit.patch.live_base import check_live_base
-from lorakit.patch.onto_model import adapter_from_patch
+from lorakit.patch.fit import without_copies
+from lorakit.patch.model import adapter_from_patch
+from lorakit.patch.same_base import Allow, check_live_base
 
 
 def load_patch(

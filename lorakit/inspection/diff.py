@@ -20,8 +20,9 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, base_differences
+from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
 from lorakit.patch.patch import check_plain
+from lorakit.patch.same_base import base_differences
 
 Say = Callable[[str], None]
 SHOWN: Final = 20

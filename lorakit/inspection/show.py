@@ -16,10 +16,10 @@ from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fit
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.find import find_patch
-from lorakit.patch.fingerprint import compared_parts, full_digests
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import own_template
+from lorakit.patch.same_base import compared_parts, full_digests
 from lorakit.run.record import RECORD, flatten
 
 Say = Callable[[str], None]

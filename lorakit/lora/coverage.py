@@ -17,20 +17,17 @@ LOW_COVERAGE: Final = 0.5
 
 @dataclass(frozen=True)
 class LayerKindCoverage:
-    """All matrices whose names end alike: linear layers, or 3-D parameters of experts."""
+    """The matrices whose names end in `name`, such as ``q_proj``: linear layers, or 3-D parameters of experts."""
 
     name: str
-    """last part of their names, such as ``q_proj``"""
     example: str
     """full name of the first"""
     adapted: int
-    """number of matrices with an adapter"""
+    """number of matrices with an adapter, of `count`"""
     count: int
-    """number of matrices"""
     parameters: int
-    """parameters of all of them"""
     adapted_parameters: int
-    """parameters of the matrices with an adapter"""
+    """of the matrices with an adapter"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Coverage:
         return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
 
     def note(self, spec: AdapterSpec) -> str | None:
-        """Return a remark for the user if ``all-linear`` reaches less than half of the parameters; else None."""
+        """Return a remark for the user if ``all-linear`` reaches few of the parameters; else None."""
         if spec.targets != ALL_LINEAR or self.share >= LOW_COVERAGE:
             return None
         largest = sorted(self.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
@@ -87,8 +84,8 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
         sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size
     kinds = []
     for kind, sizes in sizes_by_kind.items():
-        adapted_sizes = [size for name, size in sizes.items() if name in adapted]
-        counts = len(adapted_sizes), len(sizes), sum(sizes.values()), sum(adapted_sizes)
+        of_adapted = [size for name, size in sizes.items() if name in adapted]
+        counts = len(of_adapted), len(sizes), sum(sizes.values()), sum(of_adapted)
         kinds.append(LayerKindCoverage(kind, next(iter(sizes)), *counts))
     return Coverage(tuple(kinds), any(expert_parameters(model)))
 

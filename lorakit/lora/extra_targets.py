@@ -44,8 +44,8 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
     tied = tied_head(model)
     rows, token_problems = _token_rows(model, spec, names | set(modules_to_save))
     head_rows, head_problems = _head_rows(model, spec, names | set(modules_to_save), tied)
-    token_problems += head_problems
-    problems += [*module_problems, *token_problems, *_tied_problems(tied, spec, names, modules_to_save, rows)]
+    problems += [*module_problems, *token_problems, *head_problems]
+    problems += _tied_problems(tied, spec, names, modules_to_save, rows)
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
@@ -90,14 +90,14 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], l
             f"adapter.target_parameters: with method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)} only;"
             f" got {spec.method}, {spec.init}"
         )
-    return [_expert_target(*parameters[name], spec) for name in matched], problems
-
-
-def _expert_target(name: str, module: nn.Module, key: str, spec: AdapterSpec) -> ExpertTarget:
-    full_name = f"{name}.{key}"
-    rank = lookup(spec.rank_pattern, full_name, spec.rank)
-    alpha = lookup(spec.alpha_pattern, full_name, spec.alpha)
-    return ExpertTarget(name, key, spec.method, rank, alpha, *expert_sizes(module, key), expert_kind(module))
+    targets = []
+    for name in matched:
+        module_name, module, key = parameters[name]
+        rank = lookup(spec.rank_pattern, name, spec.rank)
+        alpha = lookup(spec.alpha_pattern, name, spec.alpha)
+        sizes = expert_sizes(module, key)
+        targets.append(ExpertTarget(module_name, key, spec.method, rank, alpha, *sizes, expert_kind(module)))
+    return targets, problems
 
 
 def _modules_to_save(

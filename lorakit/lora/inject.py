@@ -119,11 +119,7 @@ def attach(
         if not isinstance(layer, LoraLinear):  # `_adapted_linear` trained the bias of these
             replace_modules(model, {layer: TrainableModule(_load_values(layer, name, keys, read_weight), keys)})
     if extras.token_rows is not None:
-        _attach_tokens(model, extras.token_rows, spec, read_weight)
-    if extras.head_rows is not None:
-        _attach_head_rows(model, extras.head_rows, tuple(spec.new_tokens.values()), read_weight)
-    if extras.tied_rows is not None:
-        _share_rows(model, extras.tied_rows, str(extras.token_rows))
+        _attach_rows(model, extras, spec, read_weight)
     return model
 
 
@@ -180,24 +176,29 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     replace_modules(model, {layer: LoraExperts(layer, updates)})
 
 
-def _attach_tokens(model: nn.Module, name: str, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Embedding)
-    weight = read_weight(f"{name}.weight") if read_weight else layer.weight.detach()
+def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:
+    """Put trainable rows on the embedding, and on the head: its own for new tokens, or the embedding's if tied."""
+    name = str(extras.token_rows)
     new = tuple(spec.new_tokens.values())
-    rows = TrainableTokens(layer, (*spec.trainable_tokens, *new), spec.new_tokens)
+    embedding = model.get_submodule(name)
+    assert isinstance(embedding, nn.Embedding)
+    weight = read_weight(f"{name}.weight") if read_weight else embedding.weight.detach()
+    rows = TrainableTokens(embedding, (*spec.trainable_tokens, *new), spec.new_tokens)
     old = weight[list(spec.trainable_tokens)].to(torch.float32)
     rows.add_tensors({"trainable_tokens_delta": torch.cat([old, _mean_rows(weight, new)])})
-    replace_modules(model, {layer: rows})
-
-
-def _attach_head_rows(model: nn.Module, name: str, tokens: tuple[int, ...], read_weight: ReadWeight | None) -> None:
-    head = model.get_submodule(name)
-    assert isinstance(head, nn.Linear)
-    weight = read_weight(f"{name}.weight") if read_weight else head.weight.detach()
-    rows = TokenHead(head, tokens, head.out_features)
-    rows.add_tensors({"trainable_tokens_delta": _mean_rows(weight, tokens)})
-    replace_modules(model, {head: rows})
+    replace_modules(model, {embedding: rows})
+    if extras.head_rows is not None:
+        head = model.get_submodule(extras.head_rows)
+        assert isinstance(head, nn.Linear)
+        weight = read_weight(f"{extras.head_rows}.weight") if read_weight else head.weight.detach()
+        own = TokenHead(head, new, head.out_features)
+        own.add_tensors({"trainable_tokens_delta": _mean_rows(weight, new)})
+        replace_modules(model, {head: own})
+    if extras.tied_rows is not None:
+        tied = model.get_submodule(extras.tied_rows)
+        shared = TokenHead(tied, rows.tokens, rows.num_base_rows)
+        shared.register_parameter("trainable_tokens_delta", rows.get_parameter("trainable_tokens_delta"))
+        replace_modules(model, {tied: shared})
 
 
 def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -223,9 +224,9 @@ def _share_rows(model: nn.Module, head_name: str, embedding_name: str) -> None:
 
 def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
     """Return the layer, with values in its parameters `keys` where they are on the meta device."""
-    for key in keys if read_weight else ():
-        assert read_weight is not None
-        layer.register_parameter(key, nn.Parameter(read_weight(f"{name}.{key}"), requires_grad=False))
+    if read_weight is not None:
+        for key in keys:
+            layer.register_parameter(key, nn.Parameter(read_weight(f"{name}.{key}"), requires_grad=False))
     return layer
 
 

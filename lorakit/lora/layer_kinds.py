@@ -12,6 +12,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lorakit.lora.module import AdapterModule
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 @dataclass(frozen=True, eq=False)
 class LayerKind:
     """One kind of linear layer: W (out, in) whatever its stored weight looks like.
@@ -25,14 +31,12 @@ class LayerKind:
     """layer -> (out, in), from its attributes, because sharded and quantised weights have other shapes"""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x, stored weight, bias) -> y, with the bits of a plain layer of this kind"""
-    transposed: bool
+    transposed: bool = False
     """True if the weight is stored as (in, out)"""
-    shrink: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    """(layer, x, A) -> x A^T, the first half of a low-rank update"""
-    run: Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-    """(layer, x, bias) -> y, the product with the layer's own weight"""
-    dequantized: Callable[[nn.Module], Tensor]
+    dequantized: Callable[[nn.Module], Tensor] = weight_of
     """layer -> its stored weight as floats"""
+    quantized_product: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
+    """(layer, x, bias) -> y without the dequantised weight in memory until backward; None for weights of floats"""
     copied_attributes: tuple[str, ...] = ()
     """attributes of a layer, besides its tensors, that its product or a model's other code reads"""
     peft_names: Mapping[str, str] = field(
@@ -41,6 +45,16 @@ class LayerKind:
     """factor -> the end of its key in PEFT's files"""
     takes_ids: bool = False
     """True if x is token ids, which stand for one-hot vectors"""
+
+    def run(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return y, the product with the layer's own weight."""
+        if self.quantized_product is not None:
+            return self.quantized_product(layer, x, bias)
+        return scale_embedding(layer, self.product(x, self.dequantized(layer), bias))
+
+    def shrink(self, layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
+        """Return x A^T, the first half of a low-rank update: for token ids, rows of A^T."""
+        return scale_embedding(layer, F.embedding(x, A.T)) if self.takes_ids else F.linear(x, A.to(x.dtype))
 
     @property
     def stored_axis(self) -> Literal["out", "in"]:
@@ -58,6 +72,12 @@ class LayerKind:
     def stored_shape(self, sizes: tuple[int, int]) -> tuple[int, int]:
         """Return the shape of the stored weight of a layer. sizes: (out, in)."""
         return sizes[::-1] if self.transposed else sizes
+
+
+def scale_embedding(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Return a layer's outputs, scaled where it is an embedding that scales its rows (Gemma's `embed_scale`)."""
+    scale = getattr(layer, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
 
 
 def _linear_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -85,52 +105,15 @@ def _embedding_product(ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return F.embedding(ids, weight)
 
 
-def _shrink_linear(layer: nn.Module, x: Tensor, A: Tensor) -> Tensor:
-    return F.linear(x, A.to(x.dtype))
-
-
-def _shrink_embedding(layer: nn.Module, ids: Tensor, A: Tensor) -> Tensor:
-    """Return rows of A^T, because an embedding is a linear layer on one-hot vectors."""
-    return scale_embedding(layer, F.embedding(ids, A.T))
-
-
-def scale_embedding(layer: nn.Module, rows: Tensor) -> Tensor:
-    """Return rows of an embedding, scaled where the layer scales them (Gemma's `embed_scale`)."""
-    scale = getattr(layer, "embed_scale", None)
-    return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
-
-
-def weight_of(layer: nn.Module) -> Tensor:
-    """Return the stored weight of a layer that is not quantised."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _run_linear(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight_of(layer), bias)
-
-
-def _run_conv1d(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    return _conv1d_product(x, weight_of(layer), bias)
-
-
-def _run_embedding(layer: nn.Module, ids: Tensor, bias: Tensor | None) -> Tensor:
-    return scale_embedding(layer, F.embedding(ids, weight_of(layer)))
-
-
-LINEAR: Final = LayerKind("Linear", _linear_sizes, F.linear, False, _shrink_linear, _run_linear, weight_of)
-CONV1D: Final = LayerKind("Conv1D", _conv1d_sizes, _conv1d_product, True, _shrink_linear, _run_conv1d, weight_of)
+LINEAR: Final = LayerKind("Linear", _linear_sizes, F.linear)
+CONV1D: Final = LayerKind("Conv1D", _conv1d_sizes, _conv1d_product, transposed=True)
 EMBEDDING: Final = LayerKind(
     "Embedding",
     _embedding_sizes,
     _embedding_product,
-    True,
-    _shrink_embedding,
-    _run_embedding,
-    weight_of,
-    ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
-    {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
+    transposed=True,
+    copied_attributes=("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
+    peft_names={"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
     takes_ids=True,
 )
 KINDS: Final = (LINEAR, CONV1D, EMBEDDING)
@@ -183,12 +166,12 @@ def kind_of(module: nn.Module) -> LayerKind | None:
 
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[LayerKind, tuple[int, int]]]:
     """Return every layer that a patch can change: module name -> (kind, (out, in)). Works on the meta device."""
-    layers = {
-        name: module.original() if isinstance(module, AdapterModule) else module
-        for name, module in model.named_modules()
-    }
-    kinds = {name: stored_kind(layer) for name, layer in layers.items()}
-    return {name: (kind, kind.sizes(layers[name])) for name, kind in kinds.items() if kind}
+    layers = {}
+    for name, module in model.named_modules():
+        layer = module.original() if isinstance(module, AdapterModule) else module
+        if (kind := stored_kind(layer)) is not None:
+            layers[name] = kind, kind.sizes(layer)
+    return layers
 
 
 def stored_kind(module: nn.Module) -> LayerKind | None:

@@ -5,15 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
-from lorakit.lora.rounding import Rounding
 
 BLOCK_ELEMENTS: Final = 1 << 18
 """elements of a block of rows: its float64 sum, 2 MiB, stays in a core's cache"""
+HALFWAY_BITS: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
+"""16-bit dtype -> the bits of a float32 that rounding removes, and their value halfway between two neighbours"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,70 @@ class RowMerger:
             for name, tensor in update.tensors.items()
         }
         return self._kind.matrix(method.merge(self._kind.matrix(W), block, s))
+
+
+class Rounding:
+    """Rounds float64 to the nearest value of a dtype, ties to even. Its memory is reused from call to call.
+
+    torch converts float64 to 16 bits through float32, so it rounds twice. That is wrong where the first rounding ends
+    exactly halfway between two 16-bit neighbours: the second one cannot tell on which side the float64 value was. These
+    few values are rounded to float32 "to odd" instead (Boldo and Melquiond 2008): towards zero, and then with the last
+    bit set if that was inexact. The set bit keeps the side, and the second rounding is correct.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._float32 = torch.empty(0)
+        self._bits = torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return float64 values in the dtype, each rounded once; float64 itself is returned as it is."""
+        if self._dtype not in HALFWAY_BITS:
+            return values.to(self._dtype)
+        if self._float32.numel() < values.numel() or self._float32.device != values.device:
+            self._float32 = torch.empty(values.numel(), device=values.device)
+            self._bits = torch.empty_like(self._float32, dtype=torch.int32)
+        flat = self._float32[: values.numel()]
+        float32 = flat.view(values.shape).copy_(values)
+        where = self._halfway_indices(flat)
+        nearest = flat[where]
+        exact = values.reshape(-1)[where]
+        # one less in the bits of a float is one step towards zero, whatever its sign
+        bits = nearest.view(torch.int32) - (nearest.abs() > exact.abs()).int()
+        flat[where] = (bits | (nearest != exact).int()).view(torch.float32)
+        return float32.to(self._dtype)
+
+    def rounding_error(self, exact: Tensor, rounded: Tensor) -> float:
+        """Return the sum of squares of (exact - rounded) for the values of the last call, both left as they are.
+
+        For 16 bits computed from the last call's float32 values, whose own error is smaller by 2**-13 or more. In
+        float64 for other dtypes, and where a square is too large or too small for float32.
+        """
+        if self._dtype in HALFWAY_BITS:
+            wide = self._bits[: rounded.numel()].view(torch.float32).copy_(rounded.reshape(-1))
+            error = squared_norm(wide.sub_(self._float32[: rounded.numel()]))
+            if math.isfinite(error) and error > 0.0:
+                return error
+        # a copy, because `rounded` is `exact` itself in float64
+        return squared_norm(rounded.to(torch.float64, copy=True).sub_(exact))
+
+    def _halfway_indices(self, flat: Tensor) -> Tensor:
+        """Return the indices of float32 values that lie halfway between two neighbours of the dtype."""
+        mask, halfway = HALFWAY_BITS[self._dtype]
+        bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
+        on_cpu = flat.device.type == "cpu"
+        # in numpy, because it compares integers eight times as fast as torch
+        is_halfway = torch.from_numpy(bits.numpy() == halfway) if on_cpu else bits == halfway
+        if self._dtype is torch.float16:
+            # below 2**-14 float16 has fewer bits than the mask assumes, so that all such values are rounded to odd
+            is_halfway |= flat.abs() < 2.0**-14
+        return torch.from_numpy(np.flatnonzero(is_halfway.numpy())) if on_cpu else is_halfway.nonzero()[:, 0]
+
+
+def squared_norm(values: Tensor) -> float:
+    """Return the sum of squares."""
+    flat = values.reshape(-1)
+    return float(torch.dot(flat, flat))
 
 
 def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], dtype: torch.dtype) -> Tensor:

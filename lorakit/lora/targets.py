@@ -58,9 +58,10 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     if spec.layers is not None:
         # as PEFT does: a target by its full name is adapted whatever its layer index
         full_names = () if isinstance(spec.targets, str) else spec.targets
-        indices = {layer_index(name) for name in matched}
+        indices = sorted({index for name in matched if (index := layer_index(name)) is not None})
+        span = f"{indices[0]} to {indices[-1]}" if indices else "none"
         problems += [
-            f"adapter.layers: no target has layer index {index}; found {_range(indices)}"
+            f"adapter.layers: no target has layer index {index}; found {span}"
             for index in spec.layers
             if index not in indices
         ]
@@ -79,17 +80,13 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             f"adapter.dropout: {routed[0]} is a layer of an expert, which gets the tokens that a router chooses, so its"
             " mask would depend on how a step is cut; use 0, or leave experts out with adapter.exclude"
         )
-    if not matched and not problems and not has_other_targets(spec):
+    rows = spec.trainable_tokens or spec.new_tokens
+    has_others = spec.target_parameters or spec.modules_to_save or rows or spec.bias == "all"
+    if not matched and not problems and not has_others:
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
         raise TargetError("\n".join(problems))
     return [_target(name, modules[name], spec) for name in matched]
-
-
-def has_other_targets(spec: AdapterSpec) -> bool:
-    """True if an adapter has trainable tensors even without a single adapted linear layer."""
-    rows = spec.trainable_tokens or spec.new_tokens
-    return bool(spec.target_parameters or spec.modules_to_save or rows or spec.bias == "all")
 
 
 def matches(patterns: Patterns, name: str) -> bool:
@@ -128,18 +125,15 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of the input embedding and the output head, each None if the model has none."""
-    names = {module: name for name, module in model.named_modules()}
-    embedding = _submodule(model, "get_input_embeddings")
-    head = _output_head(model)
-    return None if embedding is None else names[embedding], None if head is None else names[head]
+    names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
+    return names.get(_submodule(model, "get_input_embeddings")), names.get(_output_head(model))
 
 
 def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
     kind = trainable_kind(module)
     assert kind is not None
-    out_features, in_features = kind.sizes(module)
     rank = lookup(spec.rank_pattern, name, spec.rank)
-    return Target(name, kind, rank, lookup(spec.alpha_pattern, name, spec.alpha), out_features, in_features)
+    return Target(name, kind, rank, lookup(spec.alpha_pattern, name, spec.alpha), *kind.sizes(module))
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
@@ -155,20 +149,19 @@ def _submodule(model: nn.Module, getter: str) -> nn.Module | None:
 def _unmatched(
     key: str, patterns: Patterns, modules: Mapping[str, nn.Module], candidates: Mapping[str, nn.Module]
 ) -> list[str]:
-    names = [*dict.fromkeys(name.rpartition(".")[2] for name in candidates), *candidates]
-    each: list[Patterns] = [patterns] if isinstance(patterns, str) else [(pattern,) for pattern in patterns]
-    return [
-        f"{key}: {pattern if isinstance(pattern, str) else pattern[0]!r} matches none of the"
-        f" {len(candidates)} linear layers of this base."
-        + (
-            f" A text is a regular expression of full names; write [{pattern}]."
-            if pattern in names
-            else did_you_mean(pattern if isinstance(pattern, str) else pattern[0], names)
-        )
-        + f" Their names end in: {', '.join(list(dict.fromkeys(name.rpartition('.')[2] for name in candidates))[:12])}."
-        for pattern in each
-        if not any(matches(pattern, name) for name in modules)
-    ]
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
+    names = [*ends, *candidates]
+    is_text = isinstance(patterns, str)
+    problems = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not any(matches(pattern if is_text else (pattern,), name) for name in modules):
+            list_it = f" A text is a regular expression of full names; write [{pattern}]."
+            hint = list_it if is_text and pattern in names else did_you_mean(pattern, names)
+            problems.append(
+                f"{key}: {pattern!r} matches none of the {len(candidates)} linear layers of this base.{hint}"
+                f" Their names end in: {', '.join(ends[:12])}."
+            )
+    return problems
 
 
 def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
@@ -190,8 +183,3 @@ def _cannot_adapt(name: str, module: nn.Module) -> str:
         f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"
         " (only Linear, Conv1D and Embedding layers); leave it out with adapter.exclude"
     )
-
-
-def _range(indices: set[int | None]) -> str:
-    numbers = sorted(index for index in indices if index is not None)
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -77,11 +77,7 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
 
 
 def _write_new_tokens(base: Path, tokens: Mapping[str, int], model: Path) -> None:
-    """Write the base's tokenizer.json with new tokens. The other files of the tokenizer are the base's.
-
-    Raises:
-        MergeError: the tokenizer gives a token another id than it had in training, or the written one does.
-    """
+    """Write the base's tokenizer.json with new tokens, which must keep their ids. Its other files are the base's."""
     try:
         tokenizer = load_tokenizer(base)
         check_recorded(tokenizer, tokens)

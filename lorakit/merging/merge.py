@@ -5,6 +5,7 @@ The base is never written, and the merged folder appears only when it is complet
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -19,21 +20,15 @@ from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_fil
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
-from lorakit.merging.onto import (
-    DEQUANTIZED,
-    REASONS,
-    choose_target,
-    trained_quantization,
-)
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
+from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
 from lorakit.merging.verify import check_comparable, measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
-from lorakit.patch.allow import Allow
-from lorakit.patch.fingerprint import changed_prompting, compared_by, full_digests
+from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import common_form, own_template, trained_form
-from lorakit.patch.weighted import WeightedPatch, open_weighted
+from lorakit.patch.same_base import Allow, changed_prompting, compared_by, full_digests
 from lorakit.version import VERSION
 
 Lines = list[dict[str, Any]]
@@ -117,9 +112,8 @@ def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[Weighted
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
             " the base cannot run beside; leave --verify out"
         )
-    if onto != DEQUANTIZED:  # dequantised weights are not compared layer by layer
-        check_comparable(weighted)
-    elif any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
+    check_comparable(weighted)
+    if onto == DEQUANTIZED and any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
     try:
         check_stored_tensors(folder)
@@ -193,11 +187,7 @@ def _check_out(out: Path, base: Path) -> None:
 
 
 def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
-    """Open the patches.
-
-    Raises:
-        MergeError: no patch, one patch twice, or a weight that is not finite. PatchError: a patch is damaged.
-    """
+    """Open the patches: one or more, each of them once."""
     if not adapters:
         raise MergeError("no adapter to merge: name at least one patch folder")
     weighted = open_weighted(adapters)
@@ -230,19 +220,10 @@ def _write_shards(plan: MergePlan, model: Path, out: Path, *, check_base: bool, 
 
 
 def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[WeightedPatch], lines: Lines) -> None:
-    """Check that every part of every patch was applied exactly once, and that some value changed.
-
-    Raises:
-        MergeError: names the part that is missing or was applied twice.
-    """
+    """Raise MergeError unless every part of every patch was applied exactly once, and some value changed."""
     applied = [(line["patch"], line.get("layer") or line["parameter"], line["tensor"]) for line in lines]
-    planned = [
-        (part.source.index, part.name, tensor.name)
-        for tensor in plan.tensors()
-        for part in (*tensor.full_tensors, *tensor.updates)
-    ]
-    if sorted(applied) != sorted(planned):
-        raise MergeError(f"not applied exactly once: {sorted(set(planned) ^ set(applied))[:3]}")
+    if twice := [part for part, count in Counter(applied).items() if count > 1]:
+        raise MergeError(f"not applied exactly once: {twice[:3]}")
     merged = {(index, name) for index, name, _ in applied}
     for one in weighted:
         shared = set() if plan.untied else shared_names(shapes, one.patch)

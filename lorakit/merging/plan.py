@@ -5,7 +5,8 @@ tensors that must be equal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -15,15 +16,43 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
-from lorakit.merging.experts import expert_slices
-from lorakit.merging.onto import TrainedQuantization
-from lorakit.merging.readers import DequantizedWeights, StoredWeights, WeightReader
-from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor
-from lorakit.merging.vocabulary import Vocabulary, plan_vocabulary
+from lorakit.merging.readers import DequantizedWeights, StoredWeights, TrainedQuantization, WeightReader
+from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
-from lorakit.patch.bind import FullTensor, bind
-from lorakit.patch.weighted import WeightedPatch
+from lorakit.patch.find import WeightedPatch
+from lorakit.patch.fit import FullTensor, bind
 from lorakit.quant.files import is_quantized
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A new vocabulary size and the tensors that it changes.
+
+    The new tokenizer is in a folder, or is the base's with new tokens.
+    """
+
+    vocabulary_size: int
+    parameters: tuple[str, ...]
+    """names of the parameters with a row per token, in the new size; none if the base has spare rows"""
+    tokenizer: Path | None = None
+    """folder with the new tokenizer"""
+    new_tokens: Mapping[str, int] = field(default_factory=dict)
+    """text -> id, to be added to the base's tokenizer"""
+
+    def resized(self, base: BaseShapes) -> BaseShapes:
+        """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
+        layers = dict(base.layers)
+        parameters = dict(base.parameters)
+        for name in self.parameters:
+            parameters[name] = (self.vocabulary_size, *parameters[name][1:])
+            module = name.rpartition(".")[0]
+            if module in layers:
+                kind, (out, width) = layers[module]
+                layers[module] = (
+                    kind,
+                    (out, self.vocabulary_size) if kind.takes_ids else (self.vocabulary_size, width),
+                )
+        return replace(base, layers=layers, parameters=parameters)
 
 
 @dataclass(frozen=True)
@@ -47,17 +76,6 @@ class MergePlan:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors())
-
-
-@dataclass(frozen=True)
-class _Binding:
-    """One part of a patch and the output tensor that it goes into."""
-
-    output: str
-    kind: LayerKind | None
-    part: Contribution
-    full: bool = False
-    """whether the part is a full tensor, not an update"""
 
 
 def plan_merge(
@@ -90,8 +108,7 @@ def plan_merge(
         _check_mirrored(reader, *base.tied)
     copies = _copies(reader, target, base, separate=separate)
     unchanged = {tensor.name: tensor for tensors in copies.values() for tensor in tensors}
-    bindings = _bind(reader.files, base, adapters, unchanged, separate=separate)
-    changed = _with_parts(unchanged, bindings)
+    changed = _with_parts(reader.files, base, adapters, unchanged, separate=separate)
     if base.tied is not None and not separate and (head := f"{base.tied[0]}.weight") in changed:
         embedding = changed[files.weight_name(base.tied[1])]
         changed[head] = replace(embedding, name=head)
@@ -138,71 +155,51 @@ def _copies(
     return copies
 
 
-def _with_parts(unchanged: Mapping[str, OutputTensor], bindings: Sequence[_Binding]) -> dict[str, OutputTensor]:
-    """Return the tensors with the parts that are bound to them.
+def _with_parts(
+    files: BaseFiles,
+    base: BaseShapes,
+    adapters: Sequence[WeightedPatch],
+    unchanged: Mapping[str, OutputTensor],
+    *,
+    separate: bool,
+) -> dict[str, OutputTensor]:
+    """Return the tensors with every layer, full tensor and token row of every patch, in the order of the patches.
 
-    Raises:
-        MergeError: a tensor is not stored as plain floats.
+    Raises MergeError for a tensor that is not stored as plain floats of its layer's shape.
     """
-    changed = dict(unchanged)
-    for binding in bindings:
-        tensor = changed[binding.output]
+    tensors = dict(unchanged)
+    head = f"{base.tied[0]}.weight" if base.tied and separate else None
+    experts = {name for one in adapters for name in one.patch.layers if name in base.experts}
+    slices = expert_slices(files.folder, sorted(experts)) if experts else {}
+
+    def add(output: str, kind: LayerKind | None, part: Contribution, *, full: bool = False) -> None:
+        if output not in tensors:
+            raise BaseModelError(f"{files.folder}: no tensor {output!r}")
+        tensor = tensors[output]
         entry = tensor.base.entries[tensor.stored]
         if tensor.dtype not in MERGEABLE or entry.dtype not in MERGEABLE:
             raise MergeError(
-                f"{binding.output}: stored as {entry.shape} {entry.dtype}, expected {tensor.shape} in a 16, 32 or 64"
-                " bit float"
+                f"{output}: stored as {entry.shape} {entry.dtype}, expected {tensor.shape} in a 16, 32 or 64 bit float"
             )
-        changed[binding.output] = replace(
-            tensor, kind=binding.kind or tensor.kind,
-            updates=tensor.updates if binding.full else (*tensor.updates, binding.part),
-            full_tensors=(*tensor.full_tensors, binding.part) if binding.full else tensor.full_tensors,
-        )  # fmt: skip
-    return changed
+        updates = tensor.updates if full else (*tensor.updates, part)
+        full_tensors = (*tensor.full_tensors, part) if full else tensor.full_tensors
+        tensors[output] = replace(tensor, kind=kind or tensor.kind, updates=updates, full_tensors=full_tensors)
 
-
-def _bind(
-    files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], tensors: Mapping[str, OutputTensor],
-    *, separate: bool,
-) -> list[_Binding]:  # fmt: skip
-    """Return one binding for every layer, full tensor and token row of every patch, in the order of the patches.
-
-    Raises:
-        MergeError: a tensor's stored shape is not its layer's. BaseModelError: the base stores no such tensor.
-    """
-    head = f"{base.tied[0]}.weight" if base.tied and separate else None
-
-    def output(parameter: str) -> str:
-        return parameter if parameter == head else files.tensor_name(*parameter.rpartition(".")[::2])
-
-    bindings: list[_Binding] = []
     for one in adapters:
         shared = set() if separate else shared_names(base, one.patch)
-        for part in bind(one.patch, base):
-            if part.name in shared or (isinstance(part.part, PatchLayer) and part.part.num_experts):
-                continue
-            name = output(part.parameter)
-            if isinstance(part.part, PatchLayer) and part.parameter not in one.patch.full_shapes:
-                kind, sizes = base.layers[part.module]
-                _check_shape(tensors[name], kind.stored_shape(sizes))
-            is_full = isinstance(part.part, FullTensor)
-            bindings.append(_Binding(name, part.kind, Contribution(one, part.name), full=is_full))
-    return bindings + _bind_experts(files, base, adapters, tensors)
-
-
-def _bind_experts(
-    files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], tensors: Mapping[str, OutputTensor]
-) -> list[_Binding]:
-    names = {name for one in adapters for name in one.patch.layers if name in base.experts}
-    slices = expert_slices(files.folder, sorted(names)) if names else {}
-    bindings = []
-    for one in adapters:
-        for name in one.patch.layers:
-            for part in slices.get(name, ()):
-                if part.stored not in tensors:
-                    raise BaseModelError(f"{files.folder}: no tensor {part.stored!r}")
-                bindings.append(_Binding(part.stored, part.kind, Contribution(one, name, part)))
-    return bindings
+        for binding in bind(one.patch, base):
+            if binding.name in slices:
+                for part in slices[binding.name]:
+                    add(part.stored, part.kind, Contribution(one, binding.name, part))
+            elif binding.name not in shared:
+                own_head = binding.parameter == head
+                name = binding.parameter if own_head else files.tensor_name(binding.module, binding.key)
+                if isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes:
+                    kind, sizes = base.layers[binding.module]
+                    _check_shape(tensors[name], kind.stored_shape(sizes))
+                full = isinstance(binding.part, FullTensor)
+                add(name, binding.kind, Contribution(one, binding.name), full=full)
+    return tensors
 
 
 def _check_shape(tensor: OutputTensor, shape: tuple[int, ...]) -> None:
@@ -212,11 +209,7 @@ def _check_shape(tensor: OutputTensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
-    """Check that a head stored beside the embedding it is tied to has the same values.
-
-    Raises:
-        MergeError: the two differ, so transformers loads the base untied whatever its config says.
-    """
+    """Raise MergeError if a head is stored with other values than the embedding that it is tied to."""
     if (name := f"{head}.weight") not in base.entries:
         return
     stored = base.files.weight_name(embedding)
@@ -248,11 +241,7 @@ def _resized(
 
 
 def _check_untie(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: bool) -> bool:
-    """True if head and embedding of a tied base get different values.
-
-    Raises:
-        MergeError: they would, and ``untie`` is False.
-    """
+    """True if head and embedding of a tied base get different values; MergeError without ``untie``."""
     if base.tied is None:
         return False
     head, embedding = base.tied
@@ -286,3 +275,55 @@ def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
     one, two = patch.layers[head], patch.layers[embedding]
     mirrored = one.scale == two.scale and torch.equal(one.tensors["lora_A"], two.tensors["lora_B"].T)
     return mirrored and torch.equal(one.tensors["lora_B"], two.tensors["lora_A"].T)
+
+
+def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | None:
+    """Return the patch's new vocabulary; None if no patch changes the tokens.
+
+    Raises:
+        MergeError: only some of the tensors with a row per token have the new number of rows, the patch has no
+        tokenizer, or it is not the only patch; or several bring new tokens.
+    """
+    names = _rows_per_token(base)
+    bringing = [patch for patch in patches if patch.new_tokens]
+    if len(bringing) > 1:
+        raise MergeError(
+            f"{bringing[0].folder} and {bringing[1].folder} both bring new tokens; a merged model has those of one."
+            " Train the second one on the model merged with the first"
+        )
+    for patch in patches:
+        sizes = {name: patch.full_shapes[name][0] for name in names if name in patch.full_shapes}
+        resized = {name: size for name, size in sizes.items() if size != base.parameters[name][0]}
+        if not resized:
+            continue
+        if bringing:
+            raise MergeError(f"{bringing[0].folder}: brings new tokens, and {patch.folder} another vocabulary")
+        num_tokens = next(iter(resized.values()))
+        shared = {f"{module}.weight" for module in base.tied} if base.tied else set()
+        covered = shared if any(sizes.get(name) == num_tokens for name in shared) else set()
+        missing = [name for name in names if sizes.get(name) != num_tokens and name not in covered]
+        if missing:
+            raise MergeError(
+                f"{patch.folder}: {next(iter(resized))} comes with {num_tokens} rows, and {missing[0]} does not;"
+                " save both with the patch (modules_to_save)"
+            )
+        if len(patches) > 1:
+            raise MergeError(f"{patch.folder}: changes the vocabulary to {num_tokens} tokens; merge it alone")
+        if not (patch.folder / "tokenizer_config.json").is_file():
+            raise MergeError(
+                f"{patch.folder}: {next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]},"
+                " and the folder holds no tokenizer with the new tokens; save it there"
+                " (tokenizer.save_pretrained)"
+            )
+        return Vocabulary(num_tokens, tuple(names), patch.folder)
+    if not bringing:
+        return None
+    num_rows = base.parameters[names[0]][0]
+    size = num_rows + bringing[0].num_added_rows(num_rows)
+    return Vocabulary(size, tuple(names) if size > num_rows else (), new_tokens=bringing[0].new_tokens)
+
+
+def _rows_per_token(base: BaseShapes) -> list[str]:
+    """Return the names of the parameters with a row per token: of the input embedding and of the output head."""
+    names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
+    return [name for name in names if name in base.parameters]

@@ -1,23 +1,98 @@
-"""Read a base's tensors block by block: as they are stored, or quantised and dequantised as during training.
+"""Choose the weights that a patch is merged onto, and read them block by block.
 
-The merge plan chooses one reader for all tensors of the base.
+For a patch that was trained on a quantised base these are the dequantised weights of its training, or the original
+ones. Only quantised layers differ between the two: embeddings, heads and norms are the stored ones in both.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, final
+from typing import Any, Final, Protocol, final
 
+import torch
 from torch import Tensor
 
+from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
+from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.safetensors import RangeReader, TensorEntry
-from lorakit.merging.onto import CPU, TrainedQuantization
+from lorakit.patch import Patch
+from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
+from lorakit.quant.schemes import CPU, QuantScheme, quant_scheme
 
-ReadElements = Callable[[int, int], Tensor]
-"""(start, stop) -> these elements of a flattened tensor, valid until the next call"""
+ORIGINAL = "original"
+DEQUANTIZED = "dequantized"
+REASONS: Final = {
+    ORIGINAL: "the stored weights; training used quantised ones",
+    DEQUANTIZED: "the weights used in training, dequantised; nothing but their rounding is lost",
+}
+
+
+@dataclass(frozen=True)
+class TrainedQuantization:
+    """The base's quantisation during training."""
+
+    scheme: QuantScheme
+    dtype: torch.dtype
+    """dtype that the quantised layers computed in"""
+    layers: tuple[str, ...]
+    """names of the quantised layers"""
+
+
+def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str | None) -> TrainedQuantization | None:
+    """Return the base's quantisation during training of these patches; None if it was not quantised.
+
+    With ``onto="original"`` the patches may disagree, and None is returned then.
+
+    Raises:
+        MergeError: the patches were trained on different quantisations.
+    """
+    records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
+    first = records[0]
+    if any(record != first for record in records):
+        if onto == ORIGINAL:
+            return None
+        other = next(record for record in records if record != first)
+        raise MergeError(
+            f"{patches[0].folder} was trained on a base in {_describe(first)}, another patch on one in"
+            f" {_describe(other)}; merge with --onto original, or one at a time"
+        )
+    if first is not None:
+        scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
+        return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
+    stored = quantized_entries(files, CPU)
+    if not stored:
+        return None
+    dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)
+    layers = tuple(name.removesuffix(".weight") for name in stored)
+    return TrainedQuantization(next(iter(stored.values())).scheme, dtype, layers)
+
+
+def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, onto: str | None) -> str | None:
+    """Return ``onto``, or by default the weights of training; None if training did not quantise the base.
+
+    Raises:
+        MergeError: the requested weights do not exist.
+    """
+    if onto not in (None, ORIGINAL, DEQUANTIZED):
+        raise MergeError(f"onto: one of {ORIGINAL}, {DEQUANTIZED}, got {onto!r}")
+    stored_quantized = bool(quantized_entries(files, CPU))
+    if onto == DEQUANTIZED and quantization is None:
+        raise MergeError(
+            f"onto: {DEQUANTIZED}: {files.folder} is not quantised, and no patch was trained on a quantised base"
+        )
+    if onto == ORIGINAL and stored_quantized:
+        raise MergeError(
+            f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; name the base they were made from"
+            " (and pass --allow base: the patch's digests are of the quantised one)"
+        )
+    return onto or (None if quantization is None else DEQUANTIZED)
+
+
+def _describe(record: Any) -> str:
+    return "floats" if record is None else f"{record['name']} in {record['dtype']}"
 
 
 class WeightReader(Protocol):

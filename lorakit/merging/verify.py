@@ -7,6 +7,7 @@ for quantised bases, where the distance is reported and not bounded.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,13 +20,16 @@ from lorakit.base.quantized import QuantConfig
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.inference.bind import build_adapter
-from lorakit.merging.onto import CPU, TrainedQuantization
-from lorakit.patch import BaseShapes, Patch, check_fits
-from lorakit.patch.weighted import WeightedPatch
+from lorakit.lora.low_rank import concatenated
+from lorakit.lora.methods import PLAIN
+from lorakit.merging.readers import TrainedQuantization
+from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
+from lorakit.patch.find import WeightedPatch
 from lorakit.quant.files import is_quantized
+from lorakit.quant.schemes import CPU
 from lorakit.slots.bank import AdapterBank
 from lorakit.slots.hooks import SlotHook
-from lorakit.slots.routing import Adapter, Route, Slot, adapter_numbers
+from lorakit.slots.routing import Route
 
 PROMPTS: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -77,11 +81,7 @@ def verify_merge(
 
 
 def check_comparable(weighted: Sequence[WeightedPatch]) -> None:
-    """Raise an error now if ``verify_merge`` could not compare these patches after the merge.
-
-    Raises:
-        MergeError: a layer has a magnitude, token rows, experts or a full tensor, and several patches or a weight.
-    """
+    """Raise MergeError, before the merge, if ``verify_merge`` could not compare these patches after it."""
     for one in weighted:
         others = {name for other in weighted if other is not one for name in _changed_modules(other.patch)}
         for name, alone in _changed_modules(one.patch).items():
@@ -144,8 +144,10 @@ class _Comparison:
 
     def __call__(self, name: str, shapes: BaseShapes, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         kind = shapes.layers[name][0]
-        own = f"{name}.weight"
-        stored = own if own in self._merged.shard_of else self._merged.weight_name(_storing_module(name, shapes))
+        stored = f"{name}.weight"
+        if stored not in self._merged.shard_of:
+            head, embedding = shapes.tied or (None, None)
+            stored = self._merged.weight_name(embedding if embedding and name == head else name)
         W = self._read(stored)
         error_norm = self._rounding.get(stored, 0.0)
         if kind.takes_ids:
@@ -173,11 +175,6 @@ class _Comparison:
         return self._merged.shard_of[stored].read(stored).float()
 
 
-def _storing_module(name: str, shapes: BaseShapes) -> str:
-    """Return the module whose tensor is stored: the embedding for a tied head."""
-    return shapes.tied[1] if shapes.tied is not None and name == shapes.tied[0] else name
-
-
 Compare = Callable[[str, BaseShapes, nn.Module, Tensor, Tensor], None]
 """(layer name, shapes of the base, layer, input, output)"""
 
@@ -188,18 +185,10 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
     shapes = BaseShapes.of(model)
     for one in weighted:
         check_fits(one.patch, shapes, "this base; a merge that changes the vocabulary cannot be verified")
-    bank = AdapterBank()
-    number = next(adapter_numbers)
-    adapters = [(one, build_adapter(one.patch, model, bank)) for one in weighted]
-    names = dict.fromkeys(name for _, adapter in adapters for name in adapter.slots)
-    slots = {
-        name: _sum_slots(name, [(one, own.slots[name]) for one, own in adapters if name in own.slots], bank)
-        for name in names
-    }
-    num_new_tokens = max(adapter.num_new_tokens for _, adapter in adapters)
+    adapter = build_adapter(_summed(weighted), model, AdapterBank())
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     handles = []
-    for name in slots:
+    for name in adapter.slots:
         layer = model.get_submodule(name)
         kind = shapes.layers[name][0] if name in shapes.layers else None
         handles.append(layer.register_forward_hook(SlotHook(name, kind, route), with_kwargs=True))
@@ -209,13 +198,36 @@ def with_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: C
                 compare(name, shapes, layer, inputs[0] if inputs else next(iter(named.values())), y)
 
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-    token = route.set(Route((Adapter(number, slots, num_new_tokens=num_new_tokens),)))
+    token = route.set(Route((adapter,)))
     try:
         yield
     finally:
         route.reset(token)
         for handle in handles:
             handle.remove()
+
+
+def _summed(weighted: Sequence[WeightedPatch]) -> Patch:
+    """Return the weighted sum of patches that `check_comparable` accepts, as one patch."""
+    patches = [one.patch for one in weighted]
+    parts: dict[str, list[tuple[PatchLayer, float]]] = {}
+    for one in weighted:
+        for name, layer in one.patch.layers.items():
+            parts.setdefault(name, []).append((layer, one.weight))
+    return replace(
+        next((patch for patch in patches if patch.new_tokens), patches[0]),
+        layers={name: own[0][0] if len(own) == 1 and own[0][1] == 1.0 else _sum(own) for name, own in parts.items()},
+        full_tensors={name: tensor for patch in patches for name, tensor in patch.full_tensors.items()},
+        full_shapes={name: shape for patch in patches for name, shape in patch.full_shapes.items()},
+        token_rows={name: rows for patch in patches for name, rows in patch.token_rows.items()},
+    )
+
+
+def _sum(parts: Sequence[tuple[PatchLayer, float]]) -> PatchLayer:
+    """Return sum_i w_i s_i B_i A_i of one layer, with the ranks side by side."""
+    factors, s = concatenated([(dict(layer.tensors), weight * layer.scale) for layer, weight in parts])
+    tensors = {"lora_A": factors.A, "lora_B": factors.B}
+    return replace(parts[0][0], method=PLAIN, rank=factors.rank, alpha=s * factors.rank, tensors=tensors)
 
 
 def prompt_ids(base: Path, size: int) -> list[Tensor]:
@@ -228,29 +240,6 @@ def prompt_ids(base: Path, size: int) -> list[Tensor]:
     if not all(len(row) > 1 for row in rows) or not rows:  # one without a vocabulary
         rows = [list(prompt.encode()) for prompt in PROMPTS]
     return [torch.tensor([[token % size for token in row]]) for row in rows]
-
-
-def _sum_slots(name: str, slots: Sequence[tuple[WeightedPatch, Slot]], bank: AdapterBank) -> Slot:
-    """Return one slot for the weighted sum of all patches in a layer.
-
-    Raises:
-        MergeError: several patches, or a weight, with magnitudes, token rows or full tensors.
-    """
-    alone = [slot for _, slot in slots if any(part is not None for part in (slot.gain, slot.rows, slot.new_rows))]
-    if alone:
-        if len(slots) > 1 or slots[0][0].weight != 1.0:
-            raise MergeError("verify: magnitudes and token rows can be compared when one patch with weight 1 has them")
-        return alone[0]
-    replacements = [(one, slot.replacement) for one, slot in slots if slot.replacement is not None]
-    if replacements and (len(slots) > 1 or replacements[0][0].weight != 1.0):
-        raise MergeError("verify: full tensors can be compared when one patch with weight 1 has them")
-    factors = [(one.weight * slot.factors.scale, slot.factors) for one, slot in slots if slot.factors is not None]
-    replacement = replacements[0][1] if replacements else None
-    if not factors:
-        return Slot(replacement=replacement)
-    A = torch.cat([own.A for _, own in factors])
-    B = torch.cat([s * own.B for s, own in factors])
-    return Slot(bank.add(name, A, B.T, 1.0, next(adapter_numbers)), replacement)
 
 
 def _logits(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:

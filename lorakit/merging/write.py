@@ -18,12 +18,11 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import RowMerger, WeightChange, norm_of_sum, row_blocks
-from lorakit.lora.rounding import Rounding, squared_norm
+from lorakit.lora.merge_weight import Rounding, RowMerger, WeightChange, norm_of_sum, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
-from lorakit.patch.fingerprint import full_digests, mismatch
+from lorakit.patch.fingerprint import ReadElements, WeightDigest
 from lorakit.patch.read import LazyPatchTensors
-from lorakit.patch.weight_digest import ReadElements, WeightDigest
+from lorakit.patch.same_base import full_digests, mismatch
 
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
@@ -150,11 +149,7 @@ def _norm(index: int, updates: Sequence[WeightChange], merge: RowMerger | Expert
 
 
 def _check_finite(tensor: OutputTensor, before: Tensor | None, rounded: Tensor) -> None:
-    """Accept infinities and NaNs only where nothing is added to the base's own.
-
-    Raises:
-        MergeError: a value is not finite.
-    """
+    """Raise MergeError unless infinities and NaNs are only where nothing is added to the base's own."""
     unchanged = not (tensor.updates or tensor.full_tensors)
     if unchanged and before is not None and torch.equal(before.isfinite(), rounded.isfinite()):
         return

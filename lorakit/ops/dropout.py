@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of each token and column, and not of how the work is cut.
+"""Dropout and embedding noise that are functions of each token and column, and not of how the work is cut.
 
 A value is zero where the hash of its token's key and its column's key is small. An engine derives a token's key from
 the run's seed, the step, the row and the position in it. So a token gets the same zeros in any micro-batch, packed or
@@ -9,12 +9,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final, final
+from functools import lru_cache, partial
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 BLOCK_ELEMENTS: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
 """values hashed at a time: on CPUs their 32-bit hashes, 256 KiB, stay in a core's cache"""
@@ -101,11 +101,6 @@ def current_keys(num_tokens: int) -> TokenKeys | None:
     return _token_keys[-1] if _token_keys and len(_token_keys[-1]) == num_tokens else None
 
 
-def hashes(keys: TokenKeys, stream: str, num_columns: int, device: torch.device) -> Tensor:
-    """Return a random int32 for each token and column, (tokens, columns), of a stream by this name."""
-    return _hashed(keys.on(device), column_keys(stream, range(num_columns), device))
-
-
 def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
     """Return the mask of a layer for its input x (..., columns).
 
@@ -146,3 +141,29 @@ def _mixed(values: Tensor) -> Tensor:
     values = (values ^ (values >> 30)) * -0x40A7B892E31B1A47
     values = (values ^ (values >> 27)) * -0x6B2FB644ECCEEE15
     return (values >> 32).to(torch.int32)
+
+
+def add_embedding_noise(model: nn.Module, alpha: float) -> None:
+    """Make a language model add noise to its embeddings: NEFTune (Jain et al. 2023, arXiv 2310.05914).
+
+    In training mode and in micro-batches of an engine alone (decision 0032).
+    """
+    model.get_input_embeddings().register_forward_hook(partial(_add_noise, alpha))  # type: ignore[operator]
+
+
+def has_noise(embedding: nn.Module) -> bool:
+    """True if an embedding adds noise in training."""
+    hooks = embedding._forward_hooks.values()
+    return any(isinstance(hook, partial) and hook.func is _add_noise for hook in hooks)
+
+
+def _add_noise(alpha: float, embedding: nn.Module, _: Any, x: Tensor) -> Tensor | None:
+    num_tokens = x.shape[:-1].numel()
+    width = x.shape[-1]
+    keys = current_keys(num_tokens)
+    if not embedding.training or keys is None:
+        return None
+    columns = column_keys("embedding noise", range(width), x.device)
+    uniform = _hashed(keys.on(x.device), columns).float().mul_(2.0**-31)  # in [-1, 1]
+    limits = alpha * torch.rsqrt(keys.lengths * width).to(x.device, torch.float32)
+    return x + uniform.mul_(limits[:, None]).to(x.dtype).view(x.shape)

@@ -1,17 +1,183 @@
 """Replace the parts of a model that have a fused form, and report which were replaced and which were not.
 
-A part is replaced by giving its module a subclass of its own class (`FusedLlamaMLP`), which `print(model)` shows. Its
-parameters and its other attributes stay as they are. Outputs keep their bits; unknown code stays as written.
+The parts are the gated MLP of most language models, and RMS norms with frozen weights. A part is replaced by giving its
+module a subclass of its own class (`FusedLlamaMLP`), which `print(model)` shows. Its parameters and its other
+attributes stay as they are. A fused form replaces a forward of equal source code only, because that computes the same
+bits; a class name does not show it, because authors change formulas without renaming classes.
 """
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lorakit.ops import gated_mlp, rms_norm
+from lorakit.ops._internals import storage_id
+
+EXPRESSION: Final = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+GATED_MLP: Final = {f"return {EXPRESSION}", f"down_proj = {EXPRESSION}; return down_proj"}
+NORMALIZE: Final = (
+    "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32);"
+    " variance = hidden_states.pow(2).mean(-1, keepdim=True);"
+    " hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon); "
+)
+ROUNDED_LAST: Final = {
+    NORMALIZE + "return self.weight * hidden_states.to(input_dtype)": False,
+    NORMALIZE + "return (self.weight * hidden_states).to(input_dtype)": True,
+}
+"""source of a norm's forward -> True if it multiplies by w in float32 and rounds to x's dtype last (OLMo 2)"""
+
+
+def forward_source(module: nn.Module) -> str:
+    """Return the statements of a module's forward on one line; empty if the instance's forward was replaced."""
+    return "" if "forward" in vars(module) else normalized_source(type(module).forward)
+
+
+@cache
+def normalized_source(function: Callable[..., Any]) -> str:
+    """Return a function's statements on one line, without comments and docstring; empty without a source file."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    if not isinstance(tree, ast.FunctionDef):
+        return ""
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    return "; ".join(ast.unparse(statement) for statement in body)
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """True if a module's forward has the code of a gated MLP, and its activation is a module without parameters."""
+    activation = getattr(module, "act_fn", None)
+    if not isinstance(activation, nn.Module) or any(True for _ in activation.parameters()):
+        return False  # `_GatedProduct` returns no gradient for an activation's own parameters
+    return forward_source(module) in GATED_MLP
+
+
+def _resembles_gated_mlp(module: nn.Module) -> bool:
+    has_gate = any(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "gate_up_proj"))
+    return has_gate and isinstance(getattr(module, "down_proj", None), nn.Module)
+
+
+def _mlp_forward(module: Any, x: Tensor) -> Tensor:
+    product: Tensor = _GatedProduct.apply(module.gate_proj(x), module.up_proj(x), module.act_fn)  # type: ignore[no-untyped-call]
+    down: Tensor = module.down_proj(product)
+    return down
+
+
+@final
+class _GatedProduct(torch.autograd.Function):
+    """act(gate) * up. `ctx.recompute` lets `ops.recompute` compute the product once more for down_proj's A gradient.
+
+    Autograd would also save act(gate) and the product: half of the MLP's saved bytes, for two elementwise operations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        ctx.activated = None
+        ctx.recompute = _recompute_product
+        # act.forward, not act(): hooks of an engine gather a module's parameters, and an activation has none to gather
+        activated = act.forward(gate)
+        # multiply in place to save one tensor, but not where the activation returned `gate` itself, which is saved
+        is_new = storage_id(activated) != storage_id(gate)
+        if is_new and torch.result_type(activated, up) == activated.dtype:
+            product: Tensor = activated.mul_(up)
+            return product
+        return activated * up  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        (dy,) = outer
+        gate, up = ctx.saved_tensors
+        leaf, activated = ctx.activated or _activate(gate, ctx.act)
+        ctx.activated = None
+        (dgate,) = torch.autograd.grad(activated, leaf, dy * up)
+        return dgate, dy * activated.detach(), None
+
+
+def _recompute_product(ctx: Any) -> Tensor:
+    """Compute the product once more, and save the activated gate in `ctx`: this node's own backward comes next."""
+    gate, up = ctx.saved_tensors
+    ctx.activated = _activate(gate, ctx.act)
+    return ctx.activated[1].detach() * up  # type: ignore[no-any-return]
+
+
+def _activate(gate: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return gate as a leaf of a graph of its own, and act(gate) on that graph."""
+    with torch.enable_grad():  # autograd runs backward functions without a graph
+        leaf = gate.detach().requires_grad_()
+        return leaf, act.forward(leaf)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """True if a module's forward has the code of an RMS norm, with either order of product and rounding."""
+    return forward_source(module) in ROUNDED_LAST
+
+
+def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor]:
+    """Return the forward that replaces a norm's own where w is frozen."""
+    rounded_last = ROUNDED_LAST[normalized_source(cls.forward)]
+
+    def forward(module: Any, hidden_states: Tensor) -> Tensor:
+        if module.weight.requires_grad:  # read in every call, because a norm may become trainable after it was fused
+            trainable: Tensor = cls.forward(module, hidden_states)
+            return trainable
+        y: Tensor = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
+        return y
+
+    return forward
+
+
+@final
+class _RMSNorm(torch.autograd.Function):
+    """y = w * x / sqrt(mean(x^2) + eps) for a frozen w, in float32 (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Saves x and one number per token, where autograd also saves a float32 copy of x, and the normalised x.
+    `ctx.recompute` lets `ops.recompute` compute y once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, rounded_last: bool) -> Tensor:
+        x32 = x.to(torch.float32)
+        squares = x32.pow(2)
+        inverse_rms = torch.rsqrt(squares.mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, inverse_rms, weight)
+        ctx.rounded_last = rounded_last
+        ctx.recompute = _recompute_norm
+        # write into `squares`, not into x32: where x is float32 already, x32 is x itself
+        return _weighted(torch.mul(x32, inverse_rms, out=squares), weight, x.dtype, rounded_last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        # with n = x / rms and d = w dy:  dx = (d - n mean(d n)) / rms
+        x, inverse_rms, weight = ctx.saved_tensors
+        d = outer[0].to(torch.float32) * weight
+        normed = x.to(torch.float32) * inverse_rms
+        mean = (d * normed).mean(-1, keepdim=True)
+        return d.addcmul_(normed, mean, value=-1).mul_(inverse_rms).to(x.dtype), None, None, None
+
+
+def _weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype, rounded_last: bool) -> Tensor:
+    """Return w * normed in `dtype`, with the rounding of the model's own code. Overwrites `normed`."""
+    rounded = normed if rounded_last else normed.to(dtype)
+    overwrites = torch.result_type(rounded, weight) == rounded.dtype
+    product = rounded.mul_(weight) if overwrites else rounded * weight
+    return product.to(dtype) if rounded_last else product
+
+
+def _recompute_norm(ctx: Any) -> Tensor:
+    x, inverse_rms, weight = ctx.saved_tensors
+    return _weighted(x.to(torch.float32) * inverse_rms, weight, x.dtype, ctx.rounded_last)
 
 
 @dataclass(frozen=True)
@@ -27,8 +193,8 @@ class PartKind:
 
 
 PART_KINDS: Final[Mapping[str, PartKind]] = {
-    "mlp": PartKind(gated_mlp.resembles_gated_mlp, gated_mlp.is_gated_mlp, gated_mlp.fused_mlp_forward),
-    "rms_norm": PartKind(rms_norm.resembles_rms_norm, rms_norm.is_rms_norm, rms_norm.fused_norm_forward),
+    "mlp": PartKind(_resembles_gated_mlp, is_gated_mlp, lambda cls: _mlp_forward),
+    "rms_norm": PartKind(lambda module: type(module).__name__.endswith("RMSNorm"), is_rms_norm, _norm_forward),
 }
 
 
@@ -68,7 +234,7 @@ def fuse_model(model: nn.Module) -> FuseReport:
     unknown: dict[str, list[str]] = {kind: [] for kind in PART_KINDS}
     for module in list(model.modules()):
         for name, kind in PART_KINDS.items():
-            if is_fused(module, name):
+            if getattr(type(module), "fused_kind", None) == name:
                 fused[name] += 1
             elif kind.has_known_code(module):
                 cls: Any = type(module)
@@ -80,11 +246,6 @@ def fuse_model(model: nn.Module) -> FuseReport:
         name: FusedParts(fused[name], fused[name] + len(unknown[name]), tuple(dict.fromkeys(unknown[name])))
         for name in PART_KINDS
     })  # fmt: skip
-
-
-def is_fused(module: nn.Module, kind: str) -> bool:
-    """True if a module's class was made by `fused_class` for this kind of part."""
-    return getattr(type(module), "fused_kind", None) == kind
 
 
 @cache

@@ -1,10 +1,11 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
-from lorakit.patch.fingerprint import BaseIdentity, check_base, fingerprint, unverified_note
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint
 from lorakit.patch.fit import BaseShapes, check_fits, with_head_names
-from lorakit.patch.from_model import patch_from_model, save_patch
+from lorakit.patch.model import patch_from_model, save_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
+from lorakit.patch.same_base import check_base, unverified_note
 from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
 
 __all__ = [

@@ -78,40 +78,33 @@ def read_config(folder: Path, max_bytes: int) -> PatchConfig:
         PatchError: not a LoRA patch, a malformed value, or a setting lorakit does not compute.
     """
     path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise PatchError(_without_config(folder))
+    if (size := path.stat().st_size) > max_bytes:
+        raise PatchError(f"{path}: {size:,} bytes, {max_bytes:,} are allowed")
     try:
-        config = json.loads(_read(path, max_bytes))
-    except FileNotFoundError:
-        saved = sorted(path.parent for path in folder.glob(f"checkpoints/*/{CONFIG_FILE}"))
-        newest = f", and its newest checkpoint is a patch: {saved[-1]}" if saved else ""
-        run = f"; an unfinished run is there: lorakit train finishes it{newest}"
-        unfinished = run if (folder / "run.json").exists() else ""
-        inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
-        inside = f"; there are patches inside: {', '.join(str(folder / name) for name in inner[:5])}" if inner else ""
-        if not folder.is_dir():
-            patches = (path.parent.name for path in folder.parent.glob(f"*/{CONFIG_FILE}"))
-            near = did_you_mean(folder.name, patches, within=folder.parent)
-            raise PatchError(f"{folder}: no such folder; looked for {folder.absolute()}.{near}") from None
-        if (folder / "config.json").is_file():
-            raise PatchError(f"{folder}: a whole model, not a patch; use it as the base") from None
-        raise PatchError(
-            f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}{unfinished}{inside}"
-        ) from None
+        config = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as problem:
         raise PatchError(f"{path}: cannot be read: {problem}") from None
     return parse_config(path, config)
 
 
-def _read(path: Path, max_bytes: int) -> str:
-    """Return a file's text; refuse more than ``max_bytes`` before they are read."""
-    if not path.exists():
-        raise FileNotFoundError(path)
-    if not path.is_file():
-        raise PatchError(f"{path}: not a regular file")
-    with open(path, "rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise PatchError(f"{path}: {path.stat().st_size:,} bytes, {max_bytes:,} are allowed")
-    return content.decode()
+def _without_config(folder: Path) -> str:
+    """Return what a folder without an adapter_config.json is."""
+    if not folder.is_dir():
+        patches = (path.parent.name for path in folder.parent.glob(f"*/{CONFIG_FILE}"))
+        near = did_you_mean(folder.name, patches, within=folder.parent)
+        return f"{folder}: no such folder; looked for {folder.absolute()}.{near}"
+    if (folder / "config.json").is_file():
+        return f"{folder}: a whole model, not a patch; use it as the base"
+    text = f"{folder}: not a patch: it has no {CONFIG_FILE}; looked in {folder.absolute()}"
+    if (folder / "run.json").exists():
+        text += "; an unfinished run is there: lorakit train finishes it"
+        if saved := sorted(path.parent for path in folder.glob(f"checkpoints/*/{CONFIG_FILE}")):
+            text += f", and its newest checkpoint is a patch: {saved[-1]}"
+    if inner := sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}")):
+        text += f"; there are patches inside: {', '.join(inner[:5])}"
+    return text
 
 
 def parse_config(path: Path, config: Any) -> PatchConfig:
@@ -128,54 +121,53 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
             )
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
     _refuse_unknown(path, config)
+    _check_types(path, config)
     rank = config.get("r", 8)
     alpha = config.get("lora_alpha", 8)
-    dropout = config.get("lora_dropout") or 0.0
-    if isinstance(dropout, int | float) and not 0 <= dropout <= 1:
-        raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {dropout!r}")
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
-    for key, values, integer in (
-        ("r", [rank], True), ("rank_pattern", ranks.values(), True),
-        ("lora_alpha", [alpha], False), ("alpha_pattern", alphas.values(), False),
-    ):  # fmt: skip
+    for key, values in (("r", [rank]), ("rank_pattern", ranks.values())):
         for value in values:
-            _check_number(path, key, value, integer=integer)
-    texts = (str,)
-    for key, kinds in (
-        *((key, (bool,)) for key in peft_keys()), ("lora_dropout", (int, float)),
-        ("base_model_name_or_path", texts),
-        ("revision", texts), ("ensure_weight_tying", (bool,)), ("bias", texts),
-    ):  # fmt: skip
-        if (value := config.get(key)) is not None and type(value) not in kinds:
-            raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
-    if config.get("bias", "none") not in BIASES:
-        raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
-    _check_selection(path, config)
-    saved, experts = (_names(path, key, config.get(key)) for key in ("modules_to_save", "target_parameters"))
+            if type(value) is not int or not 0 < value < 1e9:
+                raise PatchError(f"{path}: {key} must be a positive whole number, got {value!r}")
+    for key, values in (("lora_alpha", [alpha]), ("alpha_pattern", alphas.values())):
+        for value in values:
+            if type(value) not in (int, float) or not 0 < value < 1e9:
+                raise PatchError(f"{path}: {key} must be a positive number, got {value!r}")
     method = method_of(config)
     if method is None:
         on = ", ".join(key for key in peft_keys() if config.get(key))
         raise PatchError(f"{path}: no method of lorakit has all of {on}")
     return PatchConfig(
-        method, rank, alpha, dropout, ranks, alphas,
-        config.get("base_model_name_or_path"), config.get("revision"), saved, experts,
-        _token_indices(path, config.get("trainable_token_indices")), config,
-    )  # fmt: skip
+        method=method,
+        rank=rank,
+        alpha=alpha,
+        dropout=config.get("lora_dropout") or 0.0,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        base_model=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
+        modules_to_save=_names(path, config, "modules_to_save"),
+        target_parameters=_names(path, config, "target_parameters"),
+        token_indices=_token_indices(path, config.get("trainable_token_indices")),
+        raw=config,
+    )
 
 
-def _check_selection(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise PatchError unless the keys that choose layers have values of their types.
-
-    Raises:
-        PatchError: they do not, or a regular expression is none.
-    """
+def _check_types(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise PatchError unless the values of the simple keys, and of those that choose layers, are of their types."""
+    types: dict[str, tuple[type, ...]] = dict.fromkeys((*peft_keys(), "ensure_weight_tying"), (bool,))
+    types |= dict.fromkeys(("base_model_name_or_path", "revision", "bias"), (str,)) | {"lora_dropout": (int, float)}
+    for key, kinds in types.items():
+        if (value := config.get(key)) is not None and type(value) not in kinds:
+            raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    if not 0 <= (config.get("lora_dropout") or 0.0) <= 1:
+        raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {config['lora_dropout']!r}")
+    if config.get("bias", "none") not in BIASES:
+        raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
     for key in ("target_modules", "exclude_modules"):
         value = config.get(key)
         if isinstance(value, str):
-            try:
-                re.compile(value)
-            except (re.error, OverflowError, RecursionError) as problem:
-                raise PatchError(f"{path}: {key}: {value!r} is no regular expression: {problem}") from None
+            _check_expression(path, key, value, value)
         elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise PatchError(f"{path}: {key} must be a regular expression or a list of names, got {value!r}")
     layers = config.get("layers_to_transform")
@@ -184,8 +176,15 @@ def _check_selection(path: Path, config: Mapping[str, Any]) -> None:
         raise PatchError(f"{path}: layers_to_transform must be layer numbers, got {layers!r}")
 
 
-def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
-    names = value or []
+def _check_expression(path: Path, key: str, text: str, used: str) -> None:
+    try:
+        re.compile(used)
+    except (re.error, OverflowError, RecursionError) as problem:
+        raise PatchError(f"{path}: {key}: {text!r} is not a regular expression: {problem}") from None
+
+
+def _names(path: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise PatchError(f"{path}: {key} must be a list of names, got {names!r}")
     return tuple(names)
@@ -199,6 +198,14 @@ def _token_indices(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
     ):
         raise PatchError(f"{path}: trainable_token_indices must be lists of token ids, got {value!r}")
     return {module: tuple(tokens) for module, tokens in by_module.items() if tokens}
+
+
+def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
+    for pattern in value or {}:
+        _check_expression(path, key, pattern, rf"(.*\.)?({pattern})$")  # as it is used: some patterns fail only then
+    return value or {}
 
 
 def config_json(
@@ -286,22 +293,3 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
 
 def _is_off(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and value in ("none", "", [], {}))
-
-
-def _check_number(path: Path, key: str, value: Any, *, integer: bool) -> None:
-    valid = type(value) is int or (not integer and type(value) is float)
-    if not valid or not 0 < value < 1e9:
-        raise PatchError(f"{path}: {key} must be a positive {'whole number' if integer else 'number'}, got {value!r}")
-
-
-def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
-    for pattern in value:
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")  # as it is used: some patterns fail only then
-        except (re.error, OverflowError, RecursionError) as problem:
-            raise PatchError(f"{path}: {key}: {pattern!r} is not a regular expression: {problem}") from None
-    return value

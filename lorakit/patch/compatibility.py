@@ -55,11 +55,7 @@ def new_token_calls(tokens: Mapping[str, int]) -> str:
 
 
 def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:
-    """Raise PatchError unless a program would compute the same with all of these patches.
-
-    Raises:
-        PatchError: names every patch with which it would not, the reasons, and the remedy.
-    """
+    """Raise PatchError, with the remedy, unless a program would compute the same with all of these patches."""
     problems = [
         f"{name}: {'; '.join(one.problems)}"
         for name, patch in patches.items()

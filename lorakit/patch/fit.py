@@ -1,17 +1,18 @@
-"""Check that a patch fits a base: each of its tensors belongs to a layer or parameter of the same shape."""
+"""Check that a patch fits a base, and bind each of its parts to the parameter of the base that the part changes."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.experts import patched_parameters
 from lorakit.lora.layer_kinds import LayerKind, adaptable_layers
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
-from lorakit.patch.patch import Patch
+from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 
 T = TypeVar("T")
 
@@ -166,13 +167,7 @@ def _parents(parameter: str) -> list[str]:
 
 
 def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
-    """Raise an error unless every tensor of the patch fits a layer or parameter of the base.
-
-    ``name``: folder or name of the base, for the message.
-
-    Raises:
-        PatchError: a tensor does not fit; names the first three.
-    """
+    """Raise PatchError unless every tensor of the patch fits the base, called ``name`` in the message."""
     all_problems = list(fit_problems(patch, base))
     if not all_problems:
         return
@@ -184,4 +179,72 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     count = len(wrong.union(patch.layers, patch.full_shapes, patch.token_rows))  # some are in the base alone
     raise PatchError(
         f"{patch.folder}: does not fit {name} ({base.architecture}): {len(wrong)} of {count} places\n  {shown}"
+    )
+
+
+@dataclass(frozen=True)
+class FullTensor:
+    """A tensor that replaces a parameter. It is read when it is used."""
+
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    parameter: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.tensors[self.parameter]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One part of a patch, and the parameter of the base that it changes."""
+
+    name: str
+    """of the part in the patch: a module; the parameter of experts or of a full tensor"""
+    module: str
+    key: str
+    """the parameter's name in its module"""
+    kind: LayerKind | None
+    """of the layer whose weight the parameter is; None for other parameters, experts among them"""
+    part: PatchLayer | TokenRows | FullTensor
+
+    @property
+    def parameter(self) -> str:
+        return f"{self.module}.{self.key}"
+
+
+def bind(patch: Patch, shapes: BaseShapes) -> Iterator[Binding]:
+    """Yield each part of a patch that fits, exactly once: updates, then full tensors, then token rows.
+
+    The only such walk: training, serving and merging all go through it, so that what one of them reads, the others do.
+    """
+    kinds = {name: kind for name, (kind, _) in shapes.layers.items()}
+    for name, layer in patch.layers.items():
+        if layer.num_experts:
+            module, _, key = name.rpartition(".")
+            yield Binding(name, module, key, None, layer)
+        else:
+            yield Binding(name, name, "weight", kinds.get(name), layer)
+    for parameter in patch.full_shapes:
+        module, _, key = parameter.rpartition(".")
+        yield Binding(parameter, module, key, kinds.get(module), FullTensor(patch.full_tensors, parameter))
+    for name, rows in patch.token_rows.items():
+        yield Binding(name, name, "weight", kinds.get(name), rows)
+
+
+def without_copies(patch: Patch, read: Callable[[str], Tensor], trained: Collection[str] = ()) -> Patch:
+    """Return the patch without full tensors that are the base's own, which PEFT saves beside adapted embeddings.
+
+    read: parameter -> the base's values, on the CPU. trained: parameters that stay, equal or not.
+    """
+
+    def is_copy(name: str) -> bool:
+        value = patch.full_tensors[name]
+        own = read(name)
+        return torch.equal(own.to(value.dtype), value) or torch.equal(value.to(own.dtype), own)
+
+    names = [name for name in patch.full_shapes if name in trained or not is_copy(name)]
+    return replace(
+        patch,
+        full_tensors={name: patch.full_tensors[name] for name in names},
+        full_shapes={name: patch.full_shapes[name] for name in names},
     )

@@ -144,23 +144,16 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise an error if one of these tensors, which are about to be saved, has an infinite value or NaN.
-
-    Raises:
-        PatchError: names the tensor.
-    """
+    """Raise PatchError if one of these tensors, which are about to be saved, has an infinite value or NaN."""
     for name, tensor in tensors:
         if not is_finite(tensor):
             raise PatchError(f"{name} holds values that are not finite; nothing was saved")
 
 
 def check_plain(patch: Patch, operation: str) -> None:
-    """Raise an error unless the patch has only updates W + s B A of one matrix each, and full tensors.
+    """Raise PatchError unless the patch has only updates W + s B A of one matrix each, and full tensors.
 
     ``operation``: the operation that cannot use the patch, for the message.
-
-    Raises:
-        PatchError: the patch has other updates or token rows; names the first.
     """
     others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
         patch.token_rows

@@ -3,6 +3,7 @@
 ``read_patch`` reads all tensors into memory. ``open_patch`` reads a tensor each time it is used.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
+from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import matches
@@ -48,7 +49,6 @@ from lorakit.patch.peft_names import (
 )
 
 MAX_SIDECAR_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 20
 
 
 class LazyPatchTensors(Mapping[str, Tensor]):
@@ -86,9 +86,18 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     Raises:
         PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
     """
-    path, config = _tensor_file(Path(folder), caps)
+    folder = Path(folder)
+    config = read_config(folder, caps.header_bytes)
+    path = folder / TENSOR_FILE
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise PatchError(
+            f"{folder}: holds adapter_model.bin, a pickle, which can run code when it is opened. Where you trust it:\n"
+            '  python -c "import torch; from safetensors.torch import save_file;'
+            f" t = torch.load({str(folder / 'adapter_model.bin')!r}, weights_only=True, map_location='cpu');"
+            f' save_file({{k: v.contiguous().clone() for k, v in t.items()}}, {str(path)!r})"'
+        )
     recorded = _recorded_digest(path, config)
-    patch = build_patch(Path(folder), config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
+    patch = build_patch(folder, config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
     return replace(patch, digest=_checked_digest(path, recorded))
 
 
@@ -106,34 +115,10 @@ def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     return replace(patch, layers=layers, full_tensors=dict(patch.full_tensors))
 
 
-def _tensor_file(folder: Path, caps: Caps) -> tuple[Path, PatchConfig]:
-    config = read_config(folder, caps.header_bytes)
-    path = folder / TENSOR_FILE
-    if not path.exists() and (folder / "adapter_model.bin").exists():
-        raise PatchError(
-            f"{folder}: holds adapter_model.bin, a pickle, which can run code when it is opened. Where you trust it:\n"
-            '  python -c "import torch; from safetensors.torch import save_file;'
-            f" t = torch.load({str(folder / 'adapter_model.bin')!r}, weights_only=True, map_location='cpu');"
-            f' save_file({{k: v.contiguous().clone() for k, v in t.items()}}, {str(path)!r})"'
-        )
-    return path, config
-
-
-def _blocks(path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of a file block by block; all blocks share one buffer."""
-    block = memoryview(bytearray(BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(block):
-            yield block[:size]
-
-
 def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
     """Return the XXH3-128 of a tensor file in its sidecar; None without one, as other programs write none.
 
-    The sidecar's settings are compared with the config's.
-
-    Raises:
-        PatchError: it cannot be read, or the config was edited after it was saved.
+    Raises PatchError if the config was edited after it was saved.
     """
     sidecar = path.parent / SIDECAR
     if not sidecar.is_file():
@@ -158,10 +143,8 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
 
 def _checked_digest(path: Path, recorded: str | None) -> str:
     """Return the XXH3-128 of a tensor file, compared with its sidecar's."""
-    state = xxhash.xxh3_128()
-    for block in _blocks(path):
-        state.update(block)
-    digest = str(state.hexdigest())
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if recorded not in (None, digest):
         raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
     return digest
@@ -202,26 +185,32 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
         )
         for (module, embedding), keys in updates.items()
     }
-    _check_declared(file.path, config, layers, rows)
-    _check_full_tensors(file.path, full_keys, layers)
-    metadata = _metadata(file.path, file.metadata)
-    token_rows = {module: _rows(file, config, module) for module in rows}
-    _check_new_tokens(file.path, metadata, token_rows)
-    return Patch(
-        folder, config, layers,
+    patch = Patch(
+        folder,
+        config,
+        layers,
         full_tensors=LazyPatchTensors(file, full_keys),
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
-        metadata=metadata,
-        token_rows=token_rows,
-    )  # fmt: skip
+        metadata=_metadata(file.path, file.metadata),
+        token_rows={module: _rows(file, config, module) for module in rows},
+    )
+    _check_declared(patch, file.path, full_keys)
+    return patch
 
 
-def _check_declared(path: Path, config: PatchConfig, layers: Mapping[str, PatchLayer], rows: list[str]) -> None:
-    """Raise an error if experts or token rows that the settings declare are not in the file."""
-    if config.target_parameters and not any(layer.num_experts for layer in layers.values()):
+def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> None:
+    """Raise PatchError if declared experts or rows are not in the file, or a full tensor has a name PEFT ignores."""
+    for parameter, key in full_keys.items():
+        if key != (expected := full_tensor_key(parameter, patch.layers)):
+            raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
+    if patch.config.target_parameters and not any(layer.num_experts for layer in patch.layers.values()):
         raise PatchError(f"{path}: target_parameters names experts, and no tensors of theirs are there")
-    if config.token_indices and not rows:
+    rows = patch.token_rows.values()
+    if patch.config.token_indices and not rows:
         raise PatchError(f"{path}: trainable_token_indices names tokens, and their rows are not there")
+    for name, token in patch.new_tokens.items():
+        if not rows or not all(token in own.tokens for own in rows):
+            raise PatchError(f"{path}: the new token {name!r} (id {token}) has no row in the patch")
 
 
 def _join_other_tensors(updates: dict[tuple[str, bool | None], dict[str, str]]) -> None:
@@ -289,13 +278,6 @@ def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
     return TokenRows(tokens, tensor)
 
 
-def _check_new_tokens(path: Path, metadata: Mapping[str, Any], rows: Mapping[str, TokenRows]) -> None:
-    """Raise an error if a new token of the patch lacks its row."""
-    for name, token in metadata.get("new_tokens", {}).items():
-        if not rows or not all(token in own.tokens for own in rows.values()):
-            raise PatchError(f"{path}: the new token {name!r} (id {token}) has no row in the patch")
-
-
 def _unknown(path: Path, key: str) -> str:
     suffixes = list(dict.fromkeys(suffix for kind in KINDS for suffix in kind.peft_names.values()))
     end = ".".join(key.rsplit(".", 2)[-2:])
@@ -325,20 +307,7 @@ def _layer(
         raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
     if rank > caps.rank:
         raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
-    _check_shapes(path, config, module, entries, METHODS[config.method].stored_shapes((b[0], a[1]), a[0]))
-    return PatchLayer(
-        config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts if stacked else 0
-    )
-
-
-def _check_shapes(
-    path: Path,
-    config: PatchConfig,
-    module: str,
-    entries: Mapping[str, TensorEntry],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise PatchError unless a layer has the tensors of the config's method, and no others, in their shapes."""
+    shapes = METHODS[config.method].stored_shapes((b[0], a[1]), a[0])
     for part in sorted(shapes.keys() ^ entries.keys()):
         settings = ", ".join(f"{key} is {bool(config.raw.get(key))}" for key in peft_keys())
         raise PatchError(
@@ -347,13 +316,9 @@ def _check_shapes(
     for part, shape in shapes.items():
         if entries[part].shape != shape:
             raise PatchError(f"{path}: {module}: {part} is {entries[part].shape}, not {shape}")
-
-
-def _check_full_tensors(path: Path, full_keys: Mapping[str, str], layers: Mapping[str, Any]) -> None:
-    """Raise an error if a full tensor has a name under which PEFT would not load it."""
-    for parameter, key in full_keys.items():
-        if key != (expected := full_tensor_key(parameter, layers)):
-            raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
+    return PatchLayer(
+        config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts if stacked else 0
+    )
 
 
 def _is_quantization(record: Any) -> bool:

@@ -37,18 +37,17 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     keys = keyed_tensors(patch)
     check_finite(keys.items())
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.metadata, sort_keys=True)} if patch.metadata else {})
-    hashing = _HashingWriter()
+    digest = ""
 
     def tensor_file(file: BinaryIO) -> None:
-        write_tensors(hashing.onto(file), keys, metadata)
+        nonlocal digest
+        hashing = _HashingWriter(file)
+        write_tensors(hashing, keys, metadata)
+        digest = hashing.hash.hexdigest()
 
-    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written, so its digest is complete
-        record = {
-            "format": 1,
-            "xxh3_128": {TENSOR_FILE: hashing.digest()},
-            "settings": arithmetic_settings(patch.config.raw),
-        }
-        file.write(json_text(record).encode())
+    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written
+        settings = arithmetic_settings(patch.config.raw)
+        file.write(json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}).encode())
 
     folder.mkdir(parents=True, exist_ok=True)
     write_files(
@@ -60,7 +59,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if open_patch(folder).digest != hashing.digest():
+    if open_patch(folder).digest != digest:
         raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
     return folder
 
@@ -83,28 +82,22 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
 
 def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
     """Return the tensors of a patch by their keys in the file, sorted."""
-    expert_names = _expert_names(patch)
+    experts: dict[str, list[str]] = {}
+    for module, _, parameter in (name.rpartition(".") for name, layer in patch.layers.items() if layer.num_experts):
+        experts.setdefault(module, []).append(parameter)
+    names_in_file = {
+        f"{module}.{parameter}": name
+        for module, parameters in experts.items()
+        for parameter, name in expert_modules(module, parameters).items()
+    }
     keys = {
-        update_key(expert_names.get(module, module), part, embedding=layer.embedding): tensor
+        update_key(names_in_file.get(module, module), part, embedding=layer.embedding): tensor
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
     keys |= {rows_key(module): rows.tensor for module, rows in patch.token_rows.items()}
     keys |= {full_tensor_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
     return dict(sorted(keys.items()))
-
-
-def _expert_names(patch: Patch) -> dict[str, str]:
-    """Return parameter of experts -> the module name under which PEFT's file has its factors."""
-    modules: dict[str, list[str]] = {}
-    for name in (name for name, layer in patch.layers.items() if layer.num_experts):
-        module, _, parameter = name.rpartition(".")
-        modules.setdefault(module, []).append(parameter)
-    return {
-        f"{module}.{parameter}": name_in_file
-        for module, parameters in modules.items()
-        for parameter, name_in_file in expert_modules(module, parameters).items()
-    }
 
 
 def new_patch(
@@ -159,19 +152,13 @@ def remove_patch(folder: Path) -> None:
 class _HashingWriter:
     """A binary file that computes the XXH3-128 of its content while the content is written."""
 
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def onto(self, file: BinaryIO) -> "_HashingWriter":
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        return self
+        self.hash = xxhash.xxh3_128()
 
     def write(self, content: bytes | memoryview) -> int:
-        self._state.update(content)
+        self.hash.update(content)
         return self._file.write(content)
-
-    def digest(self) -> str:
-        return str(self._state.hexdigest())
 
 
 def _check_free(folder: Path) -> None:

@@ -32,11 +32,7 @@ def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) 
 
 
 def check_optimizer(name: str, *, on_gpu: bool) -> None:
-    """Raise an error if this machine cannot run an optimizer.
-
-    Raises:
-        RunError: bitsandbytes is not installed, or the optimizer needs a GPU.
-    """
+    """Raise RunError unless bitsandbytes is installed and this machine can run the optimizer."""
     if name not in OPTIMIZERS:
         return
     bitsandbytes()

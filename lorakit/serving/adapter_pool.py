@@ -15,7 +15,7 @@ from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.patch import Patch, read_patch
-from lorakit.patch.allow import ALLOW, Allow
+from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.routing import Adapter
 
 

@@ -88,11 +88,7 @@ class SlotHook:
         return torch.cat([y, wide], -1)
 
     def _spans(self, route: Route, x: Tensor, y: Tensor) -> tuple[int, ...]:
-        """Return the tokens of each adapter of the route in y.
-
-        Raises:
-            TargetError: the layer sees neither the rows of the batch nor all of its tokens in order.
-        """
+        """Return the tokens of each adapter of the route in y, unless the layer mixes the rows of the batch."""
         spans = route.spans(y.shape[:-1]) if isinstance(y, Tensor) and y.dim() > 1 else None
         # experts get tokens in the order of their routing, whose number may equal that of the batch
         if spans is None or (y.dim() == 2 and ".experts." in self.name):

@@ -36,7 +36,7 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import OBJECTIVES
-from lorakit.ops.embedding_noise import add_embedding_noise
+from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.axes import check_axes

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakit.patch import patch_from_model, read_patch, write_patch
+from lorakit.patch.model import adapter_from_patch
 from lorakit.patch.model_card import model_card
-from lorakit.patch.onto_model import adapter_from_patch
 from lorakit.recipe import Recipe
 from lorakit.run.record import versions
 from lorakit.training.progress import Progress

@@ -32,7 +32,7 @@ from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives import objective
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective
-from lorakit.ops.embedding_noise import add_embedding_noise
+from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, EngineState, StepSettings, open_engine

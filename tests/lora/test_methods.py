@@ -17,7 +17,7 @@ from lorakit.lora import adapter_tensors, fixed_tensors, inject
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
-from lorakit.patch.onto_model import adapter_from_patch
+from lorakit.patch.model import adapter_from_patch
 from lorakit.recipe import Recipe
 from tests.helpers.models import build_variant
 

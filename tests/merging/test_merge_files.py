@@ -21,7 +21,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.merging.tensors import MERGEABLE
 from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, read_patch
-from lorakit.patch.weighted import open_weighted
+from lorakit.patch.find import open_weighted
 from tests.helpers.bases import make_base, tensors_of
 from tests.helpers.fork_server import run_python
 from tests.helpers.models import build

@@ -12,11 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.base.layers import checkpoint_layers
 from lorakit.lora import METHODS, LoraLinear, adapter_tensors, inject
-from lorakit.ops.fuse import fuse_model
-from lorakit.ops.gated_mlp import is_gated_mlp
+from lorakit.ops.fuse import fuse_model, is_gated_mlp, is_rms_norm
 from lorakit.ops.lora_linear import lora_linear
 from lorakit.ops.recompute import recomputable, with_gradient
-from lorakit.ops.rms_norm import is_rms_norm
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import ARCHITECTURES, SMALL, build
 

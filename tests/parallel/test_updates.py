@@ -15,8 +15,7 @@ from lorakit.data import collate
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
-from lorakit.ops.dropout import use_token_keys
-from lorakit.ops.embedding_noise import add_embedding_noise
+from lorakit.ops.dropout import add_embedding_noise, use_token_keys
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.engine import dropout_keys
 from lorakit.parallel.optimizer import build_optimizer, set_rate

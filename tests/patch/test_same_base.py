@@ -16,7 +16,8 @@ from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.patch import check_base, read_patch, write_patch
-from lorakit.patch.fingerprint import BaseIdentity, base_differences, compared_parts, fingerprint
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint
+from lorakit.patch.same_base import base_differences, compared_parts
 from tests.helpers.patches import make_patch
 
 Change = Callable[[Path], None]

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lorakit.errors import RunError
-from lorakit.quant.linear import QuantizationInfo
-from lorakit.quant.parts import cut_quantized, part_of_quantized
+from lorakit.quant.linear import QuantizationInfo, cut_quantized, part_of_quantized
 from lorakit.quant.schemes import QuantScheme, quant_scheme
 
 SHAPE = (192, 256)

@@ -56,7 +56,7 @@ from lorakit.parallel.tensor.vocabulary import (
     VocabularyShard,
 )
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
-from lorakit.quant.parts import part_of_quantized
+from lorakit.quant.linear import part_of_quantized
 
 IN_PARTS: Final = "in parts"
 """in the record of a run: each rank has some of the tokens between the blocks"""

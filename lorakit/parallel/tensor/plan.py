@@ -21,7 +21,7 @@ from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
 from lorakit.parallel.axis import even_range
 from lorakit.parallel.tensor.shards import CutDim
-from lorakit.quant.parts import part_of_quantized
+from lorakit.quant.linear import part_of_quantized
 
 OUTPUTS: Final = "outputs"
 INPUTS: Final = "inputs"

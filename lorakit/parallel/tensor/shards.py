@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lorakit.base.lazy import PIECE_BYTES, LazyBase
 from lorakit.base.quantized import QuantizedTensors
-from lorakit.quant.linear import QuantizationInfo
-from lorakit.quant.parts import cut_quantized
+from lorakit.quant.linear import QuantizationInfo, cut_quantized
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""Turn the adapter of a model into a patch, with the tensors and settings that PEFT's files can express."""
+"""Turn the adapter of a model into a patch, and a patch into the values of a model's adapter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,15 @@ from lorakit.lora.inject import adapted_layers, adapted_names, adapter_modules, 
 from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
+from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
-from lorakit.patch.live_base import fingerprint_live
+from lorakit.patch.fingerprint import fingerprint_live
+from lorakit.patch.fit import BaseShapes, Binding, FullTensor, bind
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
 from lorakit.version import VERSION
+
+SHOWN = 3
 
 
 def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
@@ -58,15 +61,6 @@ def _settings(model: nn.Module) -> dict[str, str]:
     }  # fmt: skip
 
 
-@dataclass
-class _Parts:
-    """The parts of a patch, collected from the adapter's modules one by one."""
-
-    layers: dict[str, PatchLayer] = field(default_factory=dict)
-    full_tensors: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, TokenRows] = field(default_factory=dict)
-
-
 def patch_from_model(
     model: nn.Module, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, Any], base_model: str | None,
     revision: str | None = None,
@@ -79,34 +73,41 @@ def patch_from_model(
     Raises:
         PatchError: the model has no adapter, or a tensor is missing, mis-shaped or not finite.
     """
-    parts = _Parts()
+    layers: dict[str, PatchLayer] = {}
+    full_tensors: dict[str, Tensor] = {}
+    token_rows: dict[str, TokenRows] = {}
     dropout = 0.0
     kinds: list[LayerKind] = []
     for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
-            parts.layers[name] = _linear(name, carrier, tensors)
+            layers[name] = _linear(name, carrier, tensors)
             dropout = carrier.dropout
             kinds.append(carrier.kind)
         elif isinstance(carrier, LoraExperts):
-            parts.layers |= _experts(name, carrier, tensors)
+            layers |= _experts(name, carrier, tensors)
         elif isinstance(carrier, TrainableTokens | TokenHead) and carrier.adapter_tensors():  # no tied head
             rows = _checked(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
-            parts.rows[name] = TokenRows(carrier.tokens, rows)
+            token_rows[name] = TokenRows(carrier.tokens, rows)
         if isinstance(carrier, TrainableTokens) and carrier.new_tokens:
             metadata = {**metadata, "new_tokens": carrier.new_tokens}
         if isinstance(carrier, TrainableModule | LoraLinear):
-            parts.full_tensors |= {
+            full_tensors |= {
                 f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()
             }
-    if not (parts.layers or parts.full_tensors or parts.rows):
+    if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
     return new_patch(
-        parts.layers, full_tensors=parts.full_tensors, rows=parts.rows,
-        metadata=metadata, base_model=base_model, revision=revision, dropout=dropout,
+        layers,
+        full_tensors=full_tensors,
+        rows=token_rows,
+        metadata=metadata,
+        base_model=base_model,
+        revision=revision,
+        dropout=dropout,
         all_modules=[name for name, _ in model.named_modules()],
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=fan_in_fan_out(kinds),
-    )  # fmt: skip
+    )
 
 
 def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
@@ -141,3 +142,88 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | 
         got = "nothing" if tensor is None else tuple(tensor.shape)
         raise PatchError(f"{name}: {shape or 'a tensor'} was trained, {got} arrived to be saved")
     return tensor
+
+
+def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
+    """Return the values that a patch gives to the adapter of ``model``, by tensor name, in float32.
+
+    No parameter is read, so the model may be on the meta device or sharded. A tensor that is trained in full and that
+    the patch does not hold is left out: the patch does not change it.
+
+    Raises:
+        PatchError: a part of the patch has no tensor in the adapter, or a layer of the adapter no update in the patch.
+    """
+    modules = dict(adapter_modules(model))
+    values: dict[str, Tensor] = {}
+    unused = []
+    for binding in bind(patch, BaseShapes.of(model)):
+        part = _part_values(binding, modules.get(binding.module), patch)
+        if part is None:
+            unused.append(binding.name)
+        else:
+            values |= {f"{binding.module}.{name}": tensor.to(torch.float32) for name, tensor in part.items()}
+    missing = [
+        name
+        for name, module in modules.items()
+        for key in module.adapter_tensors() | module.fixed_tensors()
+        if f"{name}.{key}" not in values and key not in module.full_tensors()
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        for names, what in (
+            (unused, "parts are not in the adapter"),
+            (list(dict.fromkeys(missing)), "layers of the adapter are not in it"),
+        )
+        if names
+    ]
+    if problems:
+        raise PatchError(f"{patch.folder}: {'; '.join(problems)}")
+    return values
+
+
+def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -> Mapping[str, Tensor] | None:
+    """Return a part's values by the adapter's names in its module; None if the adapter has no such part."""
+    part = binding.part
+    if isinstance(part, FullTensor):
+        return {binding.key: part.tensor} if module and binding.key in module.full_tensors() else None
+    if isinstance(part, TokenRows):
+        if not isinstance(module, TrainableTokens | TokenHead):
+            return None
+        return {"trainable_tokens_delta": _rows(module.tokens, part, patch)}
+    if isinstance(module, LoraLinear):
+        return _linear_values(binding.name, module, part, patch)
+    if isinstance(module, LoraExperts) and binding.key in module.adapted:
+        target = module.adapted[binding.key]
+        _check_alike(binding.name, (target.method, target.rank, target.alpha), part, patch)
+        return {f"{binding.key}.{name}": tensor for name, tensor in part.tensors.items()}
+    return None
+
+
+def _linear_values(name: str, module: LoraLinear, layer: PatchLayer, patch: Patch) -> Mapping[str, Tensor]:
+    if "lora_A0" not in module.fixed_tensors():
+        _check_alike(name, (module.method, module.rank, module.alpha), layer, patch)
+        return layer.tensors
+    # [B, -B0] [A; A0], as `patch_from_model` writes an adapter that started at a part of W
+    rank = module.rank
+    _check_alike(name, (PLAIN, 2 * rank, module.scale * 2 * rank), layer, patch)
+    A = layer.tensors["lora_A"]
+    B = layer.tensors["lora_B"]
+    parts = {"lora_A": A[:rank], "lora_A0": A[rank:], "lora_B": B[:, :rank], "lora_B0": -B[:, rank:]}
+    return {part: tensor.contiguous() for part, tensor in parts.items()}
+
+
+def _check_alike(name: str, settings: tuple[str, int, float], layer: PatchLayer, patch: Patch) -> None:
+    method, rank, alpha = settings
+    if (saved_as(method), rank, alpha) != (layer.method, layer.rank, layer.alpha):
+        raise PatchError(
+            f"{patch.folder}: {name}: {layer.method}, rank {layer.rank}, alpha {layer.alpha:g} in the patch;"
+            f" {method}, rank {rank}, alpha {alpha:g} in the adapter"
+        )
+
+
+def _rows(tokens: tuple[int, ...], rows: TokenRows, patch: Patch) -> Tensor:
+    if set(rows.tokens) != set(tokens):
+        raise PatchError(
+            f"{patch.folder}: rows of the tokens {sorted(rows.tokens)} in the patch, {sorted(tokens)} in the adapter"
+        )
+    return rows.tensor[[rows.tokens.index(token) for token in tokens]]

@@ -1,0 +1,238 @@
+"""Check that a base is the one that a patch was trained on, and compare the bases of two patches."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from torch import nn
+
+from lorakit.errors import PatchError, did_you_mean
+from lorakit.files.base_files import open_base_files
+from lorakit.files.dtypes import parse_dtype
+from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_source, sample_digest
+from lorakit.patch.patch import Patch
+from lorakit.patch.prompting import trained_form
+
+Allow = Literal["base", "template"]
+"""``base``: other weights, config or tokenizer. ``template``: prompts that are written in another way."""
+ALLOW: Final[tuple[Allow, ...]] = get_args(Allow)
+
+
+class RefusedBaseError(PatchError):
+    """A patch on a base that the caller can accept with ``allow``."""
+
+    def __init__(self, problem: str, allow: Allow) -> None:
+        super().__init__(f"{problem}; to use it all the same, pass --allow {allow} (in Python allow={{{allow!r}}})")
+        self.problem = problem
+        """the message without the option, for callers that have none"""
+
+
+def parse_allow(text: str) -> frozenset[Allow]:
+    """Parse the words of ``--allow``, separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in ALLOW:
+            raise PatchError(f"{word!r} is none of {', '.join(ALLOW)}.{did_you_mean(word, ALLOW)}")
+    return frozenset(word for word in ALLOW if word in words)
+
+
+def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
+    """Raise PatchError unless ``base`` is the base that the patch was trained on.
+
+    A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
+    adapted weights, not of samples. ``allow``: accept another base, or prompts that are written in another way.
+
+    Raises:
+        PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
+    """
+    if "base" in allow:
+        return
+    recorded = patch.metadata.get("base")
+    if recorded is None:
+        _check_prompting(patch, base, allow)
+        return
+    if recorded["scheme"] != SCHEME:
+        raise PatchError(
+            f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
+        )
+    identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
+    rounded_to = recorded.get("rounded_to")
+    expected = recorded["weights"]
+    # an adapter of an own model without linear layers has digests of other weights of its base
+    actual = identity.sampled(dict.fromkeys([*patch.layers, *expected]), rounded_to)
+    names = list(actual)
+    if full and all(actual[name] == expected.get(name) for name in names):
+        expected = full_digests(patch)
+        actual = identity.full(names, rounded_to)
+        if expected is None:
+            raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
+    differing = [name for name in names if expected.get(name) != actual[name]]
+    parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
+    for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
+        if recorded.get(part) and value and recorded[part] != value:
+            values = recorded.get("config_values"), identity.config_values
+            parts.append(_config_difference(*values, ("in training", "here")) if part == "config" else part)
+    if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
+        parts.append(changed)
+    if parts:
+        raise mismatch(patch, identity.files.folder, " and ".join(parts))
+    _check_prompting(patch, identity, allow)
+
+
+def check_live_base(patch: Patch, model: nn.Module) -> None:
+    """Raise PatchError unless the weights of a model in memory are those that the patch was trained on.
+
+    Only adapted weights are compared, by samples. A patch without a fingerprint passes.
+    """
+    recorded = patch.metadata.get("base")
+    if recorded is None:
+        return
+    dtype = parse_dtype(recorded.get("rounded_to"))
+    expected = recorded["weights"]
+    names = list(dict.fromkeys([*patch.layers, *expected]))
+    differing = [name for name in names if expected.get(name) != sample_digest(*live_source(model, name, dtype))]
+    if differing:
+        raise RefusedBaseError(
+            f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(names)} adapted"
+            f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
+            " training, counts as another",
+            "base",
+        )
+
+
+def _check_prompting(patch: Patch, identity: Path | BaseIdentity, allow: Collection[Allow]) -> None:
+    """Raise PatchError unless prompts are written here as in training, as far as that is known."""
+    if "template" in allow or not isinstance(identity, BaseIdentity):
+        return
+    if changed := changed_prompting(patch, identity):
+        here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
+        raise RefusedBaseError(
+            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text; put"
+            " the trained one back",
+            "template",
+        )
+
+
+def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
+    """Name the prompt settings that differ from training; empty if none is known to."""
+    recorded = patch.metadata.get("base") or {}
+    used = [part for part in PROMPTING if part != "chat_template" or not trained_form(patch.metadata).raw]
+    # a template that another adapter brought is not that of a patch without a record
+    known = {*recorded, *(["chat_template"] if identity.template is not None else [])}
+    changed = [part for part in used if part in known and recorded.get(part) != getattr(identity, part)]
+    return " and other ".join(part.replace("_", " ") for part in changed)
+
+
+def unverified_note(patch: Patch, base: object) -> str | None:
+    """Return a note for the user if a patch has no fingerprint, so that only its shapes were compared; else None."""
+    if patch.metadata.get("base") is not None:
+        return None
+    made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
+    return (
+        f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
+        f" only shapes were compared with {base}"
+    )
+
+
+def compared_parts(patch: Patch, *, full: bool) -> str:
+    """Return the parts of a base that ``check_base`` compares, for a sentence."""
+    unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
+    rest = "samples of the embedding, norms and head" if unadapted else "nothing else"
+    rest = "samples of all others" if "matrices" in unadapted else rest
+    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights and {rest}"
+
+
+def compared_by(patch: Patch) -> str:
+    """Return how a patch can be compared with a base: by shapes, by samples of the weights, or by every value."""
+    if patch.metadata.get("base") is None:
+        return "shapes"
+    return "samples" if full_digests(patch) is None else "every value"
+
+
+def full_digests(patch: Patch) -> Mapping[str, str] | None:
+    """Return module -> ``full-1`` digest of its base's weight; None if the patch has no such digests."""
+    full = (patch.metadata.get("base") or {}).get("full") or {}
+    return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
+
+
+def mismatch(patch: Patch, base: Path, differing: str) -> RefusedBaseError:
+    """Return the error of a patch on a base that it was not trained on. ``differing``: the parts that do."""
+    return RefusedBaseError(
+        f"{patch.folder}: trained on another base than {base}: {differing} differ. It was made for {patch.made_for}",
+        "base",
+    )
+
+
+def base_rounding(patch: Patch) -> str:
+    """Return the name of the dtype that the base's weights were rounded to before their digests were computed."""
+    return patch.metadata["base"].get("rounded_to") or "float32"
+
+
+def base_differences(one: Patch, two: Patch) -> list[str]:
+    """Return the differences between the bases of two patches that have fingerprints; only comparable parts count."""
+    a = one.metadata["base"]
+    b = two.metadata["base"]
+    differences = []
+    if base_rounding(one) == base_rounding(two):
+        tables = [(a["weights"], b["weights"]), (full_digests(one) or {}, full_digests(two) or {})]
+        shared = {name for x, y in tables for name in x if name in y}
+        wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
+        if wrong:
+            differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
+    if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
+        differences.append(changed)
+    keys = ("config", "tokenizer", *PROMPTING)
+    for key in keys:
+        if a.get(key) and b.get(key) not in (None, a[key]):
+            values = a.get("config_values"), b.get("config_values")
+            where = ("in the first", "in the second")
+            differences.append(_config_difference(*values, where) if key == "config" else key)
+    return differences
+
+
+def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | None, where: tuple[str, str]) -> str:
+    """Return ``config``, with the keys that differ and both values if these were recorded."""
+    if one is None or two is None:
+        return "config"
+    return f"config ({'; '.join(_differing_keys(one, two, where))})"
+
+
+def _differing_keys(
+    one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str], within: str = ""
+) -> Iterator[str]:
+    for key in sorted({*one, *two}):
+        a = one.get(key)
+        b = two.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differing_keys(a, b, where, f"{within}{key}.")
+        else:
+            one_text, two_text = (repr(values[key])[:60] if key in values else "absent" for values in (one, two))
+            if a != b or one_text != two_text:
+                yield f"{within}{key}: {one_text} {where[0]}, {two_text} {where[1]}"
+
+
+def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
+    """Join the patches' fingerprints into one that covers all ``names``.
+
+    None if a name is missing, because a partial fingerprint would match no base. Requires that all patches were made
+    on the same base, rounded alike.
+    """
+    bases = [patch.metadata["base"] for patch in patches]
+    weights, full = (
+        {name: table[name] for table in tables for name in names if name in table}
+        for tables in ([base["weights"] for base in bases], [full_digests(patch) or {} for patch in patches])
+    )
+    if len(weights) < len(names):
+        return None
+    keys = ("config", "config_values", "tokenizer", "rounded_to", "unadapted", *PROMPTING)
+    shared = {key: next((base[key] for base in bases if base.get(key)), None) for key in keys}
+    shared = {key: value for key, value in shared.items() if value is not None or any(key in base for base in bases)}
+    full_part = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
+    return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
+
+
+def _changed_unadapted(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
+    """Name the kinds of tensors that are others, as far as both fingerprints cover them; empty if none is."""
+    changed = {key for key, value in recorded.items() if key in actual and actual[key] != value}
+    names = ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
+    return " and ".join([*names, *(["weights that it does not adapt"] if "matrices" in changed else [])])
