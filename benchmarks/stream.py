@@ -43,7 +43,7 @@ def server_side(base: str) -> None:
     from lorakit.serving.answer import ChoiceStream
     from lorakit.serving.app import OpenAIServer
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.request_record import RequestRecord
+    from lorakit.serving.request_log import RequestRecord
 
     model = lorakit.load(base, dtype="float32")
     engine = ServingEngine(model)

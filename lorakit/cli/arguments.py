@@ -1,9 +1,10 @@
 """Options that several commands share, and the functions that parse their values."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lorakit.errors import LorakitError, did_you_mean
 
@@ -35,25 +36,28 @@ def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
     return paths
 
 
-def parse_weighted(text: str) -> tuple[str, float]:
-    """Parse DIR or DIR:WEIGHT; the weight defaults to 1.
+def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return options by name: keyword arguments of the function that they are for."""
+    return {name: getattr(options, name) for name in names}
 
-    Raises:
-        LorakitError: the weight is not a number, or the text names a built-in base.
-    """
-    if text.startswith("builtin:"):
-        raise LorakitError(f"{text!r} is a base; write the base first, then the patches (with --as-patch patches only)")
-    path, colon, weight = text.rpartition(":")
-    if not colon or Path(text).is_dir():
-        return text, 1.0
-    try:
-        return path, float(weight)
-    except ValueError:
-        raise LorakitError(f"{text!r}: write it as DIR or DIR:WEIGHT, with a number") from None
+
+def check_absent(path: str | Path | None, flag: str = "--out") -> None:
+    """Raise LorakitError if the file or folder that a command is about to write exists."""
+    if path is not None and os.path.lexists(path):
+        raise LorakitError(f"{flag}: {path} exists already; choose another name, or remove it")
+
+
+def write_or_print(text: str, out: str | None) -> None:
+    """Write a text to a file; None is standard output."""
+    if out is None:
+        print(text, end="")
+        return
+    from lorakit.files.atomic import write_file
+
+    write_file(Path(out), text)
 
 
 def positive_int(text: str) -> int:
-    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number from 1 expected, got {text!r}")
     return int(text)
@@ -64,45 +68,45 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
+def add_repeated(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str, **more: Any) -> None:
+    """Add an option that may be given several times; its value is the list of them."""
+    parser.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated", **more)
+
+
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file")
     # a default, without which argparse says that overrides are required where the recipe is missing
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override recipe keys")
 
 
 def add_base_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the base."""
     parser.add_argument("base", help="model folder, hub id or builtin:tiny")
 
 
+def add_adapted_base(parser: argparse.ArgumentParser) -> None:
+    """Add a base, its adapters, and which of them are accepted."""
+    add_base_argument(parser)
+    add_repeated(parser, "--adapter", "NAME=DIR", "patch, a folder or ORG/NAME[@REVISION] on the hub")
+    add_revision_option(parser)
+    add_allow_option(parser)
+
+
 def add_revision_option(parser: argparse.ArgumentParser) -> None:
-    """Add the revision of a hub id."""
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
 def add_metric_option(parser: argparse.ArgumentParser) -> None:
-    """Add functions that measure answers."""
-    parser.add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="FILE.py:FUNCTION",
-        help="measure answers with FUNCTION(predicted, expected) -> number too; the file's code runs; may be repeated",
-    )
+    text = "measure answers with FUNCTION(predicted, expected) -> number too; the file's code runs"
+    add_repeated(parser, "--metric", "FILE.py:FUNCTION", text)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
     """Add the columns of a file that have other names than the keys of rows."""
-    parser.add_argument(
-        "--columns",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=COLUMN",
-        help="column that has the value of a key of rows, or a text with columns in braces, as data.columns of recipes:"
-        " instruction=question output=answer",
+    text = (
+        "column that has the value of a key of rows, or a text with columns in braces, as data.columns of recipes:"
+        " instruction=question output=answer"
     )
+    parser.add_argument("--columns", nargs="+", action="extend", default=[], metavar="KEY=COLUMN", help=text)
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:

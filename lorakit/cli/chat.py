@@ -29,8 +29,7 @@ NUMBERS: Final = {
 }  # fmt: skip
 
 
-def add_chat_command(add_command: AddCommand) -> None:
-    """Add `chat`."""
+def add_chat_commands(add_command: AddCommand) -> None:
     chat = add_command("chat", _chat, "talk to a base and its adapters, and switch between them")
     add_model_arguments(chat)
     chat.add_argument("--use", metavar="NAME", help="adapter that answers first (default: the first; `none`: the base)")
@@ -91,11 +90,7 @@ def _answer(talk: "Conversation", text: str) -> None:
 
 
 def _obey(talk: "Conversation", line: str) -> None:
-    """Obey a slash command.
-
-    Raises:
-        LorakitError: no such command, or it cannot be done; nothing has changed.
-    """
+    """Obey a slash command. Raises LorakitError: no such command, or it cannot be done; nothing has changed."""
     command, _, rest = line[1:].partition(" ")
     commands: dict[str, Callable[[Conversation, str], None]] = {
         "use": _use, "adapters": _show_adapters, "load": _load, "unload": _unload, "system": _system, "set": _set,

@@ -1,7 +1,6 @@
-"""export: write what other programs need to serve a base and its adapters."""
+"""export, push: what other programs need to serve a base and its adapters, and patches on the hub."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -10,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from lorakit.cli.arguments import (
     AddCommand,
-    add_allow_option,
-    add_base_argument,
-    add_revision_option,
+    add_adapted_base,
+    check_absent,
     parse_named,
+    picked,
     positive_int,
     print_line,
-)  # fmt: skip
+    write_or_print,
+)
 from lorakit.errors import LorakitError
 from lorakit.version import VERSION
 
@@ -24,24 +24,12 @@ if TYPE_CHECKING:
     from lorakit.patch import Patch
 
 
-def add_export_command(add_command: AddCommand) -> None:
-    """Add `export`."""
-    export = add_command("export", _export, "write what vLLM, Kubernetes, llama.cpp or Ollama need to serve adapters")
-    add_base_argument(export)
-    export.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="patch, also ORG/NAME[@REVISION] on the hub; may be repeated",
-    )
-    add_revision_option(export)
-    add_allow_option(export)
+def add_export_commands(add_command: AddCommand) -> None:
+    export = add_command("export", _export, "write what vLLM, Kubernetes or llama.cpp need to serve adapters")
+    add_adapted_base(export)
     kind = export.add_mutually_exclusive_group()
     kind.add_argument("--vllm", action="store_true", help="the command that starts vLLM; with --k8s its Deployment")
-    kind.add_argument(
-        "--gguf-ready", action="store_true", help="a folder for llama.cpp's converters, with Modelfiles for Ollama"
-    )
+    kind.add_argument("--gguf-ready", action="store_true", help="a folder for llama.cpp's converters")
     export.add_argument("--k8s", action="store_true", help="a Kubernetes Deployment: of vLLM, or of lorakit serve")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
     export.add_argument("--name", help="the base's name in requests (default: BASE)")
@@ -52,6 +40,13 @@ def add_export_command(add_command: AddCommand) -> None:
     export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")
     export.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
     export.add_argument("--gpus", type=int, default=1, help="k8s: GPUs of a pod (default: 1)")
+
+    push = add_command("push", _push, "push a patch to the hub, without the paths of this machine")
+    push.add_argument("patch", metavar="PATCH", help="patch folder")
+    push.add_argument("repository", metavar="ORGANISATION/NAME", help="repository; it is made if there is none")
+    push.add_argument("--base", metavar="NAME", help="name of the base in the pushed patch (default: as in the patch)")
+    push.add_argument("--private", action="store_true", help="make the repository private; refuse one that is public")
+    push.add_argument("--message", help="message of the commit")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -79,12 +74,7 @@ def _export(options: argparse.Namespace) -> int:
             f" cp -r {folder} {copy}; lorakit export {copy} ..."
         )
     text = _deployment(options, patches) if options.k8s else _script(options, folder, patches)
-    if options.out is None:
-        print(text, end="")
-        return 0
-    from lorakit.files.atomic import write_file
-
-    write_file(Path(options.out), text)
+    write_or_print(text, options.out)
     return 0
 
 
@@ -101,8 +91,7 @@ def _check_options(options: argparse.Namespace) -> None:
         raise LorakitError("--merged: merges one adapter; for several run lorakit merge, and export its model")
     if options.k8s and (options.image is None or options.claim is None):
         raise LorakitError("--k8s: needs --image (with the server in it) and --claim (a volume with base and adapters)")
-    if options.out is not None and os.path.lexists(options.out):
-        raise LorakitError(f"--out: {options.out} exists already; choose another name, or remove it")
+    check_absent(options.out)
 
 
 def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> str:
@@ -114,13 +103,13 @@ def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Pa
 
 def _notes(patches: "Mapping[str, Patch]") -> str:
     """Return comments on what the other program does not do by itself."""
-    from lorakit.export.vllm import prompting_notes
+    from lorakit.export.servers import prompting_notes
 
     return "".join(f"# {note}\n" for note in prompting_notes(patches))
 
 
 def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
-    from lorakit.export.kubernetes import deployment
+    from lorakit.export.servers import deployment
 
     paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
     base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
@@ -134,29 +123,22 @@ def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> 
         port = ["--host", "0.0.0.0", "--port", str(options.port)]
         words = ["lorakit", "serve", base, *revision, *named, *port, *adapters]
         notes = ""
-    return f"# written by lorakit {VERSION}\n{notes}" + deployment(
-        words, name="vllm" if options.vllm else "lorakit", image=options.image, claim=options.claim,
-        folder=options.folder, port=options.port, gpus=options.gpus,
-    )  # fmt: skip
+    settings = picked(options, "image", "claim", "folder", "port", "gpus")
+    text = deployment(words, name="vllm" if options.vllm else "lorakit", **settings)
+    return f"# written by lorakit {VERSION}\n{notes}{text}"
 
 
 def _vllm_words(
     options: argparse.Namespace, base: str, patches: "Mapping[str, Patch]", paths: "Mapping[str, str]"
 ) -> list[str]:
-    from lorakit.export.vllm import vllm_command
+    from lorakit.export.servers import vllm_command
 
-    name = options.name or options.base
-    return vllm_command(
-        base, patches, paths, name=name, revision=options.revision, dtype=options.dtype, port=options.port
-    )
+    settings = picked(options, "revision", "dtype", "port")
+    return vllm_command(base, patches, paths, name=options.name or options.base, **settings)
 
 
 def _path_in_pod(path: str, options: argparse.Namespace) -> str:
-    """Return how a pod names a patch: by its folder in the claim, or by its name on the hub.
-
-    Raises:
-        LorakitError: the folder is not in the claim, or vLLM cannot load this revision.
-    """
+    """Return how a pod names a patch: by its folder in the claim, or by its name on the hub."""
     if Path(path).is_dir():
         return _in_claim(path, options.folder)
     if options.vllm and "@" in path:
@@ -180,18 +162,21 @@ def _in_claim(path: str, folder: str) -> str:
 
 
 def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> int:
-    from lorakit.base.load import load_tokenizer
     from lorakit.export.llama_cpp import export_adapters, export_merged
 
     out = Path(options.out)
-    tokenizer = load_tokenizer(folder)
     if options.merged:
-        (patch,) = patches.values()
-        export_merged(
-            options.base, patch, tokenizer, out, print_line, revision=options.revision,
-            allow=options.allow,
-        )  # fmt: skip
+        export_merged(options.base, patches, out, print_line, **picked(options, "revision", "allow"))
     else:
-        export_adapters(folder, patches, tokenizer, out)
+        export_adapters(folder, patches, out)
     print(f"written: {out}; next: LLAMA_CPP=/path/to/llama.cpp sh {out / 'convert.sh'}")
+    return 0
+
+
+def _push(options: argparse.Namespace) -> int:
+    from lorakit.export.hub import push_patch
+
+    settings = picked(options, "base", "private", "message")
+    print_line(f"pushed: {push_patch(options.patch, options.repository, **settings)}")
+    print_line(f"use it     --adapter NAME={options.repository} in place of a folder")
     return 0

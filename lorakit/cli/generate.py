@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from lorakit.cli.arguments import (
     AddCommand,
-    add_allow_option,
-    add_base_argument,
+    add_adapted_base,
     add_columns_option,
     add_metric_option,
-    add_revision_option,
+    add_repeated,
+    check_absent,
     parse_columns,
     parse_named,
+    picked,
     positive_int,
     print_line,
 )
@@ -32,25 +33,16 @@ MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge
 
 
 def add_generate_commands(add_command: AddCommand) -> None:
-    """Add `generate` and `score`."""
     generate = add_command("generate", _generate, "answer prompts with the base or an adapter")
     add_model_arguments(generate)
-    generate.add_argument(
-        "--use", metavar="NAME", help="adapter to use (default: the first; `none` for the plain base)"
-    )
-    generate.add_argument(
-        "--each", action="store_true", help="answer with the base and with every adapter, in one batch"
-    )
-    generate.add_argument(
-        "--raw", action=argparse.BooleanOptionalAction, default=None,
-        help="give prompts as they are, without the chat template (default: as the adapter's rows were in training)",
-    )  # fmt: skip
-    generate.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="may be repeated (default: standard input, all of it one prompt, without the line break at its end)",
-    )
+    use = "adapter to use (default: the first; `none` for the plain base)"
+    generate.add_argument("--use", metavar="NAME", help=use)
+    each = "answer with the base and with every adapter, in one batch"
+    generate.add_argument("--each", action="store_true", help=each)
+    raw = "give prompts as they are, without the chat template (default: as the adapter's rows were in training)"
+    generate.add_argument("--raw", action=argparse.BooleanOptionalAction, default=None, help=raw)
+    prompt = "a prompt (default: standard input, all of it one prompt, without the line break at its end)"
+    add_repeated(generate, "--prompt", "TEXT", prompt)
     generate.add_argument("--prompts", metavar="FILE", help="prompts from a file, one per line; - is standard input")
     generate.add_argument("--max-new-tokens", type=positive_int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
@@ -58,46 +50,26 @@ def add_generate_commands(add_command: AddCommand) -> None:
 
     score = add_command("score", _score, "exact match on held-out rows: of a base or merged model, and its adapters")
     add_model_arguments(score)
-    score.add_argument(
-        "--data", action="append", default=[], required=True, metavar="[NAME=]FILE",
-        help="rows for the base and adapter NAME; without a name for the base and every adapter; may be repeated",
-    )  # fmt: skip
+    data = "rows for the base and adapter NAME; without a name for the base and every adapter"
+    add_repeated(score, "--data", "[NAME=]FILE", data, required=True)
     score.add_argument("--max-new-tokens", type=positive_int, default=128)
     score.add_argument("--limit", type=positive_int, help="only the first rows of each file")
     add_columns_option(score)
-    score.add_argument(
-        "--ignore-keys", action="append", default=[], metavar="KEY",
-        help="key of rows and messages to leave unread; may be repeated",
-    )  # fmt: skip
-    score.add_argument(
-        "--on-bad-rows", choices=("stop", "skip"), default="stop",
-        help="for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name",
-    )  # fmt: skip
+    add_repeated(score, "--ignore-keys", "KEY", "key of rows and messages to leave unread")
+    bad_rows = "for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name"
+    score.add_argument("--on-bad-rows", choices=("stop", "skip"), default="stop", help=bad_rows)
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
-    score.add_argument(
-        "--measure", action="append", default=[], choices=MEASURES, metavar="NAME",
-        help=f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}; may be repeated",
-    )  # fmt: skip
+    measure = f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}"
+    add_repeated(score, "--measure", "NAME", measure, choices=MEASURES)
     add_metric_option(score)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a base, its adapters, and how they are loaded."""
-    add_base_argument(parser)
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="patch to load, a folder or ORG/NAME[@REVISION] on the hub; may be repeated",
-    )
-    add_revision_option(parser)
-    add_allow_option(parser)
+    add_adapted_base(parser)
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer, if it is not the base's own")
-    parser.add_argument(
-        "--chat-template", metavar="FILE",
-        help="chat template (Jinja) of conversations (default: that of the adapters' training, else the tokenizer's)",
-    )  # fmt: skip
+    template = "chat template (Jinja) of conversations (default: that of the adapters' training, else the tokenizer's)"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
     parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
@@ -114,14 +86,8 @@ def _generate(options: argparse.Namespace) -> int:
         print(
             f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
         )
-    answers = model.generate(
-        [prompt for prompt in prompts for _ in uses],
-        uses * len(prompts),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        raw=options.raw,
-    )
+    settings = picked(options, "max_new_tokens", "temperature", "seed", "raw")
+    answers = model.generate([prompt for prompt in prompts for _ in uses], uses * len(prompts), **settings)
     width = max(len(use or "base") for use in uses)
     for number, (answer, use) in enumerate(zip(answers, uses * len(prompts), strict=True)):
         if len(prompts) > 1 and options.each and number % len(uses) == 0:
@@ -134,9 +100,6 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, of a file's lines, or all of standard input as one.
 
     Standard input loses the line break that `echo` adds, and nothing else.
-
-    Raises:
-        LorakitError: there is none, one is empty, or the file cannot be read.
     """
     if options.prompt and options.prompts is not None:
         raise LorakitError("--prompts: beside --prompt; leave one of them out")
@@ -191,16 +154,8 @@ def load_model(
     check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
     own = None if options.chat_template is None else read_chat_template(options.chat_template, "--chat-template")
     brought = None if options.tokenizer or own else brought_template([*adapters.values(), *prompted_as])
-    model = load(
-        options.base,
-        adapters,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        revision=options.revision,
-        tokenizer=options.tokenizer,
-        chat_template=own or brought,
-        allow=options.allow,
-    )
+    settings = picked(options, "dtype", "quantize", "revision", "tokenizer", "allow")
+    model = load(options.base, adapters, chat_template=own or brought, **settings)
     if brought is not None:
         print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)
     for note in model.notes:
@@ -211,8 +166,7 @@ def load_model(
 def _score(options: argparse.Namespace) -> int:
     from lorakit.data import find_sources
     from lorakit.inference.measures import chosen_measures, load_metrics
-    from lorakit.inference.score import score, write_predictions
-    from lorakit.inference.score_report import ScoreReport
+    from lorakit.inference.score import print_scores, score, write_predictions
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
@@ -222,38 +176,29 @@ def _score(options: argparse.Namespace) -> int:
     measures = chosen_measures(options.measure, load_metrics(options.metric))
     for path in data:
         find_sources(path, "test")
-    if predictions is not None and predictions.exists():
-        raise LorakitError(f"--predictions: {predictions} exists already; choose another name, or remove it")
+    check_absent(predictions, "--predictions")
     if predictions is not None and not os.access(predictions.parent, os.W_OK):
         raise LorakitError(f"--predictions: {predictions.parent} is no folder that can be written to")
     unused = [name for name in adapters if not any(name in names for names in data.values())]
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
-    report = ScoreReport(data, measures, print_line)
     scores = score(
         model,
         data,
-        max_new_tokens=options.max_new_tokens,
-        limit=options.limit,
-        ignore_keys=options.ignore_keys,
+        **picked(options, "max_new_tokens", "limit", "ignore_keys"),
         columns=tuple(columns.items()),
         skip_bad_rows=options.on_bad_rows == "skip",
         measures=measures,
-        on_answers=report.add,
     )
     if predictions is not None:
         write_predictions(predictions, scores, measures)
-    report.finish(scores)
+    print_scores(scores, measures, print_line)
     return 0
 
 
 def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:
-    """Return file -> the adapters that answer its rows, after the base (None): one by NAME=FILE, all by FILE.
-
-    Raises:
-        LorakitError: a NAME=FILE of another form, or no adapter has its name.
-    """
+    """Return file -> the adapters that answer its rows, after the base (None): one by NAME=FILE, all by FILE."""
     by_file: dict[str, list[str | None]] = {}
     # because a path may hold "=" too, such as lang=en/rows.jsonl
     named = [item for item in items if "=" in item and not (item.split("=")[0] not in adapters and Path(item).exists())]

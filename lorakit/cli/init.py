@@ -4,12 +4,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, add_columns_option, parse_columns, print_line
+from lorakit.cli.arguments import (
+    AddCommand,
+    add_columns_option,
+    check_absent,
+    parse_columns,
+    print_line,
+    write_or_print,
+)
 from lorakit.errors import LorakitError, did_you_mean
 
 
-def add_init_command(add_command: AddCommand) -> None:
-    """Add `init`."""
+def add_init_commands(add_command: AddCommand) -> None:
     init = add_command("init", _init, "write a recipe for a base and a file of rows")
     init.add_argument("--base", help="model folder, hub id or builtin:tiny (in a terminal, you are asked)")
     init.add_argument("--data", nargs="+", metavar="FILE", help="training rows (in a terminal, you are asked)")
@@ -25,14 +31,10 @@ def add_init_command(add_command: AddCommand) -> None:
 
 def _init(options: argparse.Namespace) -> int:
     out = Path(options.out)
-    if out.exists():
-        raise LorakitError(f"--out: {out} exists; name another file, or remove it")
+    check_absent(out)
     if not out.parent.is_dir():
         raise LorakitError(f"--out: no folder {out.parent.absolute()}; make it first")
-    text = _shipped(options.shipped) if options.shipped is not None else _written(options)
-    from lorakit.files.atomic import write_file
-
-    write_file(out, text)
+    write_or_print(_shipped(options.shipped) if options.shipped is not None else _written(options), options.out)
     from lorakit.recipe import load_recipe
 
     load_recipe(out)

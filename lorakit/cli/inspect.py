@@ -1,4 +1,4 @@
-"""show, diff, cache, doctor: facts about files and about this machine. Only `cache --clear` removes something."""
+"""show, diff, compare, report, cache, doctor: facts about files, runs and this machine."""
 
 import argparse
 
@@ -7,7 +7,6 @@ from lorakit.errors import LorakitError
 
 
 def add_inspect_commands(add_command: AddCommand) -> None:
-    """Add `show`, `diff`, `cache` and `doctor`."""
     show = add_command("show", _show, "show what a patch, a run or a base is")
     show.add_argument("path", help="patch folder, run folder, model folder, hub id or builtin:tiny")
     show.add_argument(
@@ -20,6 +19,13 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     cache = add_command("cache", _cache, "show the tokenised rows in the user's cache, or remove them")
     cache.add_argument("--clear", nargs="*", metavar="NAME", help="remove all, or those with these names")
     add_command("doctor", _doctor, "show what this machine can do and what is broken")
+    compare = add_command("compare", _compare, "show how runs differ: their figures, recipes, data and bases")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, also of one under way")
+    compare.add_argument("--out", metavar="FILE", help="draw the losses in this .png")
+    compare.add_argument("--json", metavar="FILE", help="write every figure")
+    report = add_command("report", _report, "write one HTML page about a run: curves, settings, memory, facts")
+    report.add_argument("run_folder", metavar="RUN", help="output folder of a run, also of one under way")
+    report.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the folder)")
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -49,3 +55,19 @@ def _doctor(options: argparse.Namespace) -> int:
     from lorakit.inspection.doctor import doctor
 
     return 0 if doctor() else 2
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from lorakit.inspection.compare import compare_runs, write_comparison
+
+    figures = compare_runs(options.runs, print_line, picture=options.out)
+    if options.json is not None:
+        write_comparison(figures, options.json)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from lorakit.inspection.html_report import write_report
+
+    print_line(f"written to {write_report(options.run_folder, options.out)}")
+    return 0

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lorakit.cli import chat, convert, export, generate, init, inspect, launch, merge, plan, push, runs, serve, train
+from lorakit.cli import chat, export, generate, init, inspect, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure, check_platform
 from lorakit.version import VERSION
@@ -57,19 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    init.add_init_command(add_command)
+    init.add_init_commands(add_command)
     train.add_train_commands(add_command)
-    plan.add_plan_command(add_command)
-    launch.add_launch_command(add_command)
+    plan.add_plan_commands(add_command)
     generate.add_generate_commands(add_command)
-    chat.add_chat_command(add_command)
-    serve.add_serve_command(add_command)
+    chat.add_chat_commands(add_command)
+    serve.add_serve_commands(add_command)
     merge.add_merge_commands(add_command)
-    convert.add_convert_command(add_command)
-    export.add_export_command(add_command)
-    push.add_push_command(add_command)
+    export.add_export_commands(add_command)
     inspect.add_inspect_commands(add_command)
-    runs.add_run_commands(add_command)
     return parser
 
 

@@ -1,35 +1,40 @@
-"""plan: the memory a recipe needs, computed before the recipe is run."""
+"""plan, launch: the memory a recipe needs, and a cluster's job file for it."""
 
 import argparse
 import json
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, add_recipe_arguments, positive_int
-from lorakit.errors import LorakitError, RunError
+from lorakit.cli.arguments import AddCommand, add_recipe_arguments, check_absent, picked, positive_int, write_or_print
+from lorakit.errors import LorakitError, RecipeError, RunError
 
 
-def add_plan_command(add_command: AddCommand) -> None:
-    """Add `plan`."""
+def add_plan_commands(add_command: AddCommand) -> None:
     plan = add_command(
         "plan", _plan, "show the memory a recipe needs with every backend, the simplest that fits, what to change"
     )
     add_recipe_arguments(plan)
     plan.add_argument("--gpu", metavar="NAME", help="plan for machines with this GPU, such as H200 (default: this one)")
-    plan.add_argument(
-        "--gpu-memory-gb",
-        type=positive_int,
-        metavar="N",
-        help="plan for GPUs of this memory (with --gpu: instead of that GPU's)",
-    )
+    memory = "plan for GPUs of this memory (with --gpu: instead of that GPU's)"
+    plan.add_argument("--gpu-memory-gb", type=positive_int, metavar="N", help=memory)
     plan.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs in each machine (with --gpu; default 1)")
     plan.add_argument("--nodes", type=positive_int, metavar="N", help="machines (with --gpu; default 1)")
-    plan.add_argument(
-        "--host-memory-gb",
-        type=positive_int,
-        metavar="X",
-        help="of each machine (with --gpu; default 256 for each GPU)",
-    )
+    host_memory = "of each machine (with --gpu; default 256 for each GPU)"
+    plan.add_argument("--host-memory-gb", type=positive_int, metavar="X", help=host_memory)
     plan.add_argument("--json", metavar="FILE", help="write every figure")
+
+    launch = add_command("launch", _launch, "write a cluster's job file for a recipe: --slurm or --k8s")
+    add_recipe_arguments(launch)
+    kind = launch.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--slurm", action="store_true", help="an sbatch script")
+    kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
+    launch.add_argument("--out", help="file to write, which must not exist (default: standard output)")
+    launch.add_argument("--name", default="lorakit", help="name of the job")
+    launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
+    launch.add_argument("--cpus-per-process", type=int, default=8, help="slurm: cores per process (default: 8)")
+    launch.add_argument("--time", dest="time_limit", default="24:00:00", help="slurm: time limit (default: 24:00:00)")
+    launch.add_argument("--image", help="k8s: container image with lorakit in it")
+    launch.add_argument("--claim", help="k8s: PersistentVolumeClaim with recipe, data and output")
+    launch.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -60,3 +65,23 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _bytes(gigabytes: int | None) -> int | None:
     return None if gigabytes is None else gigabytes * 1_000_000_000
+
+
+def _launch(options: argparse.Namespace) -> int:
+    check_absent(options.out)
+    from lorakit.launch.job_files import kubernetes_job, slurm_job
+    from lorakit.recipe import load_recipe
+
+    parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
+    if parallel.backend == "auto":
+        raise RecipeError(
+            "parallel.backend: auto is chosen by `lorakit train` on one machine, and not in a cluster's job; name the"
+            " backend that `lorakit plan` advises"
+        )
+    if options.k8s and (options.image is None or options.claim is None):
+        raise RecipeError("--k8s needs --image (with lorakit in it) and --claim (a shared volume)")
+    write = kubernetes_job if options.k8s else slurm_job
+    own = ("image", "claim", "folder") if options.k8s else ("cpus_per_process", "time_limit")
+    settings = picked(options, "name", "gpus_per_process", "overrides", *own)
+    write_or_print(write(options.recipe, processes=parallel.processes, nodes=parallel.nodes, **settings), options.out)
+    return 0

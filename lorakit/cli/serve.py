@@ -7,47 +7,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, parse_named, positive_int
+from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, positive_int
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError
 
 
-def add_serve_command(add_command: AddCommand) -> None:
-    """Add `serve`."""
+def add_serve_commands(add_command: AddCommand) -> None:
     serve = add_command("serve", _serve, "serve a base and its adapters over OpenAI's HTTP API")
     add_model_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--name", help="the base's name in requests (default: BASE)")
-    serve.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="key that requests need; may be repeated"
-    )
+    add_repeated(serve, "--api-key", "KEY", "key that requests need")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one a line")
     serve.add_argument("--admin-key", metavar="KEY", help="key of the routes that load and unload adapters")
     serve.add_argument("--adapter-root", type=Path, metavar="DIR", help="folder whose patches may be loaded over HTTP")
-    serve.add_argument(
-        "--adapters-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of patches: each sub-folder is served, and watched for changes",
-    )
+    watched = "folder of patches: each sub-folder is served, and watched for changes"
+    serve.add_argument("--adapters-dir", type=Path, metavar="DIR", help=watched)
     serve.add_argument("--log-prompts", action="store_true", help="write prompts into the log of requests too")
     serve.add_argument("--max-batch", type=positive_int, default=16, help="requests that are computed together")
-    serve.add_argument(
-        "--max-adapters", type=positive_int, metavar="N",
-        help="adapters in memory; others are read from disk when a request names them (default: all)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--pin", action="append", default=[], metavar="NAME",
-        help="adapter that stays in memory, with --max-adapters; may be repeated",
-    )  # fmt: skip
-    serve.add_argument(
-        "--kv-memory", type=float, metavar="GB",
-        help="memory for keys and values, of running requests and common prefixes (default: half of what is free)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--kv-positions", type=positive_int, metavar="N", help="the same in tokens; the lower limit holds"
-    )
+    resident = "adapters in memory; others are read from disk when a request names them (default: all)"
+    serve.add_argument("--max-adapters", type=positive_int, metavar="N", help=resident)
+    add_repeated(serve, "--pin", "NAME", "adapter that stays in memory, with --max-adapters")
+    memory = "memory for keys and values, of running requests and common prefixes (default: half of what is free)"
+    serve.add_argument("--kv-memory", type=float, metavar="GB", help=memory)
+    positions = "the same in tokens; the lower limit holds"
+    serve.add_argument("--kv-positions", type=positive_int, metavar="N", help=positions)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -67,59 +52,49 @@ def _serve(options: argparse.Namespace) -> int:
             raise LorakitError(f"{option}: no folder {root.absolute()}")
     if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
-    _check_pins(options.pin, options.max_adapters)
+    _check_pins(list(dict.fromkeys(options.pin)), options.max_adapters)
     from lorakit.patch.find import find_patch
 
     model = load_model(options, {}, prompted_as=adapters.values())
     from lorakit.planning.machine import GB, free_memory
     from lorakit.serving.adapter_pool import AdapterPool
+    from lorakit.serving.engine import ServingEngine
     from lorakit.serving.server import serve
 
     pool = AdapterPool(model, options.max_adapters, options.pin)
     for adapter, path in adapters.items():
-        pool.load(
-            adapter, find_patch(path), allow=options.allow,
-        )  # fmt: skip
+        pool.load(adapter, find_patch(path), allow=options.allow)
         if note := pool.sources()[adapter].note:
             print(note, file=sys.stderr)
     device = next(model.model.parameters()).device
     kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
-    serve(
-        model, pool, name, host=options.host, port=options.port, api_keys=api_keys, admin_key=options.admin_key,
-        adapter_root=options.adapter_root, adapters_dir=options.adapters_dir, log_prompts=options.log_prompts,
-        max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions,
-    )  # fmt: skip
+    settings = picked(options, "host", "port", "admin_key", "adapter_root", "adapters_dir", "log_prompts")
+    engine = ServingEngine(
+        model, max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions
+    )
+    serve(model, pool, engine, name, api_keys=api_keys, **settings)
     return 0
 
 
 def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:
     if names and max_adapters is None:
         raise LorakitError("--pin: goes with --max-adapters; without it all adapters stay in memory")
-    pinned = list(dict.fromkeys(names))
-    if max_adapters is not None and len(pinned) > max_adapters:
+    if max_adapters is not None and len(names) > max_adapters:
         raise LorakitError(
-            f"--pin: {len(pinned)} adapters, {', '.join(pinned)}, and --max-adapters is {max_adapters}; pin fewer, or"
+            f"--pin: {len(names)} adapters, {', '.join(names)}, and --max-adapters is {max_adapters}; pin fewer, or"
             " have more in memory"
         )
 
 
 def _api_keys(options: argparse.Namespace) -> list[str]:
-    """Return the keys of the command line and of the file.
-
-    Raises:
-        LorakitError: an empty key, or a file without a key, because anybody could use such a server.
-    """
+    """Return the keys of the command line and of the file."""
     if "" in [*options.api_key, options.admin_key]:
         raise LorakitError("--api-key, --admin-key: an empty key, which every request has; give another")
     return [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
 
 
 def _read_keys(path: Path) -> list[str]:
-    """Return the keys of a file, one a line; blank lines are skipped.
-
-    Raises:
-        LorakitError: it has no key, because a server without keys answers everybody; or a line is no key.
-    """
+    """Return the keys of a file, one a line; blank lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
@@ -128,6 +103,6 @@ def _read_keys(path: Path) -> list[str]:
     for number, key in enumerate(keys, 1):
         if len(key.split()) > 1:
             raise LorakitError(f"--api-key-file {path}:{number}: a key has no spaces; write one key a line")
-    if not any(keys):
+    if not any(keys):  # a server without keys answers everybody
         raise LorakitError(f"--api-key-file {path}: has no key; write one a line")
     return [key for key in keys if key]

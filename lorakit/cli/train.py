@@ -5,10 +5,9 @@ import os
 import shlex
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorakit.cli.arguments import AddCommand, add_metric_option, add_recipe_arguments, print_line
+from lorakit.cli.arguments import AddCommand, add_metric_option, add_recipe_arguments, print_line, write_or_print
 from lorakit.errors import LorakitError
 
 if TYPE_CHECKING:
@@ -16,15 +15,12 @@ if TYPE_CHECKING:
 
 
 def add_train_commands(add_command: AddCommand) -> None:
-    """Add `train`, `check` and `schema`."""
     train = add_command("train", _train, "train an adapter from a recipe; goes on by itself after an interruption")
     add_recipe_arguments(train)
     train.add_argument("--fresh", action="store_true", help="discard the run in the output folder and start over")
     add_metric_option(train)
-    train.add_argument(
-        "--push", metavar="ORGANISATION/NAME",
-        help="push the patch of the finished run into this repository of the hub; the repository is made at the start",
-    )  # fmt: skip
+    push = "push the patch of the finished run into this repository of the hub; the repository is made at the start"
+    train.add_argument("--push", metavar="ORGANISATION/NAME", help=push)
     train.add_argument("--push-base", metavar="NAME", help="name of the base in the pushed patch, as --base of push")
     train.add_argument("--push-private", action="store_true", help="make the repository private, as --private of push")
     # set by the launching process only: its workers record why `auto` became the values in their overrides
@@ -57,11 +53,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _pushing(options: argparse.Namespace, recipe: "Recipe") -> Callable[[], None]:
-    """Return what pushes the finished run's patch; nothing without `--push`, or where another process does it.
-
-    Raises:
-        LorakitError: it could not be pushed, which is known before the training.
-    """
+    """Return what pushes the finished run's patch; nothing without `--push`, or where another process does it."""
     if options.push is None:
         if options.push_base is not None or options.push_private:
             raise LorakitError("--push-base and --push-private go with --push ORGANISATION/NAME")
@@ -78,11 +70,6 @@ def _pushing(options: argparse.Namespace, recipe: "Recipe") -> Callable[[], None
 
 
 def _push(options: argparse.Namespace, output: str) -> None:
-    """Push the patch of a finished run.
-
-    Raises:
-        HubError, TemporaryFailure: it was not pushed; the message says where it is, and how to push it.
-    """
     from lorakit.export.hub import push_patch
 
     base = [] if options.push_base is None else ["--base", options.push_base]
@@ -110,10 +97,5 @@ def _check(options: argparse.Namespace) -> int:
 def _schema(options: argparse.Namespace) -> int:
     from lorakit.recipe.schema import schema_text
 
-    if options.out is None:
-        print(schema_text(), end="")
-        return 0
-    from lorakit.files.atomic import write_file
-
-    write_file(Path(options.out), schema_text())
+    write_or_print(schema_text(), options.out)
     return 0

@@ -67,7 +67,6 @@ class ContinuousBatch:
         }  # fmt: skip
 
     def cancel_all(self) -> None:
-        """End every row."""
         for row in [*self._rows(), *self.waiting]:
             self._finish(row, CANCELLED)
 

@@ -60,18 +60,13 @@ class Generation:
         self._cancelled = threading.Event()
 
     def __iter__(self) -> Iterator[Token]:
-        """Yield the tokens without the end token.
-
-        Raises:
-            LorakitError: the engine failed on this request, or was closed.
-        """
+        """Yield the tokens without the end token. Raises LorakitError: the engine failed on the request, or ended."""
         while (item := self._tokens.get()) is not None:
             if isinstance(item, Exception):
                 raise LorakitError(f"the request failed: {type(item).__name__}: {item}") from item
             yield item
 
     def ids(self) -> list[int]:
-        """Wait for the full answer, and return its token ids."""
         return [token.id for token in self]
 
     def cancel(self) -> None:
@@ -122,12 +117,10 @@ class RunningRequest:
 
     @property
     def pending(self) -> list[int]:
-        """The tokens that are computed next."""
         return self.tokens[self.num_stored :]
 
     @property
     def num_pending(self) -> int:
-        """Number of the tokens that are computed next."""
         return len(self.tokens) - self.num_stored
 
     @property

@@ -151,7 +151,6 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[slot : slot + 1] = 0
 
     def num_bytes(self) -> int:
-        """Return the bytes of all slots."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._own_layers())
 
     def _own_layers(self) -> list[Any]:

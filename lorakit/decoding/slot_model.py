@@ -8,10 +8,10 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
 from lorakit.base.load import vocabulary_size
 from lorakit.decoding.generation import Generation, RunningRequest
 from lorakit.decoding.kv_cache import SlotCache
-from lorakit.decoding.masks import attention_masks, check_layer_kinds
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import BaseModelError
 from lorakit.slots.routing import Route
@@ -100,11 +100,7 @@ class SlotModel:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache.
-
-        Raises:
-            BaseModelError: they differ, so this base's attention does not work on slots.
-        """
+        """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache."""
         check_layer_kinds(self._model.model)
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
@@ -133,3 +129,37 @@ class SlotModel:
         output = self._model.run(Route((None,)), input_ids=torch.tensor([ids], device=self._device), use_cache=False)
         logits: Tensor = output.logits[0, -1].float().cpu()
         return logits
+
+
+def attention_masks(model: nn.Module, positions: Tensor) -> Any:
+    """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
+
+    positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, stored positions).
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    own = positions[:, :, None]
+    stored = torch.arange(int(positions.max()) + 1, device=positions.device)
+    causal = stored <= own
+    masks = {kind: causal if kind == FULL or window is None else causal & (stored > own - window) for kind in kinds}
+    if config._attn_implementation != "sdpa":  # eager attention adds the mask to the scores
+        dtype = next(model.parameters()).dtype
+        masks = {
+            kind: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+            for kind, mask in masks.items()
+        }
+    by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
+    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+
+
+def check_layer_kinds(model: nn.Module) -> None:
+    """Raise BaseModelError unless every layer of a model has full or sliding attention.
+
+    Slots have no room for other states, such as those of a state-space layer.
+    """
+    if others := other_layer_kinds(model):
+        raise BaseModelError(
+            f"base: {type(model).__name__} has layers of the kind {', '.join(others)}; serving keeps keys and values of"
+            f" {FULL} and {SLIDING} layers alone. `lorakit generate` answers with this base"
+        )

@@ -1,7 +1,7 @@
-"""Text for a person: aligned columns, sizes in bytes, counts."""
+"""Text for a person: aligned columns, sizes in bytes, counts, durations."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -34,3 +34,22 @@ def count(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.2f} {name}"
     return str(number)
+
+
+def facts(**values: Any) -> list[str]:
+    """Return a line for each value that is not None: its name, with spaces for underscores, and the value."""
+    return [f"{name.replace('_', ' '):<12} {value}" for name, value in values.items() if value is not None]
+
+
+def or_dash(value: Any, form: Callable[[Any], str]) -> str:
+    """Return a value as text; ``-`` for None."""
+    return "-" if value is None else form(value)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``41 s``, ``12 min 5 s`` or ``3 h 20 min``."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{rounded} s"
+    minutes, rest = divmod(rounded, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -21,7 +21,6 @@ from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
-from lorakit.inference.choice import Adapters, check_size, chosen_names
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec, check_prompts, encode
 from lorakit.patch import (
@@ -42,6 +41,11 @@ from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.bank import AdapterBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
 from lorakit.slots.routing import Adapter, Route
+
+Adapters = str | None | Sequence[str | None]
+"""The name of one adapter for all rows, or one name per row. None means the plain base.
+
+A call may take `...` instead: the adapters of the surrounding `using` block, or the base outside of one."""
 
 
 class AdaptedModel:
@@ -70,15 +74,13 @@ class AdaptedModel:
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._open_blocks = 0
         """``using`` blocks that some thread is inside"""
-        self._changing = threading.Lock()
-        """for what several threads change: the number of open blocks, the adapters and the last route"""
+        self._counting = threading.Lock()
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
         self._bank = AdapterBank()
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
         self._base_form = base_form
-        self._last_route: Route | None = None
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
         """modules of experts and routers, which see the tokens of all rows at once"""
@@ -165,14 +167,7 @@ class AdaptedModel:
         patch = read_patch(find_patch(path), caps)
         self.add_patch(name, patch, replace=replace, allow=allow)
 
-    def add_patch(
-        self,
-        name: str,
-        patch: Patch,
-        *,
-        replace: bool = False,
-        allow: Collection[Allow] = (),
-    ) -> None:
+    def add_patch(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.
 
         Raises:
@@ -200,17 +195,13 @@ class AdaptedModel:
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
-            with self._changing:
-                self._adapters[name] = adapter  # last: from here on calls can use it
-                self._last_route = None
+            self._adapters[name] = adapter  # last: from here on calls can use it
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            with self._changing:
-                del self._adapters[name], self._sources[name]
-                self._last_route = None  # it would keep the adapter's tensors in memory
+            del self._adapters[name], self._sources[name]
 
     @contextmanager
     def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
@@ -245,11 +236,7 @@ class AdaptedModel:
         yield AdaptedModel(merged, codec.tokenizer, None, codec, form)
 
     def __call__(
-        self,
-        *args: Any,
-        adapters: Adapters | EllipsisType = ...,
-        lengths: Sequence[int] | None = None,
-        **inputs: Any,
+        self, *args: Any, adapters: Adapters | EllipsisType = ..., lengths: Sequence[int] | None = None, **inputs: Any
     ) -> Any:
         """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; `...`: the surrounding block's."""
         if lengths is not None and adapters is ...:
@@ -257,7 +244,7 @@ class AdaptedModel:
         route = self._chosen(adapters, lengths)
         first = model_input(args, inputs)
         if first is not None:
-            check_size(route, adapters, first.shape[:2], "a batch of {} rows")
+            _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
         with self.routed(route):
             return self.model(*args, **inputs)
 
@@ -314,7 +301,7 @@ class AdaptedModel:
         route = self._chosen(adapters)
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
-        check_size(route, adapters, (len(prompts),), "{} prompts")
+        _check_size(route, adapters, (len(prompts),), "{} prompts")
         if not prompts:
             return []
         chosen = route.adapters * len(prompts) if len(route.adapters) == 1 else route.adapters
@@ -334,11 +321,7 @@ class AdaptedModel:
         return slots_of(self)
 
     def _fitting(self, patch: Patch, allow: Collection[Allow]) -> Patch:
-        """Return a patch that fits, in the names of this model.
-
-        Raises:
-            PatchError: it does not fit, or is of another base.
-        """
+        """Return a patch that fits, in the names of this model."""
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
@@ -347,11 +330,7 @@ class AdaptedModel:
         return named
 
     def _chosen(self, adapters: Adapters | EllipsisType, lengths: Sequence[int] | None = None) -> Route:
-        """Return the route of a call: to these adapters, or the surrounding block's.
-
-        Raises:
-            LorakitError: as ``_resolve``; or the call does not choose, and only another thread is inside a block.
-        """
+        """Return the route of a call: to these adapters, or the surrounding block's."""
         if not isinstance(adapters, EllipsisType):
             return self._resolve(adapters, lengths)
         route = self._route.get()
@@ -368,16 +347,12 @@ class AdaptedModel:
             )
 
     def _count_blocks(self, change: int) -> None:
-        with self._changing:
+        with self._counting:
             self._open_blocks += change
 
     def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
-        """Return the route to these adapters, with the tensors they have now.
-
-        Raises:
-            LorakitError: a name is not loaded, or as ``chosen_names``.
-        """
-        names = chosen_names(adapters, lengths)
+        """Return the route to these adapters, with the tensors they have now."""
+        names = _chosen_names(adapters, lengths)
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
             if name is not None and name not in known:
@@ -385,18 +360,33 @@ class AdaptedModel:
                 raise AdapterNotLoadedError(
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
-        route = Route(
-            tuple(None if name is None else known[name] for name in names), None if lengths is None else tuple(lengths)
-        )
-        last = self._last_route
-        if last is not None and (last.adapters, last.lengths) == (route.adapters, route.lengths):
-            return last  # with the indices that are on the device already
-        with self._changing:
-            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
-                self._last_route = route
-        return route
+        chosen = tuple(None if name is None else known[name] for name in names)
+        return Route(chosen, None if lengths is None else tuple(lengths))
 
     def _resident(self, identity: str | None) -> Adapter | None:
         """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""
         same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
         return None if identity is None else next(same, None)
+
+
+def _chosen_names(adapters: Adapters, lengths: Sequence[int] | None) -> tuple[str | None, ...]:
+    """Return the names of a choice: one, or one per row, or with ``lengths`` one per segment of a packed line."""
+    names = adapters if isinstance(adapters, list | tuple) else (adapters,)
+    if not names or not all(name is None or isinstance(name, str) for name in names):
+        raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
+    if lengths is not None and (
+        len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
+    ):
+        raise LorakitError(f"lengths: {len(names)} numbers of tokens, one for each adapter; got {lengths!r}")
+    return tuple(names)
+
+
+def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:
+    """Raise LorakitError unless a route to ``adapters`` goes with inputs (rows, tokens). rows: their name."""
+    if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
+        expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
+        raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")
+    count = len(route.adapters)
+    one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
+    if route.lengths is None and count != shape[0] and not one_for_all:
+        raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

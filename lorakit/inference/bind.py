@@ -45,7 +45,6 @@ class PatchSource:
 
     @classmethod
     def of(cls, patch: Patch, note: str | None) -> "PatchSource":
-        """Return the source of a patch that is in memory."""
         tensors = [*patch.full_tensors.values(), *(rows.tensor for rows in patch.token_rows.values())]
         tensors += [tensor for layer in patch.layers.values() for tensor in layer.tensors.values()]
         rank = max((layer.rank for layer in patch.layers.values()), default=0)
@@ -274,7 +273,6 @@ def quantization_note(patch: Patch, model: nn.Module) -> str | None:
 
 
 def layer_update(layer: PatchLayer) -> LowRankUpdate:
-    """Return the merge update of a layer."""
     return LowRankUpdate(layer.method, layer.scale, layer.tensors)
 
 
@@ -304,11 +302,7 @@ def _like_layer(module: nn.Module) -> Tensor:
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """Return the tensor on the device and in the dtype of another.
-
-    Raises:
-        PatchError: its values do not fit.
-    """
+    """Return the tensor on the device and in the dtype of another. Raises PatchError: its values do not fit."""
     cast = tensor.to(like.device, like.dtype)
     if cast.dtype != tensor.dtype and not is_finite(cast):
         raise PatchError(f"{name}: its values do not fit {like.dtype}; load the base with dtype='float32'")

@@ -85,11 +85,7 @@ def brought_template(folders: Iterable[str | Path]) -> str | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device of that name, if this machine has it.
-
-    Raises:
-        LorakitError: no name of a device, or of one that is not here.
-    """
+    """Return the device of that name, if this machine has it."""
     if device is None:
         return torch.device(device_type())
     try:

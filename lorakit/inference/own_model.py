@@ -23,11 +23,7 @@ from lorakit.patch.same_base import Allow, check_live_base
 
 
 def load_patch(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    dropout: float = 0.0,
-    allow: Collection[Allow] = (),
+    model: nn.Module, folder: str | Path, *, dropout: float = 0.0, allow: Collection[Allow] = ()
 ) -> nn.Module:
     """Put a patch on any torch model, in place: the base is frozen, and the adapter goes on learning if you train it.
 

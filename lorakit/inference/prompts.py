@@ -127,16 +127,10 @@ class PromptCodec:
         return self.decode(ids), len(ids)
 
     def until_end(self, ids: list[int]) -> list[int]:
-        """Return the tokens of an answer before its first end token."""
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))]
 
     def token_ids(
-        self,
-        prompt: Prompt,
-        form: PromptForm,
-        tools: list[Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
+        self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None, *, add_generation_prompt: bool = True
     ) -> list[int]:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
 

@@ -19,13 +19,18 @@ from lorakit.data.load import LocatedRow, row_of_columns, rows_of_files
 from lorakit.data.question import Question, parse_question
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
+from lorakit.files.text import columns
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.measures import Measure
+from lorakit.inference.measures import Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
 SHOWN_ROWS: Final = 10
 """rows that cannot be asked, in a message"""
+SHOWN_WRONG: Final = 5
+"""wrong answers of one adapter on one file"""
+SHOWN_CHARACTERS: Final = 60
+"""of an answer, in a line of the terminal"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,6 @@ class Prediction:
 
 
 NO_MEASURES: Final[Mapping[str, Measure]] = {}
-OnAnswers = Callable[[str, str | None, list[Prediction]], None]
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,13 @@ def score(
     columns: Columns = (),
     skip_bad_rows: bool = False,
     measures: Mapping[str, Measure] = NO_MEASURES,
-    on_answers: OnAnswers = lambda path, adapter, answers: None,
 ) -> ScoredFiles:
     """Return the greedy answers to the rows of each file in ``data``.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
     ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
     ``skip_bad_rows``: leave out rows that cannot be asked. ``measures``: a row whose answer one of them cannot measure
-    cannot be asked. ``on_answers``: called with file, adapter and answers when the rows of a file are answered.
+    cannot be asked.
 
     Raises:
         DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
@@ -113,11 +116,9 @@ def score(
     rows_of = _rows_of_each(model, data, read)
     eval_rows = {path: rows_of[path, adapters[0]] for path, adapters in data.items()}
     _check(eval_rows, skip_bad_rows)
-    answers = {}
-    for path, adapters in data.items():
-        for adapter in adapters:
-            answers[path, adapter] = predict(model, rows_of[path, adapter].rows, adapter, max_new_tokens)
-            on_answers(path, adapter, answers[path, adapter])
+    answers = {
+        (path, adapter): predict(model, rows.rows, adapter, max_new_tokens) for (path, adapter), rows in rows_of.items()
+    }
     return ScoredFiles(answers, eval_rows)
 
 
@@ -169,11 +170,7 @@ def read_eval_rows(
 def _eval_row(
     codec: PromptCodec, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
 ) -> EvalRow:
-    """Return a row with its tokens.
-
-    Raises:
-        BadRow: no exact answer is possible. LorakitError: the prompt cannot be encoded.
-    """
+    """Return a row with its tokens."""
     ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
     expected, answer_tokens = codec.expect(question.answer)
     limit = codec.limit
@@ -242,3 +239,65 @@ def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Me
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
         lines += [{"row": location, "left_out": "weight 0"} for location in rows.zero_weight]
     write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Callable[[str], None] = print) -> None:
+    """Print a table of the measures, the first wrong answers, and the rows that have a weight or were left out."""
+    shown = {name: measure for name, measure in measures.items() if name != "exact_match"}
+    table = [["exact match", "answered by", "right", "rows", "share", *shown]]
+    for (path, adapter), answers in scores.answers.items():
+        num_right = sum(answer.correct for answer in answers)
+        predicted = [answer.text for answer in answers]
+        expected = [answer.row.expected for answer in answers]
+        values = [shown_value(name, measure(predicted, expected)) for name, measure in shown.items()]
+        share = f"{num_right / len(answers):.1%}"
+        table.append([path, adapter or "base", str(num_right), str(len(answers)), share, *values])
+    for line in columns(table, "<<" + ">" * (3 + len(shown))):
+        say(line)
+    for (path, adapter), answers in scores.answers.items():
+        if adapter is None and any(name is not None for file, name in scores.answers if file == path):
+            continue  # of the base alone, not beside those of adapters
+        _print_wrong(path, adapter, [answer for answer in answers if not answer.correct], say)
+    for path, rows in scores.rows.items():
+        _print_weights(path, rows, say)
+        if rows.problems:
+            total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
+            say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
+            say(listed(rows.problems))
+
+
+def _print_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> None:
+    """Print how many rows have a weight, and what it does here."""
+    lines = []
+    if zero := len(rows.zero_weight):
+        lines.append(f"{zero} row{'s' if zero > 1 else ''} of weight 0 left out of {path}")
+    if other := sum(row.question.weight != 1 for row in rows.rows):
+        lines.append(
+            f"{other} row{'s have' if other > 1 else ' has'} another weight than 1 in {path}; each counts once here"
+        )
+    if lines:
+        say("\n" + "\n".join(lines))
+
+
+def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
+    """Print the first wrong answers, one line each, and the count of the others."""
+    if not wrong:
+        return
+    say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
+    for answer in wrong[:SHOWN_WRONG]:
+        expected, got = _shortened(answer.row.expected, answer.text)
+        say(f"  {answer.row.location}: expected {expected}, got {got}")
+    if len(wrong) > SHOWN_WRONG:
+        say(f"  ... and {len(wrong) - SHOWN_WRONG} more (--predictions FILE writes all answers)")
+
+
+def _shortened(expected: str, got: str) -> list[str]:
+    """Return both texts quoted on one line, cut so that their first difference is shown."""
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
+    start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
+    cut = []
+    for text in (expected, got):
+        part = text[start : start + SHOWN_CHARACTERS]
+        end = "..." if len(text) > start + SHOWN_CHARACTERS else ""
+        cut.append(f"{'...' if start else ''}{part!r}{end}")
+    return cut

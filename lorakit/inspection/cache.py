@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lorakit.data.cache_entries import CacheEntry, cache_entries, remove_entries
 from lorakit.errors import LorakitError
 from lorakit.files.cache import cache_folder
+from lorakit.files.text import columns, size
 
 
 def show_cache(say: Callable[[str], None]) -> None:
@@ -14,12 +15,14 @@ def show_cache(say: Callable[[str], None]) -> None:
     if not entries:
         say(f"{cache_folder('tokens')}: empty")
         return
-    say(f"{'name':<12} {'size':>9} {'rows':>11}  {'last used':<16}  of")
+    rows = [("name", "size", "rows", "last used", "of")]
     for entry in entries:
-        rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
+        num_rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
-        say(f"{_name(entry):<12} {_size(entry.num_bytes):>9} {rows:>11}  {used}  {', '.join(entry.sources) or '?'}")
-    say(f"\n{_size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
+        rows.append((_name(entry), size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
+    for line in columns(rows, "<>>"):
+        say(line)
+    say(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
     say("lorakit cache --clear removes them all, --clear NAME one; data.cache_gb of a recipe limits them")
 
 
@@ -36,7 +39,7 @@ def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
         raise LorakitError(f"--clear: {', '.join(unknown)}: not in the cache; its names are {known}")
     chosen = [entry for entry in entries if not names or _name(entry) in names]
     removed = remove_entries(chosen)
-    say(f"removed {len(removed)} of {len(entries)} data sets, {_size(sum(entry.num_bytes for entry in removed))}")
+    say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
     if in_use := [_name(entry) for entry in chosen if entry not in removed]:
         text = f"in use by a running process, so left: {', '.join(in_use)}"
         if names:
@@ -46,10 +49,3 @@ def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
 
 def _name(entry: CacheEntry) -> str:
     return entry.path.name[:12]
-
-
-def _size(num_bytes: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes / 1e3:,.1f} kB"

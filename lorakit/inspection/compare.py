@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
-from lorakit.inspection.run_facts import RunFacts, duration, last, lowest, or_dash, read_run
+from lorakit.files.text import columns, duration, or_dash, size
+from lorakit.inspection.run_facts import RunFacts, lowest, read_run
 from lorakit.run.charts import draw_runs
 from lorakit.run.record import flatten
 
@@ -27,6 +28,18 @@ BASE_PARTS: Final = (
     "unadapted",
 )
 """of a base's fingerprint, each by its digest; the weights are compared layer by layer"""
+FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
+    "tokens": ("tokens", "{:,}".format),
+    "loss": ("loss", "{:.4f}".format),
+    "lowest": ("lowest_loss", "{:.4f}".format),
+    "held out": ("eval_loss", "{:.4f}".format),
+    "best": ("best_eval_loss", "{:.4f}".format),
+    "at step": ("best_step", str),
+    "time": ("seconds", duration),
+    "tok/s": ("tokens_per_second", "{:,.0f}".format),
+    "memory": ("peak_memory_bytes", size),
+}
+"""head of a column -> its figure, and how that is written"""
 
 
 def compare_runs(
@@ -45,8 +58,8 @@ def compare_runs(
         raise RunError(f"--out {picture}: the picture is a PNG; write it as NAME.png")
     runs = [read_run(folder) for folder in folders]
     names = _names(runs)
-    figures = [_figures(run) for run in runs]
-    _print_columns(say, [HEADER, *((name, *_cells(row)) for name, row in zip(names, figures, strict=True))])
+    figures = [{"name": name} | run.figures() for name, run in zip(names, runs, strict=True)]
+    _print_table(say, [["run", "state", "step", *FIGURES], *map(_cells, figures)])
     differences = {
         "recipe": _differing([_recipe(run) for run in runs]),
         "data": _counted(_differing([_data(run) for run in runs])),
@@ -58,7 +71,7 @@ def compare_runs(
             say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
             continue
         rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
-        _print_columns(say, [[f"{title} differs in", *names], *rows])
+        _print_table(say, [[f"{title} differs in", *names], *rows])
     notes = _notes(runs, names)
     for number, note in enumerate(notes):
         say(f"{'' if number else chr(10)}note: {note}")
@@ -66,7 +79,7 @@ def compare_runs(
         curves = {name: (run.curve("loss"), run.curve("eval_loss")) for name, run in zip(names, runs, strict=True)}
         draw_runs(curves, Path(picture))
         say(f"\ndrawn in {picture}")
-    return {"runs": [{"name": n} | row for n, row in zip(names, figures, strict=True)], **differences, "notes": notes}
+    return {"runs": figures, **differences, "notes": notes}
 
 
 def write_comparison(figures: Mapping[str, Any], file: str | Path) -> None:
@@ -75,11 +88,7 @@ def write_comparison(figures: Mapping[str, Any], file: str | Path) -> None:
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the shortest ends of the folders' paths that tell them apart.
-
-    Raises:
-        RunError: one folder is named twice.
-    """
+    """Return the shortest ends of the folders' paths that tell them apart."""
     paths = [run.folder.resolve() for run in runs]
     for number, path in enumerate(paths):
         if path in paths[:number]:
@@ -92,51 +101,9 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
     return names
 
 
-def _figures(run: RunFacts) -> dict[str, Any]:
-    losses, eval_losses = run.curve("loss"), run.curve("eval_loss")
-    trained = [point for point in eval_losses if point[0] > 0]
-    best, least, tokens, seconds = lowest(trained), lowest(losses), run.total("tokens"), run.seconds
-    return {
-        "folder": str(run.folder),
-        "state": run.state,
-        "step": run.step,
-        "total_steps": run.total_steps,
-        "tokens": tokens,
-        "label_tokens": run.total("label_tokens"),
-        "loss": last(losses),
-        "lowest_loss": least[1] if least else None,
-        "eval_loss_at_start": eval_losses[0][1] if eval_losses and eval_losses[0][0] == 0 else None,
-        "eval_loss": last(trained),
-        "best_eval_loss": best[1] if best else None,
-        "best_step": best[0] if best else None,
-        "seconds": None if seconds is None else round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
-        "peak_memory_bytes": run.peak_memory_bytes,
-        "processes": len(run.ranks) or None,
-    }
-
-
-HEADER: Final = (
-    "run", "state", "step", "tokens", "loss", "lowest", "held out", "best", "at step", "time", "tok/s", "memory",
-)  # fmt: skip
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one run, below HEADER."""
-
-    def loss(value: float) -> str:
-        return f"{value:.4f}"
-
-    return [
-        row["state"],
-        f"{row['step']} of {or_dash(row['total_steps'], str)}",
-        or_dash(row["tokens"], "{:,}".format),
-        *(or_dash(row[key], loss) for key in ("loss", "lowest_loss", "eval_loss", "best_eval_loss")),
-        or_dash(row["best_step"], str),
-        or_dash(row["seconds"], duration),
-        or_dash(row["tokens_per_second"], "{:,.0f}".format),
-        or_dash(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.2f} GB"),
-    ]
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    step = f"{figures['step']} of {or_dash(figures['total_steps'], str)}"
+    return [figures["name"], figures["state"], step, *(or_dash(figures[key], form) for key, form in FIGURES.values())]
 
 
 def _recipe(run: RunFacts) -> dict[str, Any]:
@@ -216,11 +183,10 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
     return notes
 
 
+def _print_table(say: Say, rows: Sequence[Sequence[str]]) -> None:
+    for line in columns(rows):
+        say(line)
+
+
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _print_columns(say: Say, rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

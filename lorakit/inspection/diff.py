@@ -5,7 +5,7 @@ Patches are compared by their updates B A, not by A and B, because many pairs of
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,14 @@ from lorakit.base.find import find_base
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
+from lorakit.files.text import columns
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
 from lorakit.patch.patch import check_plain
 from lorakit.patch.same_base import base_differences
+from lorakit.run.record import flatten
 
 Say = Callable[[str], None]
 SHOWN: Final = 20
@@ -40,7 +42,7 @@ class Line:
     cells: Sequence[str]
 
 
-def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -> bool:
+def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
     """Print the differences between two patches, or two models; True if they are the same.
 
     Patches are the same if all updates and full tensors are equal and they do not name different bases. Updates are
@@ -143,7 +145,7 @@ def _full_tensor(name: str, one: Tensor | None, two: Tensor | None) -> Line:
 
 
 def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
-    configs = _unequal(*(dict(_flat(files.config())) for files in (one, two)))
+    configs = _unequal(*(flatten(files.config()) for files in (one, two)))
     _table(say, ("config", "first", "second"), configs)
     tokenizers = {BaseIdentity(files).tokenizer for files in (one, two)}
     if len(tokenizers) > 1:
@@ -176,14 +178,6 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
 
 def _files(model: BaseFiles) -> str:
     return f"{len(model.shards)} of {sum(shard.path.stat().st_size for shard in model.shards):,} bytes"
-
-
-def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{within}{key}.")
-        else:
-            yield f"{within}{key}", value
 
 
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[Line]:
@@ -248,9 +242,6 @@ def _table(say: Say, header: Sequence[str], lines: Sequence[Line]) -> None:
     if not lines:
         return
     shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
-    rows = [header, *(line.cells for line in shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        say("  ".join([first, *others]).rstrip())
+    for text in columns([header, *(line.cells for line in shown)]):
+        say(text)
     say(f"... and {len(lines) - len(shown)} more\n" if len(lines) > len(shown) else "")

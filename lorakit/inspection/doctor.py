@@ -19,6 +19,7 @@ from lorakit.base.dtype import choose_dtype, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
+from lorakit.files.text import size
 from lorakit.run.record import versions
 
 EXTRAS = {
@@ -78,7 +79,7 @@ def _check_folders(say: Callable[[str], None]) -> list[str]:
     for name, folder in (("cache", user_cache()), ("here", Path.cwd())):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
-        say(f"disk       {name} {folder}: {free / 1e9:.1f} GB free")
+        say(f"disk       {name} {folder}: {size(free)} free")
         if not os.access(existing, os.W_OK):
             broken.append(f"{folder} cannot be written")
     return broken

@@ -5,7 +5,7 @@ escaped, because recipes and rows may hold any text.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any, Final
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.base_files import read_json
-from lorakit.inspection.run_facts import RunFacts, duration, is_number, last, lowest, or_dash, read_run
+from lorakit.files.text import duration, or_dash, size
+from lorakit.inspection.run_facts import RunFacts, is_number, read_run
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
 from lorakit.run.record import SAMPLES, flatten
@@ -23,10 +24,6 @@ REPORT_FILE: Final = "report.html"
 STYLE: Final = Path(__file__).parent.parent / "assets" / "report" / "report.css"
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 NOT_CURVES: Final = {"step", "loss", "eval_loss", "eval_perplexity", "tokens", "label_tokens"}
-SHOWN: Final = {  # the keys of run.json with a section of their own; all others are at the end of the page
-    "recipe", "data", "base", "engine", "ranks", "fused", "starts", "status", "steps", "total_steps", "tokens",
-    "label_tokens", "results", "peak_memory_bytes", "facts_of_end", "dtype", "dtype_why", "lorakit", "stopped_early",
-}  # fmt: skip
 SAMPLE_LETTERS: Final = 600
 """of a prompt or an answer"""
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
@@ -47,7 +44,6 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def report_page(run: RunFacts) -> str:
-    """Return the page about a run as HTML."""
     name = run.folder.resolve().name
     sections = [
         ("", _tiles(run)),
@@ -59,7 +55,6 @@ def report_page(run: RunFacts) -> str:
         ("What ran", _table(_observed(run))),
         ("Memory", _memory(run)),
         ("Starts", _starts(run)),
-        ("Other facts", _other(run)),
     ]
     body = "".join(
         f"<section>{f'<h2>{title}</h2>' if title else ''}{html}</section>" for title, html in sections if html
@@ -81,19 +76,18 @@ def _state(run: RunFacts) -> str:
 
 
 def _tiles(run: RunFacts) -> str:
-    eval_losses = run.curve("eval_loss")
-    trained = [point for point in eval_losses if point[0] > 0]
-    best, seconds, tokens = lowest(trained), run.seconds, run.total("tokens")
+    figures = run.figures()
+    best = f"{figures['best_eval_loss']:.4f} at step {figures['best_step']}" if figures["best_step"] else "-"
     tiles = [
-        ("held-out loss", or_dash(last(trained), "{:.4f}".format)),
-        ("best held-out loss", f"{best[1]:.4f} at step {best[0]}" if best else "-"),
-        ("held-out loss at the start", f"{eval_losses[0][1]:.4f}" if eval_losses and eval_losses[0][0] == 0 else "-"),
-        ("training loss, last step", or_dash(last(run.curve("loss")), "{:.4f}".format)),
-        ("tokens", or_dash(tokens, "{:,}".format)),
-        ("label tokens", or_dash(run.total("label_tokens"), "{:,}".format)),
-        ("time of the steps", or_dash(seconds, duration)),
-        ("tokens per second", f"{tokens / seconds:,.0f}" if tokens and seconds else "-"),
-        ("peak memory of a process", or_dash(run.peak_memory_bytes, _bytes)),
+        ("held-out loss", or_dash(figures["eval_loss"], "{:.4f}".format)),
+        ("best held-out loss", best),
+        ("held-out loss at the start", or_dash(figures["eval_loss_at_start"], "{:.4f}".format)),
+        ("training loss, last step", or_dash(figures["loss"], "{:.4f}".format)),
+        ("tokens", or_dash(figures["tokens"], "{:,}".format)),
+        ("label tokens", or_dash(figures["label_tokens"], "{:,}".format)),
+        ("time of the steps", or_dash(figures["seconds"], duration)),
+        ("tokens per second", or_dash(figures["tokens_per_second"], "{:,.0f}".format)),
+        ("peak memory of a process", or_dash(figures["peak_memory_bytes"], size)),
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles if value != "-")
     return f'<dl class="tiles">{cells}</dl>'
@@ -194,7 +188,7 @@ def _memory(run: RunFacts) -> str:
     used = [key for key in BYTES if any(is_number(rank.get(key)) for rank in run.ranks)]
     names = [key.removesuffix("_bytes").replace("_", " ") for key in used]
     lines = [
-        [str(number), *(_bytes(rank[key]) if is_number(rank.get(key)) else "-" for key in used)]
+        [str(number), *(size(rank[key]) if is_number(rank.get(key)) else "-" for key in used)]
         for number, rank in enumerate(run.ranks)
     ]
     return _grid(["process", *names], lines) if used else ""
@@ -205,24 +199,13 @@ def _starts(run: RunFacts) -> str:
     starts = [start for start in recorded if isinstance(start, Mapping)] if isinstance(recorded, list) else []
     lines = []
     for start in starts:
-        parallel, packages = (start.get(key) for key in ("parallel", "versions"))
+        parallel = start.get("parallel")
+        packages = start.get("versions")
         how = f"{parallel.get('processes')}, {parallel.get('backend')}" if isinstance(parallel, Mapping) else "-"
-        named = packages.items() if isinstance(packages, Mapping) else ()
-        lines.append(
-            [
-                _cell(start.get("time")),
-                or_dash(start.get("total_steps"), _cell),
-                _cell(start.get("host")),
-                how,
-                ", ".join(f"{name} {v}" for name, v in named),
-            ]
-        )
+        named = [f"{name} {v}" for name, v in packages.items()] if isinstance(packages, Mapping) else []
+        steps = or_dash(start.get("total_steps"), _cell)
+        lines.append([_cell(start.get("time")), steps, _cell(start.get("host")), how, ", ".join(named)])
     return _grid(["time", "steps of the run", "host", "processes", "versions"], lines) if lines else ""
-
-
-def _other(run: RunFacts) -> str:
-    rest = {key: value for key, value in run.record.items() if key not in SHOWN}
-    return _folded(f"{len(rest)} other entries of run.json", _table(rest)) if rest else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:
@@ -231,14 +214,14 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table whose first column is of names. All cells are plain text, which is escaped here."""
-    return f"<div class='wide'><table>{''.join(_grid_rows(header, lines))}</table></div>" if lines else ""
-
-
-def _grid_rows(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    if header:
-        yield f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>"
-    for first, *cells in lines:
-        yield f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    if not lines:
+        return ""
+    head = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>" if header else ""
+    rows = [
+        f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for first, *cells in lines
+    ]
+    return f"<div class='wide'><table>{head}{''.join(rows)}</table></div>"
 
 
 def _folded(title: str, html: str) -> str:
@@ -251,7 +234,3 @@ def _cell(value: Any) -> str:
 
 def _text(value: Any) -> str:
     return escape(_cell(value))
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

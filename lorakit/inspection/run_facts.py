@@ -5,7 +5,7 @@ writes count as absent.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -96,6 +96,34 @@ class RunFacts:
         peaks = [rank["peak_memory_bytes"] for rank in self.ranks if is_number(rank.get("peak_memory_bytes"))]
         return max(peaks, default=None)
 
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the run by name, None for those that it does not have (yet)."""
+        losses = self.curve("loss")
+        eval_losses = self.curve("eval_loss")
+        trained = [point for point in eval_losses if point[0] > 0]
+        best = lowest(trained)
+        least = lowest(losses)
+        tokens = self.total("tokens")
+        seconds = self.seconds
+        return {
+            "folder": str(self.folder),
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "tokens": tokens,
+            "label_tokens": self.total("label_tokens"),
+            "loss": losses[-1][1] if losses else None,
+            "lowest_loss": least[1] if least else None,
+            "eval_loss_at_start": eval_losses[0][1] if eval_losses and eval_losses[0][0] == 0 else None,
+            "eval_loss": trained[-1][1] if trained else None,
+            "best_eval_loss": best[1] if best else None,
+            "best_step": best[0] if best else None,
+            "seconds": None if seconds is None else round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "processes": len(self.ranks) or None,
+        }
+
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a mapping of the record; an empty one if there is none of that name."""
         value = self.record.get(name)
@@ -125,31 +153,9 @@ def read_run(folder: str | Path) -> RunFacts:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def last(curve: Sequence[tuple[int, float]]) -> float | None:
-    """Return the last value of a curve; None if it is empty."""
-    return curve[-1][1] if curve else None
 
 
 def lowest(curve: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """Return step and value of the lowest point, the earliest of equal ones; None if the curve is empty."""
     return min(curve, key=lambda point: point[1], default=None)
-
-
-def or_dash(value: Any, form: Callable[[Any], str]) -> str:
-    """Return a value as text; ``-`` for None."""
-    return "-" if value is None else form(value)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text: ``41 s``, ``12 min 5 s`` or ``3 h 20 min``."""
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{rounded} s"
-    minutes, rest = divmod(rounded, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

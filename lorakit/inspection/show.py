@@ -1,7 +1,7 @@
 """Show a patch, a run or a base, and whether a patch fits a base."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lorakit.base.model_class import load_named_skeleton, skeleton_for
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
+from lorakit.files.text import columns, facts, or_dash, size
 from lorakit.lora.coverage import coverage_of
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
@@ -66,22 +67,23 @@ def _patch_folder(name: str, *, or_base: bool) -> Path:
 
 
 def _show_patch(patch: Patch, say: Say) -> None:
-    folder, config, facts = patch.folder, patch.config, patch.metadata
+    folder, config, recorded = patch.folder, patch.config, patch.metadata
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
-    _table(
-        say,
-        patch=folder, base=config.base_model, quantised=_quantization(facts), method=config.method,
+    lines = facts(
+        patch=folder, base=config.base_model, quantised=_quantization(recorded), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
         full=_first_names(patch.full_shapes) if patch.full_shapes else None,
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
-        made_by=f"lorakit {facts['lorakit']}" if "lorakit" in facts else "another program (no facts inside)",
-        trained_on=", ".join(facts.get("data", {}).get("train", {}).get("sources", [])) or None,
+        made_by=f"lorakit {recorded['lorakit']}" if "lorakit" in recorded else "another program (no facts inside)",
+        trained_on=", ".join(recorded.get("data", {}).get("train", {}).get("sources", [])) or None,
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
-        step=facts.get("step"), started_from=_origin_of(facts.get("start")),
-        results=", ".join(f"{key} {value:.4f}" for key, value in facts.get("results", {}).items()) or None,
+        step=recorded.get("step"), started_from=_origin_of(recorded.get("start")),
+        results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,
     )  # fmt: skip
+    for line in lines:
+        say(line)
     for number, reader in enumerate(compatible_programs(patch)):
         text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
@@ -111,25 +113,25 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
     shapes = BaseShapes.of(skeleton_for(folder, [patch]))
     wrong = dict(fit_problems(patch, shapes))
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, str, str]] = []
     for name, layer in patch.layers.items():
         in_base = shapes.layers.get(name)
         there = f"{in_base[0].name} {_by(in_base[1])}" if in_base else "-"
         if name in shapes.experts:
             there = f"experts {_by(shapes.experts[name])}"
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
-        rows.append((name, there, update, "no" if name in wrong else "yes"))
+        rows.append((name, there, update))
     for name, shape in patch.full_shapes.items():
-        there = _by(shapes.parameters[name]) if name in shapes.parameters else "-"
-        rows.append((name, there, f"full {_by(shape)}", "no" if name in wrong else "yes"))
+        rows.append((name, or_dash(shapes.parameters.get(name), _by), f"full {_by(shape)}"))
     for name, token_rows in patch.token_rows.items():
-        there = _by(shapes.parameters[f"{name}.weight"]) if f"{name}.weight" in shapes.parameters else "-"
         described = f"rows of {len(token_rows.tokens)} tokens {_by(tuple(token_rows.tensor.shape))}"
-        rows.append((name, there, described, "no" if name in wrong else "yes"))
-    rows += [
-        (name, "yes", "-", "no") for name in wrong if name not in {*patch.layers, *patch.full_shapes, *patch.token_rows}
-    ]
-    _aligned(say, [("tensor", "in the base", "in the patch", "shape fits"), *_joined(rows)])
+        rows.append((name, or_dash(shapes.parameters.get(f"{name}.weight"), _by), described))
+    named = {name for name, *_ in rows}
+    rows += [(name, "yes", "-") for name in wrong if name not in named]
+    fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
+    say("")
+    for line in columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]):
+        say(line)
     check_fits(patch, shapes, base)
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
@@ -140,7 +142,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 
 
-def _joined(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join rows that differ only in the numbers of their names: model.layers.{0-31}.mlp.up_proj."""
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name, *cells in rows:
@@ -150,21 +152,11 @@ def _joined(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         name = pattern
         for column in zip(*numbers, strict=True):
             values = sorted(set(column))
-            span = (
-                f"{values[0]}-{values[-1]}"
-                if values == list(range(values[0], values[-1] + 1))
-                else f"{len(values)} of them"
-            )
+            in_a_row = values == list(range(values[0], values[-1] + 1))
+            span = f"{values[0]}-{values[-1]}" if in_a_row else f"{len(values)} of them"
             name = name.replace("#", str(values[0]) if len(values) == 1 else f"{{{span}}}", 1)
         joined.append((name, *cells))
     return joined
-
-
-def _aligned(say: Say, rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    say("")
-    for row in rows:
-        say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _show_run(folder: Path, say: Say) -> None:
@@ -176,37 +168,34 @@ def _show_run(folder: Path, say: Say) -> None:
     progress = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
     status = f"finished; stopped {run['stopped_early']}" if run.get("stopped_early") else "finished"
     status = status if done is not None else f"not finished, {progress}; lorakit train goes on"
-    _table(
-        say,
+    lines = facts(
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
         backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
         starts=len(run.get("starts") or []),
         label_tokens=f"{run['label_tokens']:,}" if run.get("label_tokens") else None,
-        peak_memory=f"{run['peak_memory_bytes'] / 1e9:.2f} GB" if run.get("peak_memory_bytes") else None,
+        peak_memory=size(run["peak_memory_bytes"]) if run.get("peak_memory_bytes") else None,
     )  # fmt: skip
+    for line in lines:
+        say(line)
 
 
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_named_skeleton(folder)
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
-    _table(
-        say,
+    lines = facts(
         base=name, folder=folder, architecture=type(model).__name__,
         parameters=f"{sum(parameter.numel() for parameter in model.parameters()):,}",
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
     )  # fmt: skip
-    say(f"\n{'layers':<20} {'count':>6}  example")
-    for kind in coverage_of(model, ()).kinds:
-        say(f"{kind.name:<20} {kind.count:>6}  {kind.example}")
+    for line in lines:
+        say(line)
+    say("")
+    kinds = [(kind.name, str(kind.count), kind.example) for kind in coverage_of(model, ()).kinds]
+    for line in columns([("layers", "count", "example"), *kinds], "<>"):
+        say(line)
 
 
 def _by(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
-
-
-def _table(say: Say, **rows: Any) -> None:
-    for name, value in rows.items():
-        if value is not None:
-            say(f"{name.replace('_', ' '):<12} {value}")

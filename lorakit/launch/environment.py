@@ -140,7 +140,7 @@ def _world_without_rank(env: Mapping[str, str]) -> World | None:
     if env.get("PET_NNODES", "1") not in ("1", "1:1"):
         raise RunError(
             f"PET_NNODES={env['PET_NNODES']} is meant for torchrun, which did not start this process;"
-            " let the pod run `torchrun -m lorakit.cli train RECIPE` (docs/clusters.md)"
+            " let the pod run `torchrun --no-python lorakit train RECIPE` (docs/clusters.md)"
         )
     if {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= env.keys():
         return World(0, 1, 0, 1, "accelerate", "127.0.0.1", DEFAULT_PORT)

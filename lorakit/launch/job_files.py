@@ -95,7 +95,8 @@ def kubernetes_job(
     local = _processes_per_node(processes, nodes)
     check_kubernetes_names(name, claim)
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
-    train = ["-m", "lorakit.cli", "train", recipe, *overrides]
+    # not `-m lorakit.cli`, which would import a numpy.py or torch.py of the folder
+    train = ["--no-python", "lorakit", "train", recipe, *overrides]
     # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
     pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
     return "---\n".join(yaml_text(part) for part in _train_job(name, nodes, local, pod))
@@ -121,7 +122,6 @@ def _pod(
     environment = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # torchrun's own 30 s are too short for large checkpoints
         "XDG_CACHE_HOME": f"{folder.rstrip('/')}/.cache",
-        "PYTHONSAFEPATH": "1",  # `torchrun -m` would run a numpy.py or torch.py of the folder
     }
     return {
         "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes

@@ -113,7 +113,7 @@ def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, a
         f"parallel.nodes is {nodes}, and `lorakit train` starts the processes of one machine only."
         f" Run this on every machine{host} (docs/clusters.md has Slurm, mpirun and Kubernetes):\n"
         f"  torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} --rdzv-backend c10d"
-        f" --rdzv-endpoint {endpoint} -m lorakit.cli {shlex.join(arguments)}"
+        f" --rdzv-endpoint {endpoint} --no-python lorakit {shlex.join(arguments)}"
     )
 
 

@@ -1,5 +1,5 @@
 """OpenAI's HTTP API for one base and any number of adapters.
 
 engine.py has the thread that decodes; there is no HTTP in it. app.py has the table of routes. A request comes through
-request_log.py, app.py (keys), requests.py (its model), completion_routes.py, answer.py, reply.py.
+routes.py (log and key), requests.py (its model), completion_routes.py, answer.py, reply.py.
 """

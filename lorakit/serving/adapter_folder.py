@@ -52,7 +52,6 @@ class AdapterFolder:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -31,10 +31,8 @@ class AdapterPool:
         self._model = model
         self._max_resident = max_resident
         self._pinned = tuple(dict.fromkeys(pinned))
-        self._on_disk: dict[str, PatchSource] = {}
-        """adapters that were loaded, and left the memory"""
-        self._loaded: dict[str, None] = {}
-        """names of those that were loaded here, so that none is missing while it moves between memory and disk"""
+        self._sources: dict[str, PatchSource] = {}
+        """patches of the adapters that were loaded here, resident or on disk"""
         self._used: OrderedDict[str, None] = OrderedDict()
         """resident adapters, the least recently used first"""
         self._leases: Counter[str] = Counter()
@@ -44,18 +42,16 @@ class AdapterPool:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all adapters, resident or on disk."""
-        return tuple(dict.fromkeys((*self._loaded, *self._model.adapters)))
+        return tuple(dict.fromkeys((*self._sources, *self._model.adapters)))
 
     def sources(self) -> dict[str, PatchSource]:
         """Return what is known of the patch of every adapter."""
-        return {**self._on_disk, **self._model.sources()}
+        return {**self._sources, **self._model.sources()}
 
     def is_resident(self, name: str) -> bool:
-        """True if an adapter is in memory."""
         return name in self._model.adapters
 
     def is_pinned(self, name: str) -> bool:
-        """True if the adapter of a name stays in memory."""
         return name in self._pinned
 
     def check_pinned(self) -> None:
@@ -64,14 +60,7 @@ class AdapterPool:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
 
-    def load(
-        self,
-        name: str,
-        folder: str | Path,
-        *,
-        replace: bool = False,
-        allow: Collection[Allow] = (),
-    ) -> None:
+    def load(self, name: str, folder: str | Path, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
         patch = read_patch(folder)
         self.add(name, patch, replace=replace, allow=allow)
@@ -79,13 +68,12 @@ class AdapterPool:
     def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
         with self._changing:
-            if name in self._on_disk and not replace:
+            if name in self._sources and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
             if not self.is_resident(name):
                 self._evict(num_new=1)
             self._model.add_patch(name, patch, replace=replace, allow=allow)
-            self._on_disk.pop(name, None)
-            self._loaded[name] = None
+            self._sources[name] = self._model.sources()[name]
             self._touch(name)
             self._evict()
 
@@ -97,8 +85,8 @@ class AdapterPool:
         """
         with self._changing:
             self._used.pop(name, None)
-            self._loaded.pop(name, None)
-            if self._on_disk.pop(name, None) is None:
+            was_loaded = self._sources.pop(name, None) is not None
+            if self.is_resident(name) or not was_loaded:
                 self._model.unload_adapter(name)
 
     @contextlib.contextmanager
@@ -115,7 +103,7 @@ class AdapterPool:
             yield None
             return
         with self._changing:
-            if name in self._on_disk:
+            if name in self._sources and not self.is_resident(name):
                 self._read(name)
             adapter = self._model.adapter(name)  # an error, if it was removed meanwhile
             self._touch(name)
@@ -129,14 +117,13 @@ class AdapterPool:
                 self._evict()
 
     def _read(self, name: str) -> None:
-        source = self._on_disk[name]
+        source = self._sources[name]
         patch = read_patch(source.folder)
         if patch.identity != source.identity:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
         self._evict(num_new=1)
         # everything is allowed, because tensors and settings are those that were accepted for this base before
         self._model.add_patch(name, patch, allow=ALLOW)
-        del self._on_disk[name]
 
     def _touch(self, name: str) -> None:
         self._used[name] = None
@@ -152,8 +139,6 @@ class AdapterPool:
         for name in [name for name in self._used if not (self._leases[name] or self.is_pinned(name))]:
             if len(self._model.adapters) + num_new <= self._max_resident:
                 return
-            if name in self._model.adapters:
-                source = self._model.sources()[name]
+            if self.is_resident(name):
                 self._model.unload_adapter(name)
-                self._on_disk[name] = source
             del self._used[name]

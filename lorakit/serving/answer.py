@@ -1,20 +1,28 @@
-"""Follow one choice of a request: its text in pieces, while the engine computes its tokens."""
+"""Follow one choice of a request: its text in pieces, while the engine computes its tokens.
+
+Invariant: the pieces joined are the decoded answer. No piece ends inside a character, or with what may be the beginning
+of a stop text. The work of a token does not grow with the answer.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, Final, final
 
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
 from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.prompts import PromptCodec
-from lorakit.serving.detokenizer import Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.slots.routing import Adapter
+
+REPLACEMENT: Final = "\ufffd"
+"""stands at the end of a text whose last character is not complete"""
+MAX_PENDING_TOKENS: Final = 8
+"""that may wait for the rest of a character; UTF-8 has 4 bytes at most, so after more of them it is broken"""
 
 
 @dataclass(frozen=True)
@@ -112,3 +120,68 @@ class ChoiceStream:
             yield Delta(self._detokenizer.finish(), (), self.reason, reported_end)
         finally:
             self._generation.cancel()
+
+
+@final
+class Detokenizer:
+    """The text of one answer. ``stop``: texts that end it.
+
+    Not `tokenizers.decoders.DecodeStream`, which works on the same window: it raises an error at bytes that are no
+    UTF-8, never returns the end of an answer that is cut inside a character, and needs a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._stops = stop
+        self._ids: list[int] = []
+        """the last tokens whose text was complete, and those after them, whose text may not be"""
+        self._num_complete = 0
+        """tokens of ``_ids`` whose text was complete"""
+        self._complete = ""
+        """their text, when they are decoded alone"""
+        self._withheld = ""
+        """text that may begin a stop text"""
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """Return the text that is certain after one more token, and True if a stop text has come."""
+        if token in self._special:
+            return "", False
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        is_broken = len(self._ids) - self._num_complete > MAX_PENDING_TOKENS
+        if not is_broken and (text.endswith(REPLACEMENT) or len(text) <= len(self._complete)):
+            return "", False
+        new = text[len(self._complete) :]
+        # the new tokens stay, because a token's text depends on those before it: sentencepiece's first has no space
+        self._ids = self._ids[self._num_complete :]
+        self._num_complete = len(self._ids)
+        self._complete = self._decode(self._ids)
+        return self._until_stop(new)
+
+    def finish(self) -> str:
+        """Return the rest of the text, when no more tokens come."""
+        new = self._decode(self._ids)[len(self._complete) :] if self._ids else ""
+        text, is_stopped = self._until_stop(new)
+        return text if is_stopped else text + self._withheld
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _until_stop(self, new: str) -> tuple[str, bool]:
+        """Return the text that is certain after ``new``, and True if a stop text is complete."""
+        text = self._withheld + new
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:  # the one that ends first, and of several the longest
+            return text[: min(matches)[1]], True
+        num_certain = len(text) - max((_num_withheld(text, stop) for stop in self._stops), default=0)
+        self._withheld = text[num_certain:]
+        return text[:num_certain], False
+
+
+def _num_withheld(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may begin a stop text."""
+    start = max(0, len(text) - len(stop) + 1)
+    while not stop.startswith(text[start:]):
+        start += 1
+    return len(text) - start

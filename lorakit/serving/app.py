@@ -1,6 +1,5 @@
 """OpenAI's HTTP API over the serving engine, as a Starlette application: every route is one row of a table."""
 
-import hmac
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -10,18 +9,16 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving.adapter_admin import AdapterAdmin
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.errors import RequestError, error_body, explain, explain_bug, explain_no_route
+from lorakit.serving.errors import RequestError, explain, explain_bug, explain_no_route
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import Log, RequestLog
+from lorakit.serving.request_log import Log
 from lorakit.serving.requests import (
     ChatRequest,
     DetokenizeRequest,
@@ -32,9 +29,8 @@ from lorakit.serving.requests import (
     UnloadRequest,
     read_body,
 )
-from lorakit.serving.routes import ApiRoute, openapi_document
+from lorakit.serving.routes import ApiRoute, KeyCheck, RequestLog, openapi_document
 from lorakit.serving.served_models import ServedModels
-from lorakit.serving.token_routes import TokenRoutes
 from lorakit.version import VERSION
 
 STUCK_SECONDS: Final = 300.0
@@ -81,10 +77,9 @@ class OpenAIServer:
         pool = pool or AdapterPool(model)
         self._engine = engine
         self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts, log_lines_lost)
-        models = ServedModels(model, pool, name, self._metrics.num_requests, failed_adapters)
+        models = ServedModels(model, pool, name, adapter_root, self._metrics.num_requests, failed_adapters)
         chats = CompletionRoutes(model, pool, engine, models)
         embeddings = EmbeddingRoutes(model, pool, engine, models, log)
-        tokens = TokenRoutes(model, pool, models)
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
             ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
@@ -96,14 +91,13 @@ class OpenAIServer:
             ApiRoute("POST", "/v1/chat/completions", chats.chat, "Answer messages.", ChatRequest, is_counted=True),
             ApiRoute("POST", "/v1/completions", chats.text, "Continue texts.", TextRequest, is_counted=True),
             ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
-            ApiRoute("POST", "/tokenize", tokens.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
-            ApiRoute("POST", "/detokenize", tokens.detokenize, "The text of tokens.", DetokenizeRequest),
+            ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
+            ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip
         if admin_key is not None:
-            admin = AdapterAdmin(pool, name, adapter_root)
             self.routes += [
-                ApiRoute("POST", "/v1/load_lora_adapter", admin.load, "Load an adapter.", LoadRequest, "admin"),
-                ApiRoute("POST", "/v1/unload_lora_adapter", admin.unload, "Unload an adapter.", UnloadRequest, "admin"),
+                ApiRoute("POST", "/v1/load_lora_adapter", models.load, "Load an adapter.", LoadRequest, "admin"),
+                ApiRoute("POST", "/v1/unload_lora_adapter", models.unload, "Unload one.", UnloadRequest, "admin"),
             ]  # fmt: skip
         self.routes += [
             ApiRoute("GET", path, _page_file, "The page.", key="none", is_documented=False) for path in PAGE_FILES
@@ -137,33 +131,6 @@ class OpenAIServer:
 
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(openapi_document(self.routes))
-
-
-@final
-class KeyCheck:
-    """Refuses requests without a key of their route's kind. A path that is no route needs an API key.
-
-    keys: kind -> keys, compared in constant time; a kind without keys is open.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Mapping[str, ApiRoute], keys: Mapping[str, Sequence[str]]) -> None:
-        self._app = app
-        self._routes = routes
-        self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            route = self._routes.get(scope["path"])
-            keys = self._keys["api" if route is None else route.key]
-            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-            num_matches = sum(hmac.compare_digest(given, key) for key in keys)  # all, so that the time is the same
-            if keys and not num_matches:
-                problem = RequestError(
-                    "a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key"
-                )
-                await JSONResponse(error_body(problem), 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def _endpoint(route: ApiRoute) -> Callable[[Request], Any]:

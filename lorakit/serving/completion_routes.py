@@ -1,4 +1,4 @@
-"""Answer chats and texts: from a request's body to its reply.
+"""Answer chats and texts, and tokenise them: from a request's body to its reply.
 
 Invariant: what grows with a request (templates, tokens, grammars, texts of log-probabilities) is computed in threads,
 so that the streams of others go on.
@@ -12,18 +12,19 @@ from typing import Any, Final, final
 import torch
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.reply import Reply
-from lorakit.serving.request_record import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
-from lorakit.serving.requests import ChatRequest, CompletionRequest, TextRequest
+from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
+from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
 
@@ -33,7 +34,7 @@ CHUNK_TOKENS: Final = 128
 
 @final
 class CompletionRoutes:
-    """The two routes that generate."""
+    """The routes that generate, and those that turn prompts into tokens and back, as vLLM's."""
 
     def __init__(self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels) -> None:
         self._model = model
@@ -44,19 +45,14 @@ class CompletionRoutes:
         """for the forwards of echoes, which are beside the engine's"""
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        """Reply to messages."""
         return await self._complete(request, body, body.prompts[0])
 
     async def text(self, request: Request, body: TextRequest) -> Response:
-        """Reply to texts or token ids."""
         return await self._complete(request, body, body.prompt)
 
     async def _complete(self, request: Request, body: CompletionRequest, prompt: Any) -> Response:
         record = record_of(request)
-        record.model = body.model
-        record.prompt = prompt
-        name = self._models.adapter_name(body.model)
-        record.served = body.model
+        name = self._models.begin(request, body.model, prompt)
         if not self._engine.is_alive:
             raise RequestError("the engine has ended after an error; restart the server", status=503)
         client = request.headers.get("authorization")
@@ -119,6 +115,33 @@ class CompletionRoutes:
         logprobs = prompt_logprobs(self._model, choice.adapter, choice.ids, num_logprobs)
         return Delta(text, tuple(zip(choice.ids, logprobs, strict=True)))
 
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        """Reply with the tokens of a text or of messages, which a completion of them has."""
+        name = self._models.begin(request, body.model)
+        return JSONResponse(await run_in_threadpool(self._tokenize, body, name))
+
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+        name = self._models.begin(request, body.model)
+        return JSONResponse(await run_in_threadpool(self._detokenize, body, name))
+
+    def _tokenize(self, body: TokenizeRequest, name: str | None) -> dict[str, Any]:
+        with self._pool.lease(name) as adapter:
+            codec = self._model.codec(adapter)
+        ids = _token_ids(codec, body)
+        return {
+            "count": len(ids),
+            "max_model_len": self._models.max_tokens,
+            "tokens": ids,
+            "token_strs": codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+        }
+
+    def _detokenize(self, body: DetokenizeRequest, name: str | None) -> dict[str, Any]:
+        with self._pool.lease(name) as adapter:
+            codec = self._model.codec(adapter)
+        if max(body.tokens, default=0) >= codec.num_tokens:
+            raise RequestError(f"tokens: token ids below {codec.num_tokens}", param="tokens")
+        return {"prompt": codec.tokenizer.decode(body.tokens)}
+
 
 @final
 class EventStream(StreamingResponse):
@@ -161,3 +184,13 @@ def prompt_logprobs(
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
             logprobs.append(top_logprobs(logits, token, number))
     return logprobs
+
+
+def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        adds_prompt = body.add_generation_prompt is not False
+        return codec.token_ids(messages, PromptForm(), body.tools, add_generation_prompt=adds_prompt)
+    if body.add_special_tokens is not False:
+        return codec.token_ids(body.prompt or "", PromptForm(raw=True))
+    return list(codec.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"])

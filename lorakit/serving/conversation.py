@@ -8,7 +8,7 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
-from lorakit.serving.detokenizer import Detokenizer
+from lorakit.serving.answer import Detokenizer
 from lorakit.serving.engine import CHAT_TOKENS, ServingEngine
 
 

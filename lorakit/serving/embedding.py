@@ -68,7 +68,6 @@ class Embedder:
             self._batch = []
 
     def close(self) -> None:
-        """Cancel all inputs."""
         with self._changed:
             inputs = [*self._batch, *self._waiting]
             self._batch = []

@@ -20,8 +20,7 @@ from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
-from lorakit.serving.request_log import Log
-from lorakit.serving.request_record import record_of, unless_client_leaves
+from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest
 from lorakit.serving.served_models import ServedModels
 
@@ -40,12 +39,8 @@ class EmbeddingRoutes:
         self._pooling, self._refusal = _pooling_of(model, log)
 
     async def embed(self, request: Request, body: EmbeddingRequest) -> Response:
-        """Reply with the embeddings of texts or token ids."""
         record = record_of(request)
-        record.model = body.model
-        record.prompt = body.input
-        name = self._models.adapter_name(body.model)
-        record.served = body.model
+        name = self._models.begin(request, body.model, body.input)
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
         _check_dimensions(body.dimensions, self._pooling)

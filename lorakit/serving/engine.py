@@ -136,7 +136,6 @@ class ServingEngine:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine's thread runs."""
         return self._thread.is_alive()
 
     def step_seconds(self) -> float:
@@ -166,11 +165,7 @@ class ServingEngine:
         return self._batch.totals
 
     def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
-        """Return the adapter that a name has now; an adapter stays the one that it is, also if its name was replaced.
-
-        Raises:
-            LorakitError: no adapter of that name is loaded.
-        """
+        """Return the adapter that a name has now; an adapter stays the one it is, also if its name was replaced."""
         return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
 
     def _grammar_compiler(self, codec: PromptCodec) -> GrammarCompiler:

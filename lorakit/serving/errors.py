@@ -25,7 +25,6 @@ class RequestError(LorakitError):
 
 
 def error_body(problem: Exception) -> dict[str, Any]:
-    """Return the body of an error's reply."""
     status = status_of(problem)
     param = getattr(problem, "param", None)
     code = getattr(problem, "code", None)
@@ -40,7 +39,6 @@ def error_body(problem: Exception) -> dict[str, Any]:
 
 
 def status_of(problem: Exception) -> int:
-    """Return the HTTP status of an error."""
     if isinstance(problem, AdapterNotLoadedError):  # unloaded since its name was read
         return 404
     if isinstance(problem, QueueFullError):

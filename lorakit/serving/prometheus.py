@@ -6,14 +6,14 @@ Invariant: a label is the base's name, the name of a loaded adapter, or empty. T
 import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, final
 
 from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from lorakit.serving.request_record import RequestRecord
+from lorakit.serving.request_log import RequestRecord
 
 LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -55,27 +55,17 @@ class RequestMetrics(Collector):
         self._answers = Counter("lorakit_answers", "Choices by reason.", [*only, "finished_reason"], registry=None)
         self._prompt_tokens = Counter("lorakit_prompt_tokens", "Tokens of prompts.", only, registry=None)
         self._tokens = Counter("lorakit_generation_tokens", "Tokens that were generated.", only, registry=None)
-        self._first, self._seconds = (
-            Histogram(name, text, only, buckets=LONG_SECONDS, registry=None)
-            for name, text in (
-                ("lorakit_time_to_first_token_seconds", "From a request to its first token."),
-                ("lorakit_request_seconds", "From a request to the end of its answer."),
-            )
-        )
-        self._between, self._per_token = (
-            Histogram(name, text, only, buckets=TOKEN_SECONDS, registry=None)
-            for name, text in (
-                ("lorakit_inter_token_seconds", "From each token to the next."),
-                ("lorakit_time_per_output_token_seconds", "Mean of each choice from its first token to its last."),
-            )
-        )
+        self._first = _seconds("time_to_first_token", "From a request to its first token.", LONG_SECONDS)
+        self._seconds = _seconds("request", "From a request to the end of its answer.", LONG_SECONDS)
+        self._between = _seconds("inter_token", "From each token to the next.", TOKEN_SECONDS)
+        mean = "Mean of each choice from its first token to its last."
+        self._per_token = _seconds("time_per_output_token", mean, TOKEN_SECONDS)
         self._metrics: tuple[Counter | Histogram, ...] = (
             self._requests, self._answers, self._prompt_tokens, self._tokens, self._first, self._seconds,
             self._between, self._per_token,
         )  # fmt: skip
 
     def begin(self, record: RequestRecord) -> None:
-        """Count a request among those under way."""
         self._under_way.add(record)
 
     def observe(self, record: RequestRecord) -> None:
@@ -109,7 +99,6 @@ class RequestMetrics(Collector):
         return self._num_requests[adapter]
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -163,6 +152,10 @@ class RequestMetrics(Collector):
             del self._num_requests[adapter]
             for metric in self._metrics:
                 metric.remove_by_labels({"adapter": adapter})
+
+
+def _seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    return Histogram(f"lorakit_{name}_seconds", text, ["adapter"], buckets=buckets, registry=None)
 
 
 def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:

@@ -1,84 +1,101 @@
-"""Follow each request from its first byte to its last: its id, its log line, and its part in the metrics."""
+"""What is known of a request while it is answered, for its log line and for the metrics, and the log itself."""
 
+import asyncio
 import contextlib
 import json
 import os
-import re
 import threading
-import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import Request
 
-from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_record import CLIENT_LEFT, RECORD_KEY, RequestRecord
-from lorakit.serving.routes import ApiRoute
+from lorakit.serving.answer import ChoiceStream
 
-_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+CLIENT_LEFT: Final = 499
+"""status of a request whose client left before the answer's end; nginx's"""
+RECORD_KEY: Final = "lorakit.record"
+"""where a request's scope has its record"""
 
+Answer = TypeVar("Answer")
 Log = Callable[[Mapping[str, Any]], None]
 """writes one line"""
 
 
-@final
-class RequestLog:
-    """Gives every request an id, and logs and counts it when its answer has ended. routes: by path."""
+@dataclass(eq=False)
+class RequestRecord:
+    """What is known of a request.
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Mapping[str, ApiRoute],
-        metrics: RequestMetrics,
-        log: Log | None,
-        log_prompts: bool,
-    ) -> None:
-        self._app = app
-        self._routes = routes
-        self._metrics = metrics
-        self._log = log
-        self._log_prompts = log_prompts
+    is_counted: its route has metrics. model: as the client wrote it; None: the request names none. served: its
+    adapter's name, or the base's; "": neither. prompt: messages or texts as they came. num_prompt_tokens: of the
+    prompts that were queued.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        route = self._routes.get(scope["path"])
-        is_counted = route is not None and route.is_counted
-        is_quiet = route is not None and route.is_quiet
-        record = RequestRecord(name, scope["method"], scope["path"], is_counted, time.monotonic())
-        scope[RECORD_KEY] = record
-        self._metrics.begin(record)
+    id: str
+    method: str
+    path: str
+    is_counted: bool
+    began: float
+    model: str | None = None
+    served: str = ""
+    prompt: Any = None
+    num_prompt_tokens: int = 0
+    choices: list[ChoiceStream] = field(default_factory=list)
+    is_abandoned: bool = False
+    status: int = 500
+    seconds: float = 0.0
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = record.id
-                if record.status != CLIENT_LEFT:
-                    record.status = message["status"]
-            await send(message)
+    def add(self, choice: ChoiceStream) -> None:
+        """Add a choice that the engine has; in any thread."""
+        self.choices.append(choice)
+        if self.is_abandoned:
+            choice.cancel()
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            record.seconds = time.monotonic() - record.began
-            self._metrics.observe(record)
-            if self._log is not None and not (is_quiet and record.status < 400):
-                self._log(self._line(record))
+    def abandon(self) -> None:
+        """Free the rows of all choices, also of those that a thread is about to add."""
+        self.is_abandoned = True
+        for choice in self.choices:
+            choice.cancel()
 
-    def _line(self, record: RequestRecord) -> dict[str, Any]:
-        first = record.first_token_seconds
-        line = {
-            "id": record.id, "method": record.method, "path": record.path, "status": record.status,
-            "model": record.model,
-            "prompt_tokens": record.num_prompt_tokens, "completion_tokens": record.num_tokens,
-            "seconds": round(record.seconds, 4), "ttft": None if first is None else round(first, 4),
-        }  # fmt: skip
-        return line | ({"prompt": record.prompt} if self._log_prompts else {})
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were generated, of all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Seconds to the first token of any choice; None: there is none."""
+        times = [choice.token_times[0] for choice in self.choices if choice.token_times]
+        return min(times) - self.began if times else None
+
+
+def record_of(request: Request) -> RequestRecord:
+    record: RequestRecord = request.scope[RECORD_KEY]
+    return record
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Return the result of ``work``; when the client leaves, cancel it, note that, and return None for nobody."""
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(_client_leaves(request))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        record_of(request).status = CLIENT_LEFT
+        return None
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.wait({task, leaving})
+
+
+async def _client_leaves(request: Request) -> None:
+    """Wait until the client of a request, whose body was read, leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_line(content: Mapping[str, Any]) -> str:
@@ -91,40 +108,28 @@ def json_line(content: Mapping[str, Any]) -> str:
 class LineLog:
     """Writes events as lines to a file descriptor. A line that cannot be written, as on a full disk, stops nothing.
 
-    num_lost: lines that could not be written. The first of them in a row is reported on standard output. The next line
-    that can be written comes after a line with their number.
+    num_lost: lines that could not be written. The first of them in a row is reported on standard output.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._writing = threading.Lock()
         self.num_lost = 0
-        self._num_unreported = 0
-        """lines that were lost since the last one that was written"""
         self._is_cut = False
+        self._works = True
 
     def __call__(self, content: Mapping[str, Any]) -> None:
         with self._writing:
-            if self._num_unreported and self._write(
-                json_line({"event": "log lines lost", "lines": self._num_unreported})
-            ):
-                self._num_unreported = 0
-            if self._num_unreported == 0 and self._write(json_line(content)):
-                return
-            self.num_lost += 1
-            self._num_unreported += 1
-
-    def _write(self, line: str) -> bool:
-        """Write a line; return False if the end of it could not be written."""
-        left = ("\n" * self._is_cut + line).encode()  # so that what is there of a cut line is a line of its own
-        try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-                self._is_cut = bool(left)
-        except OSError as problem:
-            if self._num_unreported == 0:
-                event = {"event": "the log cannot be written", "error": str(problem)}
-                with contextlib.suppress(OSError):
-                    os.write(1, json_line(event).encode())
-            return False
-        return True
+            left = ("\n" * self._is_cut + json_line(content)).encode()  # after a cut line, one of its own
+            try:
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+                    self._is_cut = bool(left)
+                self._works = True
+            except OSError as problem:
+                self.num_lost += 1
+                if self._works:
+                    event = {"event": "the log cannot be written", "error": str(problem)}
+                    with contextlib.suppress(OSError):
+                        os.write(1, json_line(event).encode())
+                self._works = False

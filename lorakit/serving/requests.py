@@ -10,7 +10,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -110,16 +110,16 @@ class ResponseFormat(Body):
     pattern: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """What a stream has beside the answer."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     include_usage: bool | None = None
 
 
 class CompletionRequest(_OpenAIBody, ABC):
-    """The fields that chats and texts share."""
+    """The fields that chats and texts share. default_tokens: of an answer, if the request does not say."""
 
+    default_tokens: ClassVar[int]
     model: str
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -147,7 +147,6 @@ class CompletionRequest(_OpenAIBody, ABC):
 
     @property
     def choices(self) -> int:
-        """Number of answers of each prompt."""
         return self.n or 1
 
     @property
@@ -174,7 +173,7 @@ class CompletionRequest(_OpenAIBody, ABC):
         form = self.response_format
         return SamplingSettings(
             **{"temperature": 1.0} | given,
-            max_tokens=self._default_tokens if self._max_tokens is None else self._max_tokens,
+            max_tokens=self.default_tokens if self._max_tokens is None else self._max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -189,11 +188,6 @@ class CompletionRequest(_OpenAIBody, ABC):
         """Messages for the chat template, texts as they are, or token ids."""
 
     @property
-    @abstractmethod
-    def _default_tokens(self) -> int:
-        """Tokens of an answer, if the request does not say."""
-
-    @property
     def _max_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -206,6 +200,7 @@ class CompletionRequest(_OpenAIBody, ABC):
 class ChatRequest(CompletionRequest):
     """The body of a chat."""
 
+    default_tokens: ClassVar[int] = CHAT_TOKENS
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -223,10 +218,6 @@ class ChatRequest(CompletionRequest):
         return [[message.for_template() for message in self.messages]]
 
     @property
-    def _default_tokens(self) -> int:
-        return CHAT_TOKENS
-
-    @property
     def _max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -238,6 +229,7 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """The body of a completion of texts. With ``max_tokens`` 0 an echo is the prompt alone."""
 
+    default_tokens: ClassVar[int] = TEXT_TOKENS
     prompt: Texts = Field(description=TEXTS)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
@@ -245,10 +237,6 @@ class TextRequest(CompletionRequest):
     @property
     def prompts(self) -> list[Any]:
         return as_list(self.prompt)
-
-    @property
-    def _default_tokens(self) -> int:
-        return TEXT_TOKENS
 
     @property
     def _num_logprobs(self) -> int | None:

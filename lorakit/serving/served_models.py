@@ -1,25 +1,33 @@
-"""Name the models of a server: the base and its adapters, and what is known of each."""
+"""The models of a server: the base and its adapters, what is known of each, and how adapters are loaded and unloaded.
+
+Invariant: a folder outside the root is never read. Requests under way keep the adapter that they began with.
+"""
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.errors import RequestError
+from lorakit.serving.request_log import record_of
+from lorakit.serving.requests import LoadRequest, UnloadRequest
 
 
 @final
 class ServedModels:
     """The base under ``name``, and its adapters under theirs.
 
-    num_requests: of an adapter so far. failed: adapter -> why it could not be loaded from the watched folder.
+    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of an adapter so far. failed:
+    adapter -> why it could not be loaded from the watched folder.
     """
 
     def __init__(
@@ -27,12 +35,14 @@ class ServedModels:
         model: AdaptedModel,
         pool: AdapterPool,
         name: str,
+        root: Path | None,
         num_requests: Callable[[str], int],
         failed: Callable[[], Mapping[str, str]],
     ) -> None:
         self._model = model
         self._pool = pool
         self.name = name
+        self._root = root
         self._num_requests = num_requests
         self._failed = failed
         self._started = int(time.time())
@@ -51,6 +61,19 @@ class ServedModels:
                 f"model {model!r} is not here; there are {known}", status=404, param="model", code="model_not_found"
             )
         return model
+
+    def begin(self, request: Request, model: str | None, prompt: Any = None) -> str | None:
+        """Note the model and the prompt of a request; return its adapter, or None for the base, as without a model.
+
+        Raises:
+            RequestError: 404, no such model.
+        """
+        record = record_of(request)
+        record.model = model
+        record.prompt = prompt
+        name = None if model is None else self.adapter_name(model)
+        record.served = model or ""
+        return name
 
     @property
     def max_tokens(self) -> int | None:
@@ -75,6 +98,36 @@ class ServedModels:
         facts = [self._facts(name, source) for name, source in loaded.items()]
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})
+
+    async def load(self, request: Request, body: LoadRequest) -> Response:
+        """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
+        name = body.lora_name
+        if name == self.name:
+            raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
+        folder = self._below_root(body.lora_path)
+        await run_in_threadpool(self._pool.load, name, folder, replace=bool(body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, request: Request, body: UnloadRequest) -> Response:
+        """Unload ``lora_name``; requests that began with it are answered with it."""
+        name = body.lora_name
+        if name not in self._pool.names:
+            raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
+        await run_in_threadpool(self._pool.remove, name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _below_root(self, path: str) -> Path:
+        """Return the folder of a patch, links resolved."""
+        if self._root is None:
+            raise RequestError("lora_path: nothing may be loaded; start the server with --adapter-root DIR", status=403)
+        root = self._root.resolve()
+        try:
+            folder = (root / path).resolve()
+        except (OSError, ValueError, RuntimeError) as problem:  # a NUL, or links in a circle
+            raise RequestError(f"lora_path: {problem}", param="lora_path") from None
+        if not folder.is_relative_to(root):
+            raise RequestError("lora_path: is outside the server's --adapter-root", status=403, param="lora_path")
+        return folder
 
     def _card(self, name: str | None, source: PatchSource | None) -> dict[str, Any]:
         card = {

@@ -26,6 +26,7 @@ STANDARD_ERROR: Final = 2
 def serve(
     model: AdaptedModel,
     pool: AdapterPool,
+    engine: ServingEngine,
     name: str,
     *,
     host: str,
@@ -35,23 +36,19 @@ def serve(
     adapter_root: Path | None = None,
     adapters_dir: Path | None = None,
     log_prompts: bool = False,
-    max_rows: int = 16,
-    kv_memory_bytes: int = 1 << 30,
-    max_positions: int | None = None,
 ) -> None:
     """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
 
-    port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
+    engine: is closed at the end. port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
 
     Raises:
         LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
     """
-    if model.tokenizer is None:
-        raise LorakitError(f"serve: {NO_TOKENIZER}")
     with contextlib.ExitStack() as open_parts:
-        listening = open_parts.enter_context(_listen(host, port))
-        engine = ServingEngine(model, max_rows=max_rows, kv_memory_bytes=kv_memory_bytes, max_positions=max_positions)
         open_parts.callback(engine.close)
+        if model.tokenizer is None:
+            raise LorakitError(f"serve: {NO_TOKENIZER}")
+        listening = open_parts.enter_context(_listen(host, port))
         log = LineLog(STANDARD_ERROR)
         folder = None
         if adapters_dir is not None:
@@ -84,11 +81,7 @@ class _DrainingServer(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        LorakitError: the address cannot be listened on.
-    """
+    """Return a listening socket. Raises LorakitError: the address cannot be listened on."""
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as problem:

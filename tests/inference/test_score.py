@@ -10,8 +10,7 @@ from tokenizers.processors import TemplateProcessing
 import lorakit
 from lorakit.errors import DataError
 from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.score import NO_MEASURES, ScoredFiles, score, write_predictions
-from lorakit.inference.score_report import ScoreReport
+from lorakit.inference.score import NO_MEASURES, ScoredFiles, print_scores, score, write_predictions
 from lorakit.patch.prompting import PromptForm
 from tests.helpers.rows import chat, write_rows
 
@@ -34,9 +33,8 @@ def answer(model: Any, prompt: Any, adapter: str | None, **how: Any) -> str:
 
 def scored(model: Any, data: Any, measures: Any = NO_MEASURES, **how: Any) -> tuple[ScoredFiles, list[str]]:
     lines: list[str] = []
-    report = ScoreReport(data, measures, lines.append)
-    scores = score(model, data, max_new_tokens=64, measures=measures, on_answers=report.add, **how)
-    report.finish(scores)
+    scores = score(model, data, max_new_tokens=64, measures=measures, **how)
+    print_scores(scores, measures, lines.append)
     return scores, "\n".join(lines).splitlines()
 
 
@@ -121,14 +119,10 @@ def write_unaskable(path: Path) -> Path:
 def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model: Any, tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl", [chat("a", "b")])
     bad = write_unaskable(tmp_path / "bad.jsonl")
-    lines: list[str] = []
 
     with pytest.raises(DataError, match="data: 6 of 8 rows cannot be asked") as caught:
-        score(
-            model, {str(good): [None], str(bad): [None]}, max_new_tokens=64, on_answers=lambda *line: lines.append(line)
-        )
+        score(model, {str(good): [None], str(bad): [None]}, max_new_tokens=64)
 
-    assert lines == []
     for line, reason in enumerate(UNASKABLE, 2):
         assert any(f"{bad}:{line}: " in said and reason in said for said in str(caught.value).splitlines()), reason
 

@@ -8,9 +8,9 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.errors import LorakitError
+from lorakit.files.text import duration
 from lorakit.inspection.compare import compare_runs
 from lorakit.inspection.html_report import write_report
-from lorakit.inspection.run_facts import duration
 from lorakit.run.lock import is_locked, locked
 from tests.helpers.runs import change_metrics, copy_run, interrupted_copy
 

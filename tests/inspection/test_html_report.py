@@ -11,6 +11,7 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.errors import RunError
+from lorakit.files.text import size
 from lorakit.inspection.html_report import write_report
 from lorakit.run.charts import Chart, ChartLine, draw
 from tests.helpers import chromium
@@ -60,7 +61,7 @@ def test_the_page_shows_figures_curves_settings_rows_memory_and_environment(fini
     for text in (
         "finished, step 6 of 6", f"{record['results']['eval_loss']:.4f}", "train.learning_rate", "0.01",
         record["data"]["train"]["digest"], "fused mlp", "2 of 2", "world_size", record["starts"][0]["host"],
-        f"{peak / 1e9:.2f} GB" if peak >= 1e9 else f"{peak / 1e6:.2f} MB",
+        size(peak),
     ):  # fmt: skip
         assert any(text in part for part in page.texts), text
     assert any(f"torch {record['starts'][0]['versions']['torch']}" in part for part in page.texts)

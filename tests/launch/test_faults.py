@@ -221,9 +221,7 @@ def test_a_recipe_for_several_machines_is_refused_with_the_torchrun_line(
 
     assert main(["train", str(recipe()), *overrides]) == 2
 
-    torchrun = (
-        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lorakit.cli train"
-    )
+    torchrun = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python lorakit train"
     assert f"{torchrun} {tmp_path}/recipe.yaml {' '.join(overrides)}\n" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -54,7 +54,7 @@ def test_a_train_job_lets_its_pods_run_torchrun() -> None:
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == "node"
-    assert container["command"] == ["torchrun", "-m", "lorakit.cli", "train", "r e.yaml"]
+    assert container["command"] == ["torchrun", "--no-python", "lorakit", "train", "r e.yaml"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
 
 

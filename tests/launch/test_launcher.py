@@ -458,6 +458,6 @@ def test_several_machines_are_refused_with_the_line_that_starts_them(rendezvous:
     assert "docs/clusters.md" in str(caught.value)
     assert shlex.split(str(caught.value).splitlines()[-1]) == [
         "torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", rendezvous or "HOST:29500", "-m", "lorakit.cli", *arguments,
+        "--rdzv-endpoint", rendezvous or "HOST:29500", "--no-python", "lorakit", *arguments,
     ]  # fmt: skip
     require_one_machine(nodes=1, processes=8, rendezvous=None, arguments=arguments)

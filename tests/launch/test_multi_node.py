@@ -53,7 +53,8 @@ class Host:
         train = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={int(endpoint.startswith(f'{self.address}:'))}",
-            f"--local-addr={self.address}", "-m", "lorakit.cli", "train", str(recipe), *overrides,
+            f"--local-addr={self.address}", "--no-python", str(Path(sys.executable).with_name("lorakit")), "train",
+            str(recipe), *overrides,
         ]  # fmt: skip
         file = recipe.with_name(f"{self.name}-{len(self.running)}.txt")
         with file.open("w") as output:

@@ -42,7 +42,7 @@ class Agents:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=8",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={conf}",
-            "--monitor-interval=0.5", "-m", "lorakit.cli", "train", str(self._recipe),
+            "--monitor-interval=0.5", "--no-python", Path(sys.executable).with_name("lorakit"), "train", str(self._recipe),
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         file = self._recipe.with_name(f"agent{len(self._all)}.txt")

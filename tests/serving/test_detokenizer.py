@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lorakit.serving.detokenizer import Detokenizer
+from lorakit.serving.answer import Detokenizer
 
 WORDS = ["\u2581", "\u2581Mira", "\u2581ordered", "lamps", "\u2581\u2581", "\u00e9", "\u2581."]
 BYTES = [f"<0x{number:02X}>" for number in range(256)]

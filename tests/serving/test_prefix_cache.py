@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from lorakit.decoding.prefix_cache import BLOCK_TOKENS, PrefixCache, block_keys
+from lorakit.decoding.kv_memory import BLOCK_TOKENS, PrefixCache, block_keys
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine

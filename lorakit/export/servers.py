@@ -1,0 +1,118 @@
+"""Write how a server of a base and its adapters is started elsewhere: vLLM's command, and a Kubernetes Deployment.
+
+vLLM's flags are as its documentation has them (features/lora.md). Adapters that it would compute otherwise are refused.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lorakit.files.yaml_text import yaml_text
+from lorakit.launch.job_files import check_kubernetes_names
+from lorakit.patch import Patch
+from lorakit.patch.compatibility import check_compatible, vllm_rank
+from lorakit.patch.prompting import trained_form
+
+MAX_RESIDENT: Final = 16
+"""Adapters that vLLM gets GPU memory for; it allocates the largest rank for each of them. More wait on the host."""
+
+
+def vllm_command(
+    base: str,
+    adapters: Mapping[str, Patch],
+    paths: Mapping[str, str],
+    *,
+    name: str,
+    revision: str | None,
+    dtype: str,
+    port: int,
+) -> list[str]:
+    """Return the words of the command that serves ``base`` as ``name``, and each adapter as a model of its own.
+
+    paths: of the adapters, where vLLM runs.
+
+    Raises:
+        PatchError: vLLM would compute another adapter than lorakit; names every such adapter with the reasons.
+    """
+    remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
+    check_compatible(adapters, "vLLM", remedy)
+    at = ["--revision", revision] if revision else []
+    words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
+    if not adapters:
+        return words
+    largest = max(layer.rank for patch in adapters.values() for layer in patch.layers.values())
+    modules = [json.dumps({"name": adapter, "path": paths[adapter], "base_model_name": name}) for adapter in adapters]
+    return [
+        *words, "--enable-lora", "--max-lora-rank", str(vllm_rank(largest)),
+        "--max-loras", str(min(len(adapters), MAX_RESIDENT)), "--max-cpu-loras", str(len(adapters)),
+        "--lora-modules", *modules,
+    ]  # fmt: skip
+
+
+def prompting_notes(adapters: Mapping[str, Patch]) -> list[str]:
+    """Return what another program does not do by itself: how to prompt adapters, and the quantisation in training."""
+    notes = []
+    for name, patch in adapters.items():
+        form = trained_form(patch.metadata)
+        if form.raw:
+            notes.append(f"{name}: its rows were plain text; use /v1/completions, which leaves the chat template out")
+        elif form.system is not None:
+            notes.append(f"{name}: its rows began with a system prompt; send it with every request: {form.system!r}")
+        if quantization := (patch.metadata.get("base") or {}).get("quantized"):
+            notes.append(
+                f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"
+            )
+    return notes
+
+
+def deployment(command: Sequence[str], *, name: str, image: str, claim: str, folder: str, port: int, gpus: int) -> str:
+    """Return YAML of a Deployment whose pods run ``command``, and of a Service before them.
+
+    claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
+    A pod gets requests when /health answers, and has a minute to finish those under way when it is stopped.
+
+    Raises:
+        RunError: Kubernetes does not accept a name.
+    """
+    check_kubernetes_names(name, claim)
+    labels = {"app": name}
+    probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
+    container: dict[str, Any] = {
+        "name": "server", "image": image, "command": list(command), "workingDir": folder,
+        "ports": [{"containerPort": port}],
+        "startupProbe": {**probe, "failureThreshold": 360},  # an hour, because large bases are read and compiled first
+        "readinessProbe": probe,
+        "livenessProbe": {**probe, "failureThreshold": 6},
+        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
+        "volumeMounts": [
+            {"name": "work", "mountPath": folder, "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+    }  # fmt: skip
+    pod = {
+        "terminationGracePeriodSeconds": 60,
+        "containers": [container],
+        "volumes": [
+            {"name": "work", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
+        ],
+    }
+    documents: list[dict[str, Any]] = [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name},
+            "spec": {
+                "replicas": 1,
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name},
+            "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": port}]},
+        },
+    ]
+    return "---\n".join(yaml_text(document) for document in documents)
