@@ -35,7 +35,7 @@ def peak():  # not ru_maxrss, which begins with what the parent process held
 LORAKIT = """
 import lorakit, transformers
 from pathlib import Path
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 base, patch, out = sys.argv[1:]
 merge = lorakit.merge
 load_skeleton(Path(base))

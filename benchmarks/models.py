@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton, load_tokenizer
+from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora import AdapterSpec, Target, find_targets
 from lorakit.quant.linear import QuantizationInfo, QuantLinear

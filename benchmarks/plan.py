@@ -79,7 +79,7 @@ def make_base(shape: str, stored: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lorakit.base.find import find_base
-    from lorakit.base.load import load_tokenizer
+    from lorakit.base.transformers_io import load_tokenizer
 
     if shape == "tiny":
         return find_base("builtin:tiny")
@@ -134,7 +134,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     num_kernels = limit_kernel_caches()  # before the first product
     import lorakit.training.loop  # noqa: F401 - what a run imports
     from lorakit.base.find import find_base
-    from lorakit.base.load import load_base, load_tokenizer
+    from lorakit.base.transformers_io import load_base, load_tokenizer
     from lorakit.data.batch import Batch
     from lorakit.files.dtypes import MODEL_DTYPES
     from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets

@@ -27,7 +27,7 @@ from benchmarks.models import flops, make_base, make_patch
 from benchmarks.rows import Rows, packed, padded, random_rows
 from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, torch_step
 from benchmarks.turns import BEFORE, Side, Step, middle, ratio, serve, take_turns
-from lorakit.base.load import load_base, load_skeleton
+from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.patch import read_patch
 
 SIDES = ("floor", "lorakit", "peft", "peft defaults")

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton, load_tokenizer
+from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.encode import Encoder
 from lorakit.data.json_row import BadRow
 from lorakit.data.row_keys import REMEDIES, SWITCHES, has_value

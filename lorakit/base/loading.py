@@ -1,7 +1,7 @@
 """Load a base in the form that its user needs. Read this file for the story of loading; each step is a file of its own.
 
     find_base            name -> folder                                         (find.py)
-    load_base            all weights in memory, unquantised                     (load.py)
+    load_base            all weights in memory, unquantised                     (transformers_io.py)
     load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, provenance.py, lazy.py)
     load_quantized       load_on_meta with quantised linear layers              (quantized.py)
     materialize          read all weights of a model on meta                    (quantized.py)
@@ -21,12 +21,10 @@ from torch import Tensor, nn
 
 from lorakit.base.dropout import disable_dropout
 from lorakit.base.lazy import LazyBase, LazyTensors
-from lorakit.base.load import load_base
 from lorakit.base.meta import load_on_meta
 from lorakit.base.quantized import QuantConfig, load_quantized, materialize, quant_config
-from lorakit.errors import BaseModelError
+from lorakit.base.transformers_io import load_base
 from lorakit.quant.files import is_quantized
-from lorakit.quant.schemes import SCHEMES, quant_scheme
 from lorakit.recipe import BaseSection
 
 M_MMAP_THRESHOLD: Final = -3  # the number of the option in glibc's malloc.h
@@ -57,7 +55,7 @@ def load_for_training(
     Raises:
         BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
     """
-    config = quant_config(section)
+    config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
     if config is not None or is_quantized(folder):
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
     if sharded:
@@ -65,18 +63,6 @@ def load_for_training(
         return LoadedBase(model, weights, disable_dropout(model))
     model = load_full(folder, dtype, device, config)
     return LoadedBase(model, dropout=disable_dropout(model))
-
-
-def load_any_base(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> nn.Module:
-    """Load a full base; ``quantize``: none or a scheme. A base whose files are quantised stays so.
-
-    Raises:
-        BaseModelError: an unknown scheme, or the base cannot be loaded in it.
-    """
-    if quantize not in ("none", *SCHEMES):
-        raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {quantize!r}")
-    config = None if quantize == "none" else QuantConfig(quant_scheme(quantize))
-    return load_full(folder, dtype, device, config)
 
 
 def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import LazyTensors, ShardReader
-from lorakit.base.load import explain_load_errors, load_skeleton, other_class_note, quiet_loading
 from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
+from lorakit.base.transformers_io import explain_load_errors, load_skeleton, other_class_note, quiet_loading
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry

@@ -41,10 +41,10 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
 
 
 def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
-    """Add the new tokens of a patch to a tokenizer in place, and return if they get the ids that they had in training.
+    """Add the new tokens of a patch to a tokenizer in place.
 
     Raises:
-        TargetError: they do not.
+        TargetError: they do not get the ids that they had in training.
     """
     ids = add_new_tokens(tokenizer, list(recorded))
     if wrong := [name for name, token in recorded.items() if ids[name] != token]:

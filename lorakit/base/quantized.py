@@ -21,8 +21,7 @@ from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
-from lorakit.quant.schemes import QuantScheme, quant_scheme
-from lorakit.recipe import BaseSection
+from lorakit.quant.schemes import SCHEMES, QuantScheme, quant_scheme
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,17 @@ class QuantConfig:
     """full names of the layers to quantise; None: all linear layers but those of ``skip``"""
 
 
-def quant_config(section: BaseSection) -> QuantConfig | None:
-    """Return the quantisation that a recipe requests; None if it requests none."""
-    if section.quantize == "none":
+def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] = ()) -> QuantConfig | None:
+    """Return the quantisation of a recipe's keys of `base`; None for ``none``.
+
+    Raises:
+        BaseModelError: an unknown name.
+    """
+    if name == "none":
         return None
-    return QuantConfig(quant_scheme(section.quantize, double_quant=section.double_quantize), section.skip_modules)
+    if name not in SCHEMES:
+        raise BaseModelError(f"quantize: one of none, {', '.join(SCHEMES)}, got {name!r}")
+    return QuantConfig(quant_scheme(name, double_quant=double_quant), skip)
 
 
 @final

@@ -146,7 +146,7 @@ def load_model(
     limit_kernel_caches()  # prompts of other lengths are new shapes, as rows are in training
 
     from lorakit.base.find import find_base, find_tokenizer
-    from lorakit.base.load import check_tokenizer
+    from lorakit.base.transformers_io import check_tokenizer
     from lorakit.inference.load import brought_template, load
     from lorakit.patch.prompting import read_chat_template
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
-from lorakit.base.load import vocabulary_size
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.decoding.generation import Generation, RunningRequest
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import Sampler, SamplingSettings

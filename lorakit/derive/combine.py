@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lorakit.base.load import TOKENIZER_FILES
+from lorakit.base.transformers_io import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import fan_in_fan_out

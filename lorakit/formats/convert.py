@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import PatchError
 from lorakit.formats.mlx import TENSOR_FILE as MLX_TENSOR_FILE
 from lorakit.formats.mlx import read_mlx, write_mlx

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakit.base.load import generation_settings
+from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lorakit.base.load import generation_settings
 from lorakit.base.positions import num_steady_positions
+from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.batch import ContinuousBatch
 from lorakit.decoding.generation import LENGTH, STOP, Generation, RunningRequest, Token
 from lorakit.decoding.kv_memory import KvMemory

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from lorakit.base.device import device_type
-from lorakit.base.dtype import choose_dtype
+from lorakit.base.device import choose_dtype, device_type
 from lorakit.base.find import find_base, find_tokenizer
-from lorakit.base.load import has_tokenizer, load_tokenizer
-from lorakit.base.loading import load_any_base
+from lorakit.base.loading import load_full
 from lorakit.base.meta import split_parameters
+from lorakit.base.quantized import quant_config
+from lorakit.base.transformers_io import has_tokenizer, load_tokenizer
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
@@ -58,7 +58,7 @@ def load(
         chat_template = brought_template((adapters or {}).values())
     folder = find_base(str(base), revision)
     on = _device(device)
-    model = load_any_base(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quantize)
+    model = load_full(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quant_config(quantize))
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
     if text is not None and chat_template is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lorakit.base.start_patch import patch_settings
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
@@ -20,6 +19,7 @@ from lorakit.patch import BaseShapes, check_fits, patch_from_model, read_patch, 
 from lorakit.patch.fit import without_copies
 from lorakit.patch.model import adapter_from_patch
 from lorakit.patch.same_base import Allow, check_live_base
+from lorakit.patch.settings import patch_settings
 
 
 def load_patch(

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lorakit.base.load import vocabulary_size
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.data.chat_template import TEMPLATE_FAILURES, end_marker, render_template
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError, TargetError

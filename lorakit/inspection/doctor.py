@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from lorakit.backends import BACKENDS
-from lorakit.base.device import UNTESTED, find_gpus
-from lorakit.base.dtype import choose_dtype, measure_all
+from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache

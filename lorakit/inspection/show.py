@@ -7,12 +7,13 @@ from typing import Any
 
 from lorakit.base.find import find_base
 from lorakit.base.meta import split_parameters
-from lorakit.base.model_class import load_named_skeleton, skeleton_for
+from lorakit.base.transformers_io import load_named_skeleton
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, or_dash, size
 from lorakit.lora.coverage import coverage_of
+from lorakit.merging.model_class import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.base.load import TOKENIZER_FILES, load_tokenizer
 from lorakit.base.new_tokens import check_recorded
+from lorakit.base.transformers_io import TOKENIZER_FILES, load_tokenizer
 from lorakit.errors import LorakitError, MergeError
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json

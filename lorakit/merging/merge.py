@@ -14,14 +14,19 @@ from typing import Any
 
 from lorakit.base.find import find_base
 from lorakit.base.meta import check_stored_tensors, split_parameters
-from lorakit.base.model_class import skeleton_for
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
+from lorakit.merging.model_class import skeleton_for
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
-from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
+from lorakit.merging.readers import (
+    DEQUANTIZED,
+    REASONS,
+    choose_target,
+    trained_quantization,
+)
 from lorakit.merging.verify import check_comparable, measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note

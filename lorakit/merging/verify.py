@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.load import load_base, load_tokenizer, vocabulary_size
 from lorakit.base.loading import load_full
 from lorakit.base.quantized import QuantConfig
+from lorakit.base.transformers_io import load_base, load_tokenizer, vocabulary_size
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.inference.bind import build_adapter

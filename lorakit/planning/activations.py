@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.skeleton import adapted_skeleton
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
@@ -26,6 +25,7 @@ from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.tensor import cut_on_meta
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import largest_layer_list, shapes_of
+from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import AdapterSection, BaseSection
 
 

@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from lorakit.backends import BACKENDS
-from lorakit.base.skeleton import adapted_skeleton
 from lorakit.errors import RunError
 from lorakit.parallel.axes import check_axes
 from lorakit.planning.estimate import Candidate, Changes, Estimator, why_refused
 from lorakit.planning.memory import offloads_of
+from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe.parallel import NEIGHBOURS
 
 AXES: Final = ("sequence", "pipeline", "tensor")

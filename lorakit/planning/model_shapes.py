@@ -16,12 +16,12 @@ from torch import nn
 
 from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.quantized import quantized_weight
-from lorakit.base.skeleton import quantizing_bytes
 from lorakit.errors import PatchError
 from lorakit.files.base_files import INDEX, SINGLE
 from lorakit.files.dtypes import DTYPE_OF_CODE, parse_dtype
 from lorakit.files.safetensors import read_header
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
+from lorakit.planning.skeleton import quantizing_bytes
 
 ROOT: Final = "root"
 """The gather group of all tensors outside the repeated layers."""

@@ -11,10 +11,8 @@ from typing import Any, Final, final
 
 import torch
 
-from lorakit.base.dtype import choose_dtype
+from lorakit.base.device import choose_dtype
 from lorakit.base.find import find_base
-from lorakit.base.skeleton import adapted_skeleton
-from lorakit.base.start_patch import with_start
 from lorakit.errors import RunError
 from lorakit.files.text import columns, count, size
 from lorakit.parallel.axes import check_axes
@@ -22,8 +20,10 @@ from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator, apply_changes, install
 from lorakit.planning.machine import GB, Machine, detect_machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
+from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import Recipe
 from lorakit.run.record import flatten, recorded_run
+from lorakit.run.start_from import with_start
 
 BACKEND: Final = "parallel.backend"
 CHECKPOINTING: Final = "train.activation_checkpointing"

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from lorakit.base.load import load_recipe_tokenizer
+from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import BaseModelError, DataError

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorakit.base.pooling import LAST, Pooling
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.pooling import LAST, Pooling
 from lorakit.slots.routing import Adapter, Route
 
 

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from lorakit.base.pooling import MODULES, Pooling, read_pooling
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
+from lorakit.serving.pooling import MODULES, Pooling, read_pooling
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest
 from lorakit.serving.served_models import ServedModels

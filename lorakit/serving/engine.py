@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from lorakit.base.pooling import Pooling
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
 from lorakit.decoding.generation import Generation, Item, RunningRequest
@@ -29,6 +28,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
+from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
 CHAT_TOKENS: Final = 1024

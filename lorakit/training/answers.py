@@ -7,15 +7,16 @@ tensor is written, and each module is in the mode in which it was. The base is i
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, final
 
 from torch import nn
 
-from lorakit.base.load import generation_settings, load_recipe_tokenizer
+from lorakit.base.from_recipe import load_recipe_tokenizer
+from lorakit.base.transformers_io import generation_settings
 from lorakit.data.load import LocatedRow, RowSet, eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.slot_model import SlotModel
@@ -73,13 +74,18 @@ class Answers:
         source_of: Mapping[str, str],
     ) -> None:
         """source_of: file:line of a row -> name of its source, where the sources have names."""
-        self._recipe, self._model, self.rows, self._measures = recipe, model, rows, measures
+        self._recipe = recipe
+        self._model = model
+        self.rows = rows
+        self._measures = measures
         self.rows_by_source: dict[str, list[int]] = {}
         for index, row in enumerate(rows.rows):
             if (source := source_of.get(row.location)) is not None:
                 self.rows_by_source.setdefault(source, []).append(index)
-        self._slots: SlotModel | None = None
-        self._has_slots = False
+
+    @cached_property
+    def _slots(self) -> SlotModel | None:
+        return slots_of(self._model)
 
     def are_due(self, step: int, total_steps: int) -> bool:
         """True if the evaluation of this step generates: every n-th one, and the last."""
@@ -89,9 +95,11 @@ class Answers:
 
     def measure(self, engine: Engine, step: int, stop: Callable[[], bool]) -> dict[str, float] | None:
         """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective."""
-        group, rows = engine.group, self.rows.rows
+        group = engine.group
+        rows = self.rows.rows
         copies = engine.mesh.replicas  # ranks that share the weights answer the same rows, each with its part
-        own, answers = rows[copies.rank :: copies.size], list[str]()
+        own = rows[copies.rank :: copies.size]
+        answers = list[str]()
         longest = math.ceil(len(rows) / copies.size)
         for start in range(0, longest, CHUNK_ROWS):  # as often on every rank
             if group.any(stop()):
@@ -135,9 +143,8 @@ class Answers:
         codec = self._model.prompts
         settings = codec.settings(self._recipe.evaluation.max_new_tokens, temperature=0.0, top_p=1.0, seed=0)
         generations = [Generation(None, row.ids, settings) for row in rows]
-        with evaluating(self._model.model):
-            if not self._has_slots:
-                self._slots, self._has_slots = slots_of(self._model), True
+        with restored_modes(self._model.model):
+            self._model.model.eval()
             answer_all(self._model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
         return [codec.decode(one.ids()).strip() for one in generations]
 
@@ -184,7 +191,8 @@ def rows_to_answer(
     Raises:
         DataError: none can.
     """
-    settings, source_of = recipe.evaluation, dict[str, str]()
+    settings = recipe.evaluation
+    source_of = dict[str, str]()
 
     def rows_of(one: RowSet) -> Iterator[LocatedRow]:
         for location, row in rows_of_sets([one]):
@@ -213,11 +221,3 @@ def in_turn(iterators: Iterable[Iterator[LocatedRow]]) -> Iterator[LocatedRow]:
                 yield next(iterator)
             except StopIteration:
                 left.remove(iterator)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation in the block, and each of its modules back to its own mode after it."""
-    with restored_modes(model):
-        model.eval()
-        yield

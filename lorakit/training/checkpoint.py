@@ -1,7 +1,8 @@
-"""Write and read a run's checkpoints: adapter, optimizer state and progress. The base never enters a checkpoint.
+"""Write and read a run's patches and checkpoints: a checkpoint is a patch, with optimizer state and progress beside it.
 
-Tensors are full and stored by name, so any backend and number of processes can resume. The newest checkpoint is the
-highest step whose manifest verifies. There is no pointer file, because one could name a damaged checkpoint.
+The bytes of a patch depend on recipe, data, base and step alone, so equal runs write equal patches. The base never
+enters a checkpoint. Tensors are full and stored by name, so any backend and number of processes can resume. The newest
+checkpoint is the highest step whose manifest verifies. There is no pointer file, because one could name a damaged one.
 """
 
 import json
@@ -9,25 +10,101 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
+from lorakit.patch import patch_from_model, read_patch, write_patch
+from lorakit.patch.model import adapter_from_patch
+from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
+from lorakit.run.record import versions
 from lorakit.training.progress import Progress
-from lorakit.training.run_patches import RunPatches
 
 CHECKPOINT_BYTES: Final = 12
 """bytes of a trainable value in a checkpoint: the value and AdamW's two moments, in float32"""
+
+
+# --- patches
+
+
+@dataclass(frozen=True)
+class RunPatches:
+    """The patches of one run. model: the adapted model, also sharded. facts: those that are the same at every step."""
+
+    recipe: Recipe
+    model: nn.Module
+    facts: Mapping[str, Any]
+
+    def write(self, folder: Path, name: str, tensors: Mapping[str, Tensor], step: int, progress: Progress) -> None:
+        """Write the patch of a step, in place of an earlier one. ``name``: of the model card. Not collective.
+
+        tensors: all tensors of the adapter after that step, full, by name.
+
+        Raises:
+            PatchError: a value is not finite.
+        """
+        recipe = self.recipe
+        facts = {**self.facts, "results": progress.results(step, started="start" in self.facts), "step": step}
+        patch = patch_from_model(
+            self.model, tensors, metadata=facts, base_model=recipe.base.model, revision=recipe.base.revision
+        )
+        settings = with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
+        write_patch(folder, patch, overwrite=True, card=model_card(name, recipe.base.model, facts, settings))
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Return the adapter's tensors in a patch that `write` wrote, to the bit."""
+        return adapter_from_patch(self.model, read_patch(folder))
+
+
+def patch_facts(
+    recipe: Recipe, base: Mapping[str, Any], data: Mapping[str, Any], start: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the facts of all patches of a run. base: its fingerprint. start: the patch it began with, or None."""
+    return {
+        "lorakit": versions()["lorakit"],
+        "versions": versions(),
+        "adapter": {"method": recipe.adapter.method, "rank": recipe.adapter.rank, "alpha": recipe.adapter.alpha},
+        "base": base,
+        "data": {key: {**part, "sources": _file_names(part["sources"])} for key, part in data.items()},
+        "recipe": with_file_names(recipe.model_dump(mode="json", exclude={"output", "parallel"})),
+        **({"start": start} if start else {}),
+    }
+
+
+def with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe whose data files have no absolute paths, because patches are published and paths name people.
+
+    The base's path stays, because PEFT loads the base by it. Of `adapter.start_from` only the folder's name stays.
+    """
+    data = settings["data"]
+    adapter = settings.get("adapter", {})
+    names = {key: _file_names(data[key]) for key in ("train", "eval", "chat_template") if data.get(key) is not None}
+    changed = {**settings, "data": {**data, **names}}
+    if adapter.get("start_from"):
+        changed["adapter"] = {**adapter, "start_from": Path(adapter["start_from"]).absolute().name}
+    return changed
+
+
+def _file_names(names: Any) -> Any:
+    """Return the last parts of absolute paths, also in lists and in sources of rows; other values are unchanged."""
+    if isinstance(names, str):
+        return Path(names).name if Path(names).is_absolute() else names
+    if isinstance(names, dict):
+        return {**names, "path": _file_names(names["path"])}
+    return [_file_names(name) for name in names] if isinstance(names, list | tuple) else names
+
+
+# --- checkpoints
 
 
 class Checkpoints:
@@ -38,7 +115,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, patches: RunPatches | None = None) -> None:
-        self._folder, self._keep, self._patches = folder, keep, patches
+        self._folder = folder
+        self._keep = keep
+        self._patches = patches
 
     def save(self, engine: Engine, progress: Progress) -> Path | None:
         """Write a checkpoint of this step and delete the oldest ones. Returns its folder. Collective.
@@ -127,29 +206,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
-
-
-class SaveSchedule:
-    """When a checkpoint is due: every so many steps, and once so many seconds have passed since the last one.
-
-    every_seconds: None if time does not matter, as on ranks other than 0: the clock of rank 0 decides for all.
-    clock: seconds since any fixed moment.
-    """
-
-    def __init__(self, every_steps: int, every_seconds: float | None, clock: Callable[[], float]) -> None:
-        self._every_steps = every_steps
-        self._every_seconds = every_seconds
-        self._clock = clock
-        self._saved_at = clock()
-
-    def is_due(self, step: int) -> bool:
-        """True if a checkpoint of this step is due."""
-        is_late = self._every_seconds is not None and self._clock() - self._saved_at >= self._every_seconds
-        return is_late or step % self._every_steps == 0
-
-    def record_save(self) -> None:
-        """Begin to count seconds anew."""
-        self._saved_at = self._clock()
 
 
 def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:

@@ -50,7 +50,8 @@ class CompiledLayers:
         """Update both counts after a step."""
         num_graphs = num_compiled_graphs() - self._graphs_before
         if num_graphs != self.num_graphs:
-            self.num_graphs, self.last_step = num_graphs, step
+            self.num_graphs = num_graphs
+            self.last_step = step
 
     def stats(self) -> dict[str, int]:
         """Return both counts, for run.json."""

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.base.loading import LoadedBase
-from lorakit.base.positions import num_positions
-from lorakit.data import BatchSampler, TokenDataset, collate
+from lorakit.data import BatchSampler, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
@@ -31,47 +30,8 @@ CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
-def check_positions(model: nn.Module, max_tokens: int) -> None:
-    """Return if a row's rotary positions do not depend on the rows beside or before it.
-
-    Raises:
-        RunError: they stretch with the longest row of a batch, and data.max_tokens allows such rows.
-    """
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    rope_settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # some models have one dict of settings for each kind of layer
-    for rope in [rope_settings, *(part for part in rope_settings.values() if isinstance(part, dict))]:
-        kind = rope.get("rope_type", rope.get("type"))
-        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if kind in ("dynamic", "longrope") and max_tokens > int(limit or 0):
-            raise RunError(
-                f"data.max_tokens: {kind} positions of this base change for rows longer than {limit}, and then a row's"
-                f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"
-            )
-
-
-def check_row_lengths(model: nn.Module, rows: TokenDataset) -> None:
-    """Return if the base has a position for every token of the rows.
-
-    Raises:
-        RunError: a row is longer.
-    """
-    limit, longest = num_positions(model.config), int(rows.lengths.max())
-    if limit is not None and longest > limit:
-        number = int((rows.lengths > limit).sum())
-        raise RunError(
-            f"data: {number} of {len(rows)} rows are longer than this base's {limit} positions"
-            f" (max_position_embeddings); the longest, {rows.location(int(rows.lengths.argmax()))}, has {longest}."
-            f" Set data.max_tokens to {limit} or less, with data.on_long_rows: truncate or drop"
-        )
-
-
 def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
-    """Return if the logits of a token do not depend on the token after it. Collective.
-
-    Raises:
-        RunError: they do, so the model would learn to copy what it is to predict.
-    """
+    """Raise RunError if a token's logits depend on the next token: the model would learn to copy. Collective."""
     # two tokens, because the later one's share of attention is largest then
     ids = _probe_rows(batches, device)[0]["input_ids"][:, :2]
     if ids.shape[1] < 2:
@@ -149,12 +109,12 @@ def _packed_attention_works(
 
 
 def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh) -> None:
-    """Return if a line that is cut over ranks gives the logits of the full line. Collective.
+    """Raise RunError unless a line that is cut over ranks gives the logits of the full line. Collective.
 
-    Raises:
-        RunError: it does not, or the model has layers whose tokens meet elsewhere than in causal attention.
+    It does not where a model has layers whose tokens meet elsewhere than in causal attention.
     """
-    model, sequence = loss_model.model, mesh.sequence
+    model = loss_model.model
+    sequence = mesh.sequence
     check_sequence_fits(model, sequence.size)
     if not loss_model.packed_attention:
         raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
@@ -177,14 +137,12 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
 def check_stages(
     loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh, load: Callable[[], LoadedBase]
 ) -> None:
-    """Return if the stages of a pipeline give the logits of the full model. Collective.
+    """Raise RunError unless the stages of a pipeline give the logits of the full model. Collective.
 
     load: returns the full model, on meta. One process computes it, with two layers in memory at a time.
-
-    Raises:
-        RunError: they do not, or the model cannot be called in stages.
     """
-    model, row = loss_model.model, _probe_rows(batches, device)[:1]
+    model = loss_model.model
+    row = _probe_rows(batches, device)[:1]
     was_training = loss_model.training
     loss_model.eval()
     try:

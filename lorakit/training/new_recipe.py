@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_skeleton, load_tokenizer
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
+from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data import find_sources
 from lorakit.data.columns import Columns, all_columns
 from lorakit.data.encode import Encoder
@@ -89,7 +89,8 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
         BaseModelError: no such base.
     """
     folder = find_base(name)
-    tokenizer, model = load_tokenizer(folder), load_skeleton(folder)
+    tokenizer = load_tokenizer(folder)
+    model = load_skeleton(folder)
     limits = [limit for limit in (num_positions(model.config), num_steady_positions(model.config)) if limit is not None]
     template = bool(tokenizer.chat_template)
     facts = BaseFacts(name, type(model).__name__, count_parameters(model), template, min(limits, default=None))
@@ -134,7 +135,11 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
     encode = Encoder(tokenizer, "answer")
-    lengths, bad, forms, num_eval, unread = list[int](), list[str](), Counter[str](), 0, dict[str, None]()
+    lengths = list[int]()
+    bad = list[str]()
+    forms = Counter[str]()
+    num_eval = 0
+    unread = dict[str, None]()
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
         raw_row = parse_raw(raw)
         row = row_of_columns(raw_row, columns)
@@ -153,7 +158,8 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if not lengths:
         first = f"; the first: {bad[0]}" if bad else ""
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
-    form, sampled = ", ".join(forms), len(lengths) + len(bad)
+    form = ", ".join(forms)
+    sampled = len(lengths) + len(bad)
     return RowFacts(names, count, sampled, form, tuple(lengths), num_eval, tuple(bad), columns, tuple(unread))
 
 

@@ -36,10 +36,13 @@ class Progress:
         measures: of generated answers; empty if this evaluation did not generate. best: `loss`, or the measure that
         decides; an evaluation without it decides nothing. losses: by source.
         """
-        self.evaluated_step, self.last_eval_loss, self.last_measures = self.step, loss, measures
+        self.evaluated_step = self.step
+        self.last_eval_loss = loss
+        self.last_measures = measures
         self.last_eval_losses = losses or {}
         if self.first_eval_loss is None:
-            self.first_eval_loss, self.first_measures = loss, measures
+            self.first_eval_loss = loss
+            self.first_measures = measures
             self.first_eval_losses = self.last_eval_losses
         # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
         if self.step == 0 or best not in ("loss", *measures):
@@ -49,7 +52,9 @@ class Progress:
         else:
             improved = loss < self.best_eval_loss if best == "loss" else measures[best] > self.best_measures[best]
         if improved:
-            self.best_eval_loss, self.best_step, self.evals_without_gain = loss, self.step, 0
+            self.best_eval_loss = loss
+            self.best_step = self.step
+            self.evals_without_gain = 0
             self.best_measures = measures
         else:
             self.evals_without_gain += 1
@@ -63,9 +68,11 @@ class Progress:
         losses = {"eval_loss_start" if started else "eval_loss_base": self.first_eval_loss}
         measures: dict[str, float] = {}
         if step == self.evaluated_step:
-            losses["eval_loss"], measures = self.last_eval_loss, self.last_measures
+            losses["eval_loss"] = self.last_eval_loss
+            measures = self.last_measures
             losses |= {f"eval_loss/{source}": loss for source, loss in self.last_eval_losses.items()}
         elif step == self.best_step:
-            losses["eval_loss"], measures = self.best_eval_loss, self.best_measures
+            losses["eval_loss"] = self.best_eval_loss
+            measures = self.best_measures
         known = {name: loss for name, loss in losses.items() if loss is not None}
         return known | {f"eval_{name}": value for name, value in measures.items()}

@@ -1,16 +1,25 @@
-"""Describe a run in a few lines before it starts and after it has ended, from measured facts."""
+"""Describe a run in a few lines: before it starts, with the lines that `check` prints, and after it has ended."""
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from lorakit.data import TokenDataset
+from lorakit.data.dataset import count_shared
 from lorakit.inference.measures import shown_value
+from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor import IN_PARTS
+from lorakit.planning.skeleton import AttachedFacts
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.report import perplexity
-from lorakit.training.finish import chosen_step, early_stop, other_steps
-from lorakit.training.job import NOT_FUSED, Job, same_rows_note
-from lorakit.training.progress import Progress
-from lorakit.training.updates import step_notes
+from lorakit.training.output import chosen_step, early_stop, other_steps
+from lorakit.training.run import Run
+from lorakit.training.updates import rate_note, step_notes
+
+Line = tuple[str, str]
+"""a name of up to ten characters, and a text"""
+NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
 
 def announce(text: str) -> None:
@@ -18,103 +27,184 @@ def announce(text: str) -> None:
     print(text, flush=True)
 
 
-def start_summary(
-    job: Job, progress: Progress, ranks: list[dict[str, Any]], why: str, longer: str | None = None
-) -> str:
+def as_text(line: Line) -> str:
+    """Return a line as text, in two columns."""
+    return f"{line[0]:<10} {line[1]}"
+
+
+# --- before a run
+
+
+def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport | None) -> Iterator[Line]:
+    """Yield the lines of base and adapter."""
+    adapter = recipe.adapter
+    total = facts.num_parameters
+    coverage = facts.coverage
+    yield "base", f"{recipe.base.model}, {facts.architecture}, {_count(total)} parameters"
+    yield "adapter", f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}"
+    adapted = [kind for kind in coverage.kinds if kind.adapted]
+    what = "linear layers and experts' parameters" if coverage.experts else "linear layers"
+    yield (
+        "targets",
+        f"{sum(kind.adapted for kind in adapted)} of {sum(kind.count for kind in coverage.kinds)} {what}"
+        f" ({', '.join(kind.name for kind in adapted)}), with {coverage.share:.0%} of the parameters in products",
+    )
+    for note in filter(None, [*facts.notes, rate_note(recipe, total)]):
+        yield "note", note
+    yield "trainable", f"{_count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
+    yield "fused", NOT_FUSED if recipe.train.compile else str(fused)
+
+
+def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
+    """Yield the lines of rows and steps."""
+    rows = datasets["train"]
+    eval_rows = datasets.get("eval")
+    yield "rows", _rows(rows)
+    yield "held out", _rows(eval_rows) if eval_rows else "none (data.eval): no held-out loss is measured"
+    if (note := same_rows_note(rows, eval_rows)) is not None:
+        yield "note", note
+    settings = recipe.train
+    steps = count_steps(recipe, rows.rows_per_epoch)
+    epochs = steps / math.ceil(rows.rows_per_epoch / settings.batch_size)
+    yield (
+        "steps",
+        f"{steps:,}, with up to {settings.batch_size} rows each; {epochs:.1f} epochs; learning rate {settings.schedule}"
+        f" from {settings.learning_rate:g}, after {count_warmup_steps(recipe, steps):,} steps of warm-up",
+    )
+    yield from (("note", note) for note in step_notes(recipe, steps))
+
+
+def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | None:
+    """Return a sentence if held-out rows are training rows; else None."""
+    if eval_rows is None:
+        return None
+    if rows.digest == eval_rows.digest:
+        return (
+            "the held-out rows are the training rows, so their loss says nothing about new ones; name others in"
+            " data.eval"
+        )
+    number = count_shared(rows, eval_rows)
+    return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
+
+
+def start_summary(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> str:
     """Return the lines before training.
 
-    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: what `go_on` returned.
+    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: the result of `go_on`.
     """
-    recipe = job.recipe
-    trainable, total = job.adapted.num_trainable, job.adapted.num_parameters
-    settings = recipe.train
-    lines = [
-        ("base", f"{recipe.base.model}, {job.architecture}, {_count(total)} parameters"),
-        ("dtype", f"{job.dtype.name} ({job.dtype.why})"),
-        *([("quantised", quantisation)] if (quantisation := _quantisation(job)) else []),
-        ("adapter", f"{recipe.adapter.method}, rank {recipe.adapter.rank}, alpha {recipe.adapter.alpha:g}"),
-        *([("start from", str(job.start))] if job.start else []),
-        ("targets", _targets(job)),
-        *(("note", note) for note in job.adapted.notes),
-        ("trainable", f"{_count(trainable)} parameters, {trainable / total:.2%} of the base"),
-        ("fused", str(job.adapted.fused or NOT_FUSED)),
-        ("rows", _rows(job)),
-        (
-            "held out",
-            f"{len(job.eval_batches.rows):,} rows{_by_source(job.eval_batches.rows)}"
-            if job.eval_batches
-            else "none (data.eval): no held-out loss is measured",
-        ),
-        *([("objective", "the caller's own (objective=...)")] if job.own_objective else []),
-        *([("answers", job.answers.summary())] if job.answers else []),
-        *([("note", note)] if (note := _same_rows(job)) else []),
-        (
-            "steps",
-            f"{job.total_steps:,}, with up to {settings.batch_size} rows each;"
-            f" {job.total_steps / job.batches.steps_per_epoch:.1f} epochs;"
-            f" learning rate {settings.schedule} from {settings.learning_rate:g}",
-        ),
-        *(("note", note) for note in step_notes(recipe, job.total_steps)),
-        *_fallbacks(job),
-        *([("auto", why)] if why else []),
-        *([("compile", "each layer, in the first steps: they take up to a minute")] if job.compiled else []),
-        ("engine", _engine(ranks)),
-        *([("per process", _per_process(ranks))] if len(ranks) > 1 else []),
-        *([("tensor", _tokens(parts))] if (parts := ranks[0].get("tensor_parts")) else []),
-        *([("streamed", f"two layers at a time: {_per_process(ranks)}")] if recipe.parallel.offloads.streams else []),
-        ("output", str(job.output)),
-    ]
-    if progress.step:
-        lines.append(("resuming", f"after step {progress.step}"))
+    return "\n".join(map(as_text, _start_lines(run, ranks, why, longer)))
+
+
+def _start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
+    yield from adapter_lines(run.recipe, run.adapter, run.fused)
+    yield "dtype", f"{run.session.dtype.name} ({run.session.dtype.why})"
+    if (quantized := run.base_fingerprint.get("quantized")) is not None:
+        scales = " with quantised scales" if quantized["double"] else ""
+        yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
+    if run.start:
+        yield "start from", str(run.start)
+    yield from row_lines(run.recipe, run.datasets)
+    if run.own_objective:
+        yield "objective", "the caller's own (objective=...)"
+    if run.answers:
+        yield "answers", run.answers.summary()
+    yield from _fallbacks(run)
+    if why:
+        yield "auto", why
+    if run.compiled:
+        yield "compile", "each layer, in the first steps: they take up to a minute"
+    yield from _engine_lines(ranks, streams=run.recipe.parallel.offloads.streams)
+    yield "output", str(run.output)
+    if run.progress.step:
+        yield "resuming", f"after step {run.progress.step}"
     if longer is not None:
-        lines.append(("longer", longer))
-    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+        yield "longer", longer
 
 
-def _same_rows(job: Job) -> str | None:
-    return same_rows_note(job.batches.rows, job.eval_batches.rows if job.eval_batches else None)
-
-
-def _targets(job: Job) -> str:
-    kinds = job.adapted.coverage.kinds
-    names = ", ".join(kind.name for kind in kinds if kind.adapted)
-    what = "linear layers and experts' parameters" if job.adapted.coverage.experts else "linear layers"
-    return f"{sum(kind.adapted for kind in kinds)} of {sum(kind.count for kind in kinds)} {what} ({names})"
-
-
-def _fallbacks(job: Job) -> list[tuple[str, str]]:
-    """Return a line for each fast or lean part that this model or device does not allow, with the reason."""
-    loss_model = job.loss_model
-    lines = []
+def _fallbacks(run: Run) -> Iterator[Line]:
+    """Yield a line for each fast or lean part that this model or device does not allow, with the reason."""
+    loss_model = run.loss_model
     if not loss_model.chunked:
         trainable_head = loss_model.head is None
         why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
-        lines.append(("loss", f"from the logits of a whole micro-batch, as {why}"))
-    if job.recipe.data.packing and not loss_model.packed_attention:
-        lines.append(
-            ("packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for")
-        )
+        yield "loss", f"from the logits of a whole micro-batch, as {why}"
+    if run.recipe.data.packing and not loss_model.packed_attention:
+        yield "packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for"
     if (problem := loss_model.kernel_problem) is not None:
-        lines.append(("packing", f"rows attend one by one: the kernel that takes all at once {problem}"))
-    return lines
+        yield "packing", f"rows attend one by one: the kernel that takes all at once {problem}"
 
 
-def _quantisation(job: Job) -> str | None:
-    """Return scheme and number of the base's quantised layers as text; None if it has none."""
-    facts = job.base_fingerprint.get("quantized")
-    if facts is None:
-        return None
-    return f"{facts['name']}{' with quantised scales' if facts['double'] else ''}, {len(facts['layers'])} layers"
+def _engine_lines(ranks: list[dict[str, Any]], *, streams: bool) -> Iterator[Line]:
+    """Yield the lines of the engine, from the layouts of all ranks. streams: layers of the base are read as needed."""
+    first = ranks[0]
+    alone = f"{first['backend']} on {first['device']}, {first['threads']} threads"
+    if len(ranks) == 1:
+        yield "engine", alone
+    else:
+        how = f"{len(ranks)} processes through {first['communication']} ({first['engine']})"
+        yield "engine", f"{alone} each, {how}"
+        yield "per process", _per_process(ranks)
+    if parts := first.get("tensor_parts"):
+        # the tokens that a process has between the blocks of a base that processes share
+        part = "of a part of the tokens in each process"
+        full = f"of all tokens in each process: {parts['tokens']}"
+        yield "tensor", f"norms and residual sums {part if parts['tokens'] == IN_PARTS else full}"
+    if streams:
+        yield "streamed", f"two layers at a time: {_per_process(ranks)}"
 
 
-def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str:
+def _per_process(ranks: list[dict[str, Any]]) -> str:
+    """Return the most bytes of base and adapter on any rank, as text."""
+    most = {kind: max(rank[f"{kind}_bytes"] for rank in ranks) for kind in ("base", "adapter")}
+    return ", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in most.items())
+
+
+def _rows(rows: TokenDataset) -> str:
+    """Return the counts of a data set as text, with those of each source where there are several or weighted ones."""
+    counts = rows.counts
+    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
+    unused = [
+        ("truncated", counts.truncated),
+        ("dropped as too long", counts.dropped_long),
+        ("bad, skipped", counts.bad),
+        ("texts split", counts.split),
+        ("texts joined", counts.joined),
+        ("of weight 0 left out", counts.zero_weight),
+        ("left out because held out too", counts.shared),
+    ]
+    text += "".join(f"; {number:,} {what}" for what, number in unused if number)
+    if len(rows.parts) == 1 and rows.parts[0].passes == 1:
+        return text
+    parts = []
+    for part in rows.parts:
+        name = (
+            f"{part.name} {len(part.table):,} of {part.table.counts.tokens:,} tokens" if part.name is not None else ""
+        )
+        weight = f"x {part.passes:g} = {part.rows_per_epoch:,} an epoch" if part.passes != 1 else ""
+        parts.append(" ".join(filter(None, (name, weight))))
+    total = f"; {rows.rows_per_epoch:,} an epoch" if len(parts) > 1 else ""
+    return f"{text} ({', '.join(parts)}{total})"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+# --- after a run
+
+
+def end_summary(run: Run, stopped: str | None) -> str:
     """Return the lines after training: losses on held-out rows, and the files of the run.
 
     stopped: why a callback stopped the run; None if none did.
     """
+    progress = run.progress
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
-        first = "at the start" if job.start else "base alone"
+        first = "at the start" if run.start else "base alone"
         rows = [
             (first, progress.first_eval_loss, progress.first_measures),
             ("last step", progress.last_eval_loss, progress.last_measures),
@@ -135,20 +225,21 @@ def end_summary(job: Job, progress: Progress, stopped: str | None = None) -> str
             f"{name:<{width}} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
             for name, loss, measures in rows
         ]
-    if job.compiled:
-        text = f"{job.compiled.num_graphs} graphs, the last of them in step {job.compiled.last_step}"
+    if run.compiled:
+        text = f"{run.compiled.num_graphs} graphs, the last of them in step {run.compiled.last_step}"
         lines += ["", f"compiled   {text}"]
-    if (why := stopped or early_stop(job, progress)) is not None:
+    if (why := stopped or early_stop(run)) is not None:
         lines += ["", f"stopped    {why}"]
     if not progress.step:
         return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])
-    step, base = chosen_step(job.recipe, progress), job.recipe.base
+    step = chosen_step(run.recipe, progress)
+    base = run.recipe.base
     tokenizer = f" --tokenizer {base.tokenizer}" if base.tokenizer else ""
     lines += [
         "",
-        f"patch      {job.output} (step {step} of {job.total_steps}), with loss.png, metrics.jsonl, run.json",
-        *(f"also       {_other(job, name, other)}" for name, other in other_steps(job.recipe, progress).items()),
-        f"try it     lorakit generate {base.model}{tokenizer} --adapter a={job.output} --prompt '...'",
+        f"patch      {run.output} (step {step} of {run.total_steps}), with loss.png, metrics.jsonl, run.json",
+        *(f"also       {_other(run, name, other)}" for name, other in other_steps(run.recipe, progress).items()),
+        f"try it     lorakit generate {base.model}{tokenizer} --adapter a={run.output} --prompt '...'",
     ]
     return "\n".join(lines)
 
@@ -164,61 +255,7 @@ def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
     return "".join(f"  {text:>{width}}" for text, width in columns)
 
 
-def _other(job: Job, name: str, step: int) -> str:
+def _other(run: Run, name: str, step: int) -> str:
     """Return where the patch of the best or the last step is, whichever is not the output folder's."""
-    folder = job.output / name
+    folder = run.output / name
     return f"{folder} (step {step})" if folder.is_dir() else f"nothing: the adapter of the {name} step, {step}, is gone"
-
-
-def _engine(ranks: list[dict[str, Any]]) -> str:
-    first = ranks[0]
-    alone = f"{first['backend']} on {first['device']}, {first['threads']} threads"
-    if len(ranks) == 1:
-        return alone
-    return f"{alone} each, {len(ranks)} processes through {first['communication']} ({first['engine']})"
-
-
-def _tokens(parts: dict[str, Any]) -> str:
-    """Return which tokens a process has between the blocks of a base that processes share."""
-    if parts["tokens"] == IN_PARTS:
-        return "norms and residual sums of a part of the tokens in each process"
-    return f"norms and residual sums of all tokens in each process: {parts['tokens']}"
-
-
-def _per_process(ranks: list[dict[str, Any]]) -> str:
-    """Return the most bytes of base and adapter on any rank, as text."""
-    most = {kind: max(rank[f"{kind}_bytes"] for rank in ranks) for kind in ("base", "adapter")}
-    return ", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in most.items())
-
-
-def _rows(job: Job) -> str:
-    counts = job.batches.rows.counts
-    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
-    unused = [
-        ("truncated", counts.truncated),
-        ("dropped as too long", counts.dropped_long),
-        ("bad, skipped", counts.bad),
-        ("texts split", counts.split),
-        ("texts joined", counts.joined),
-        ("left out because held out too", counts.shared),
-    ]
-    text += "".join(f"; {number:,} {what}" for what, number in unused if number)
-    return text + _by_source(job.batches.rows)
-
-
-def _by_source(rows: TokenDataset) -> str:
-    """Return the number of rows of each source as text; empty for a single one without a weight."""
-    if len(rows.parts) == 1 and rows.parts[0].passes == 1:
-        return ""
-    parts = []
-    for part in rows.parts:
-        weight = f" x {part.passes:g} = {part.rows_per_epoch:,} an epoch" if part.passes != 1 else ""
-        parts.append(f"{part.name} {len(part.table):,}{weight}" if part.name is not None else weight.strip())
-    return f" ({', '.join(parts)})"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)

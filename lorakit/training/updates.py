@@ -90,7 +90,8 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
 
     num_parameters: of the base. Small bases learn at higher rates, and for them nothing is usual.
     """
-    settings, init = recipe.train, recipe.adapter.init
+    settings = recipe.train
+    init = recipe.adapter.init
     method = init if init in USUAL_RATES else settings.optimizer
     if method not in USUAL_RATES or num_parameters < SMALL_BASE:
         return None

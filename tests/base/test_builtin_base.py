@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import lorakit
 from lorakit.base.find import find_base
-from lorakit.base.load import load_tokenizer
+from lorakit.base.transformers_io import load_tokenizer
 from lorakit.errors import PatchError
 from lorakit.inference.score import score
 from lorakit.patch import read_patch

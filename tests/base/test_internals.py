@@ -7,7 +7,7 @@ from transformers.integrations import deepspeed
 
 from lorakit.base._internals import was_written, without_zero3
 from lorakit.base.find import find_base
-from lorakit.base.load import load_tokenizer
+from lorakit.base.transformers_io import load_tokenizer
 
 
 def test_torch_still_counts_writes_in_place_on_the_meta_device_too() -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from lorakit.base.lazy import LazyTensors
-from lorakit.base.load import load_base, load_skeleton
 from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import Interleaved, Recomputed, StoredTensor, WeightSource, source_of, traced
+from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import write_tensors
@@ -458,7 +458,7 @@ MEASURE = """
 import os, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.base.lazy import LazyTensors
 from lorakit.base.meta import load_on_meta
 

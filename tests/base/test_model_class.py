@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import lorakit
-from lorakit.base.load import load_base
 from lorakit.base.meta import check_stored_tensors
+from lorakit.base.transformers_io import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.inspection.show import show
 from lorakit.recipe import load_recipe

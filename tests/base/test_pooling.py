@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lorakit.base.pooling import Pooling, read_pooling
 from lorakit.errors import BaseModelError
+from lorakit.serving.pooling import Pooling, read_pooling
 from tests.helpers.bases import make_embedding_base
 
 

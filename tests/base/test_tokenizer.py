@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lorakit
-from lorakit.base.load import TOKENIZER_FILES, load_tokenizer
+from lorakit.base.transformers_io import TOKENIZER_FILES, load_tokenizer
 from lorakit.cli import main
 from lorakit.errors import LorakitError
 from lorakit.patch import read_patch

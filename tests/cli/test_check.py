@@ -1,6 +1,7 @@
 """`lorakit check`: what it says about the rows of a recipe."""
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,18 @@ def shown(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> An
 def test_the_first_token_is_no_label_because_nothing_predicts_it(shown: Any) -> None:
     lines = shown([{"text": "some text"}])
     assert "s[[ome text<|end|>]]" in lines
-    used, tokens, labels = (
-        next(line.split()[index] for line in lines if line.startswith("train ")) for index in (1, 5, 6)
-    )
-    assert (used, int(labels)) == ("1", int(tokens) - 1)
+    counts = next(line for line in lines if line.startswith("rows "))
+    used, tokens, labels = (int(number) for number in re.findall(r"\d+", counts))
+    assert (used, labels) == (1, tokens - 1)
     assert any(line.startswith("<|start|>[[<|user|>") for line in shown([chat("hi", "yes")], loss_on="all"))
 
 
 def test_weights_and_mixed_formats_are_counted_where_there_are_any(shown: Any) -> None:
     weighted = [chat(f"say {number}", "so") | {"weight": weight} for number, weight in enumerate((0, 1, 2.5, 0.5))]
     lines = [line.strip() for line in shown([*weighted, {"prompt": "say ", "completion": "so"}])]
-    assert "weight 0: 1 row left out" in lines
-    assert "weight: other than 1 in 2 of 4 rows, from 0.5 to 2.5" in lines
-    assert "formats: 3 of conversations, 1 of plain text (no template)" in lines
+    assert any(line.endswith("; 1 of weight 0 left out") for line in lines)
+    assert "note       train: weight: other than 1 in 2 of 4 rows, from 0.5 to 2.5" in lines
+    assert "note       train: formats: 3 of conversations, 1 of plain text (no template)" in lines
     text = "\n".join(shown([chat("hi", "yes"), chat("hi", "no") | {"weight": 1}]))
     assert "weight:" not in text
     assert "formats:" not in text

@@ -66,8 +66,8 @@ def test_a_share_of_many_rows_is_held_out_and_none_of_few(init: Any, capsys: pyt
     assert "eval_every_steps" in many.train.model_fields_set
     assert "eval: 0.05    # about 20 rows held out" in Path("r.yaml").read_text()
     assert main(["check", "r.yaml"]) == 0
-    used = dict(re.findall(r"^(train|eval) +(\d+)", capsys.readouterr().out, re.MULTILINE))
-    assert int(used["train"]) + int(used["eval"]) == 400
+    used = dict(re.findall(r"^(rows|held out) +(\d+)", capsys.readouterr().out, re.MULTILINE))
+    assert int(used["rows"]) + int(used["held out"]) == 400
 
     assert init("text", 399, out="few.yaml") == 0
     assert load_recipe("few.yaml").data.eval is None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate, tokenize_rows
 from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.batch import IGNORE_INDEX

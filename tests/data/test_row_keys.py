@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorakit.base.find import find_base
-from lorakit.base.load import load_tokenizer
+from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
 from lorakit.data.encode import Encoder
 from lorakit.data.json_row import BadRow

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lorakit
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.derive.combine import combine
 from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.files.atomic import digest

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lorakit
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.derive.extract import extract
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError
 from lorakit.inspection.diff import diff

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from lorakit.base.skeleton import adapted_skeleton
 from lorakit.parallel.sequence.axis import kv_repeats
 from lorakit.parallel.tensor import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.activations import traced_model
 from lorakit.planning.estimate import stages_of
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
+from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import AdapterSection, BaseSection
 from tests.helpers.ranks import Case
 from tests.parallel.axis_messages import (

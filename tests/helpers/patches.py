@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import read_patch, save_patch
 from tests.helpers.models import build

@@ -20,9 +20,9 @@ import torch
 
 from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import load_tokenizer
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.new_tokens import add_new_tokens
+from lorakit.base.transformers_io import load_tokenizer
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lorakit
-from lorakit.base.load import load_tokenizer
+from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
 from lorakit.patch import read_patch
 from lorakit.patch.prompting import PromptForm, trained_form

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lorakit
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.derive.combine import combine
 from lorakit.errors import LorakitError
 from lorakit.inspection.diff import diff

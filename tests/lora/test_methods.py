@@ -11,7 +11,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.base.start_patch import find_start
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, fixed_tensors, inject
 from lorakit.lora.inject import checkpoint_tensors
@@ -19,6 +18,7 @@ from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
 from lorakit.patch.model import adapter_from_patch
 from lorakit.recipe import Recipe
+from lorakit.run.start_from import find_start
 from tests.helpers.models import build_variant
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 64

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.base.find import find_base
-from lorakit.base.loading import load_any_base
-from lorakit.base.quantized import linear_layers, quantization_facts
+from lorakit.base.loading import load_full
+from lorakit.base.quantized import linear_layers, quant_config, quantization_facts
 from lorakit.lora import METHODS, Method
 from lorakit.lora.layer_call import LayerCall
 from lorakit.lora.methods import FACTORS, MethodTensor, Tensors
@@ -163,7 +163,7 @@ class HalfPrecision(QuantScheme):
 def test_a_quantiser_is_one_row(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base is loaded in it, adapted, planned, and a merge goes onto the weights of training."""
     monkeypatch.setitem(SCHEMES, "half", HalfPrecision)  # type: ignore[arg-type]
-    model = load_any_base(find_base(str(base)), torch.float32, torch.device("cpu"), "half")
+    model = load_full(find_base(str(base)), torch.float32, torch.device("cpu"), quant_config("half"))
     half = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for name in linear_layers(half):
         if name != "lm_head":

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
 from lorakit.lora import METHODS
 from tests.helpers.bases import make_base

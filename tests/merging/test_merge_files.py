@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[str, bytes]:
 LIMITED = """
 import resource, sys
 from lorakit.merging.merge import merge
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 from pathlib import Path
 base, patch, out, largest = sys.argv[1:]
 load_skeleton(Path(base))  # everything is imported

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.data import RowSettings, tokenize_rows
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, token_scores

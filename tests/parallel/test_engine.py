@@ -12,8 +12,8 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, BloomConfig, GPT2Config, LlamaConfig
 
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.load import load_base
 from lorakit.base.positions import num_positions
+from lorakit.base.transformers_io import load_base
 from lorakit.data import BatchSampler, RowSettings, tokenize_rows
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
@@ -24,12 +24,12 @@ from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection
 from lorakit.training.model_checks import (
     check_causal,
-    check_positions,
     check_sequence,
     enable_packing,
     loss_matches_logits,
     verify_chunked_loss,
 )
+from lorakit.training.refusals import check_positions
 from tests.helpers.rows import chat, write_rows
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_positions_that_stretch_with_the_longest_row_are_refused(base: Path) -> 
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
     check_positions(model, 256)
-    with pytest.raises(RunError, match="dynamic positions of this base change for rows longer than 256"):
+    with pytest.raises(RunError, match="rotary positions of this base change for rows longer than 256"):
         check_positions(model, 257)
 
 

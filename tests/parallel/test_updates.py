@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.cli import main
 from lorakit.data import collate
 from lorakit.errors import RecipeError, RunError, TemporaryFailure

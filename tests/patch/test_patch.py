@@ -17,7 +17,7 @@ from torch import nn
 
 import lorakit
 from lorakit.base.find import find_base
-from lorakit.base.load import load_base, load_skeleton
+from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import open_tensors

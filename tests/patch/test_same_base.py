@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lorakit
-from lorakit.base.load import load_base, load_tokenizer
+from lorakit.base.transformers_io import load_base, load_tokenizer
 from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files

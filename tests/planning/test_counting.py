@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lorakit.base.adapter_spec import adapter_spec
+from lorakit.base.from_recipe import adapter_spec
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError

@@ -171,7 +171,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.recipe import BaseSection
 from lorakit.run.process_memory import peak_resident_bytes
 import transformers, bitsandbytes, accelerate
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 folder = Path(sys.argv[1])
 load_skeleton(folder)
 before = peak_resident_bytes()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lorakit
-from lorakit.base.load import load_base
+from lorakit.base.transformers_io import load_base
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora import adapter_tensors
 from lorakit.serving.app import OpenAIServer

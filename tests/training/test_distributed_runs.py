@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.base.load import load_skeleton
+from lorakit.base.transformers_io import load_skeleton
 from lorakit.files.safetensors import open_tensors
 from lorakit.patch import read_patch
 from lorakit.run.metrics import read_metrics

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.base.load import load_base, load_tokenizer
+from lorakit.base.transformers_io import load_base, load_tokenizer
 from lorakit.cli import main
 from lorakit.errors import LorakitError, MergeError, PatchError, RecipeError, TargetError, TemporaryFailure
 from lorakit.lora import adapter_tensors

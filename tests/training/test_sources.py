@@ -48,7 +48,7 @@ def test_a_mixed_run_that_was_stopped_ends_in_the_same_bytes(
 
     assert "resuming   after step 3" in resumed
     assert (out / TENSORS).read_bytes() == (through / TENSORS).read_bytes()
-    assert re.search(r"rows .*\(few \d+ x 0\.5 = \d+ an epoch, b\.jsonl \d+\)", said)
+    assert re.search(r"rows .*\(few \d+ of \d+ tokens x 0\.5 = \d+ an epoch, b\.jsonl \d+ of \d+ tokens; ", said)
     assert re.search(r"held-out loss \d.*, loss of few \d.*, loss of b\.jsonl \d", capsys.readouterr().err)
     (first, *_, last) = [line for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line]
     assert {"eval_loss/few", "eval_loss/b.jsonl", "eval_accuracy/few"} <= first.keys()
@@ -73,8 +73,8 @@ def test_a_weight_is_said_with_the_rows_that_it_makes_of_an_epoch(
     _, started = train(recipe(data={"train": [{"path": str(rows), "weight": 0.25}], "eval": None}, train={"steps": 3}))
 
     text = "\n".join(said)
-    for number in (1, 10):
-        assert re.search(rf"a: 12 rows, \d+ tokens; 0\.001 passes = 1 of {number} rows of an epoch", text)
+    for more in ("", r", b\.jsonl 9 of \d+ tokens; 10 an epoch"):
+        assert re.search(rf"\(a 12 of \d+ tokens x 0\.001 = 1 an epoch{more}\)", text)
     assert re.search(r"rows .* label tokens \(x 0\.25 = 10 an epoch\)", started)
     assert "steps      3, with up to 6 rows each; 1.5 epochs" in started
 

@@ -1,43 +1,94 @@
-"""End a run: write its patch and its record, and delete what the run no longer needs.
+"""A run's output folder: open it and begin, write patch and record at the end, delete what is no longer needed.
 
 Invariant: checkpoints are deleted last, so a run that is killed here can still be resumed. The last step's stays, so
 that the run can be made longer.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
+from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
+from lorakit.parallel import Group
 from lorakit.patch import read_patch, remove_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw_loss
 from lorakit.run.display import peak_memory_bytes
-from lorakit.run.record import RECORD, SAMPLES, RunRecord
+from lorakit.run.lock import locked
+from lorakit.run.record import RECORD, SAMPLES, RunRecord, open_record
+from lorakit.run.start_from import Start, choose_start
 from lorakit.training.checkpoint import Checkpoints
-from lorakit.training.job import Job
 from lorakit.training.progress import Progress
+from lorakit.training.run import Run
 from lorakit.training.updates import rate_of
 
 OTHERS: Final = frozenset({"best", "last"})
 """folders of the output folder for the patch of the step that was not chosen"""
 
 
-def finish(job: Job, progress: Progress, record: RunRecord, seconds: float, stopped: str | None = None) -> None:
+@dataclass(frozen=True)
+class Output:
+    """An output folder that is open, and locked. recipe: with the settings of `start`. opened: seconds."""
+
+    recipe: Recipe
+    start: Start | None
+    record: RunRecord
+    opened: float
+
+    def loading(self) -> str:
+        """Return the first line of a run."""
+        names = ", ".join(source.label for source in self.recipe.data.train_sources())
+        return f"loading {self.recipe.base.model} and the rows of {names}"
+
+
+@contextmanager
+def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output]:
+    """Lock a run's output folder inside the block, delete staging files of dead processes, and read its record."""
+    opened = time.monotonic()
+    folder = Path(recipe.output)
+    start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
+    recipe = start.apply(recipe) if start else recipe
+
+    def open_folder() -> RunRecord:
+        resources.enter_context(locked(folder))
+        for stale in (folder, folder / "checkpoints"):
+            sweep_folder(stale)
+        return open_record(folder, recipe.model_dump(mode="json"), fresh=fresh)
+
+    with disk_full_as_retryable(folder), ExitStack() as resources:
+        yield Output(recipe, start, group.run_on_rank_0(open_folder), opened)
+
+
+def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], str | None]:
+    """Record that a run starts here, or goes on. Returns the layouts of all ranks, and the result of `go_on`.
+
+    why: the reason for the values of `auto` keys. Collective.
+    """
+    group = run.engine.group
+    longer = group.run_on_rank_0(lambda: go_on(run, record))
+    ranks = group.all_gather(run.engine.layout())
+    auto = {"auto": why} if why else {}
+    group.run_on_rank_0(lambda: record.start(**run.facts(), engine=ranks[0], ranks=ranks[1:], **auto))
+    return ranks, longer
+
+
+def finish(run: Run, output: Output, stopped: str | None) -> None:
     """Write the patches, the picture of the loss and the record, then delete the older checkpoints. Collective.
 
-    The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. seconds: the
-    duration since this start. stopped: why a callback stopped the run; None if none did. A run that was stopped before
-    its first step has no patch.
+    The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. stopped: why a
+    callback stopped the run; None if none did. A run that was stopped before its first step has no patch.
     """
-    group = job.engine.group
-    tensors = job.engine.adapter_state_dict()
-    ranks = group.all_gather(job.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
-    group.run_on_rank_0(lambda: write_results(job, progress, record, seconds, tensors, ranks, stopped))
+    group = run.engine.group
+    tensors = run.engine.adapter_state_dict()
+    ranks = group.all_gather(run.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
+    group.run_on_rank_0(lambda: write_results(run, output, tensors, ranks, stopped))
 
 
 def chosen_step(recipe: Recipe, progress: Progress) -> int:
@@ -65,91 +116,87 @@ def deciding_measure(recipe: Recipe) -> str:
     return "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
 
 
-def early_stop(job: Job, progress: Progress) -> str | None:
+def early_stop(run: Run) -> str | None:
     """Return why a run that is done took fewer steps than the recipe says; None if it took all."""
-    if progress.step >= job.total_steps or not stops_early(job.recipe, progress):
+    progress = run.progress
+    if progress.step >= run.total_steps or not stops_early(run.recipe, progress):
         return None
     count = progress.evals_without_gain
     evaluations = "evaluation" if count == 1 else f"{count} evaluations"
     return (
-        f"after step {progress.step} of {job.total_steps}: {deciding_measure(job.recipe)} was no better in the last"
+        f"after step {progress.step} of {run.total_steps}: {deciding_measure(run.recipe)} was no better in the last"
         f" {evaluations} (train.early_stopping_evals)"
     )
 
 
 def write_results(
-    job: Job,
-    progress: Progress,
-    record: RunRecord,
-    seconds: float,
-    tensors: Mapping[str, Tensor],
-    ranks: list[dict[str, Any]],
-    stopped: str | None,
+    run: Run, output: Output, tensors: Mapping[str, Tensor], ranks: list[dict[str, Any]], stopped: str | None
 ) -> None:
     """Write the files of `finish`. Runs on rank 0 alone.
 
     tensors: the adapter after the last step. ranks: the layouts of all ranks.
     """
+    progress = run.progress
     if progress.step:
-        write_patches(job, progress, tensors)
-    why = stopped or early_stop(job, progress)
-    draw_loss(job.output / "metrics.jsonl", job.output / "loss.png", job.output.name)
-    record.finish(
+        write_patches(run, tensors)
+    why = stopped or early_stop(run)
+    draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
+    output.record.finish(
         status="stopped" if stopped else "finished",
         steps=progress.step,
         best_step=progress.best_step,
         tokens=progress.tokens,
         label_tokens=progress.label_tokens,
-        results=progress.results(chosen_step(job.recipe, progress), started=job.start is not None),
+        results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
         engine=ranks[0],
         ranks=ranks[1:],
         peak_memory_bytes=ranks[0]["peak_memory_bytes"],
-        seconds_of_last_start=round(seconds, 2),
+        seconds_of_last_start=round(time.monotonic() - output.opened, 2),
         **({"stopped_early": why} if why else {}),
-        **({"compiled": job.compiled.stats()} if job.compiled else {}),
+        **({"compiled": run.compiled.stats()} if run.compiled else {}),
     )
-    job.checkpoints.remove_all_but_newest()
+    run.checkpoints.remove_all_but_newest()
 
 
-def write_patches(job: Job, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
+def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
     """Write the patch of the chosen step into the output folder, and of best and last the other one below it.
 
     The other one first, because on a run that was made longer its only copy may be the patch in the output folder.
     """
-    others = other_steps(job.recipe, progress)
-
-    chosen = chosen_step(job.recipe, progress)
+    progress = run.progress
+    others = other_steps(run.recipe, progress)
+    chosen = chosen_step(run.recipe, progress)
     values = {
-        step: tensors if step == progress.step else saved_adapter(job, step) for step in {chosen, *others.values()}
+        step: tensors if step == progress.step else saved_adapter(run, step) for step in {chosen, *others.values()}
     }
     if (main := values[chosen]) is None:
-        raise RunError(adapter_is_gone(job, chosen))
+        raise RunError(adapter_is_gone(run, chosen))
     for name, step in others.items():
         if (other := values[step]) is not None:  # else `end_summary` says so
-            job.patches.write(job.output / name, f"{job.output.name} ({name})", other, step, progress)
-    job.patches.write(job.output, job.output.name, main, chosen, progress)
+            run.patches.write(run.output / name, f"{run.output.name} ({name})", other, step, progress)
+    run.patches.write(run.output, run.output.name, main, chosen, progress)
     for name in OTHERS - others.keys():  # of an earlier end of this run
-        _discard_patch(job.output / name)
+        _discard_patch(run.output / name)
 
 
-def saved_adapter(job: Job, step: int) -> dict[str, Tensor] | None:
+def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
     """Return the adapter of the best step: of its checkpoint, or of the patch that the run wrote when it ended before.
 
     None if neither is there any more.
     """
-    values = job.checkpoints.adapter_of(step)
+    values = run.checkpoints.adapter_of(step)
     if values is not None:
         return values
-    for folder in (job.output, job.output / "best"):
+    for folder in (run.output, run.output / "best"):
         if (folder / CONFIG_FILE).exists() and read_patch(folder).metadata.get("step") == step:
-            return job.patches.read(folder)
+            return run.patches.read(folder)
     return None
 
 
-def adapter_is_gone(job: Job, step: int) -> str:
+def adapter_is_gone(run: Run, step: int) -> str:
     """Return the error message for a best step whose adapter is needed and in no file any more."""
     return (
-        f"{job.output}: the adapter of the best step, {step}, is gone (from checkpoints/, the patch here, best/);"
+        f"{run.output}: the adapter of the best step, {step}, is gone (from checkpoints/, the patch here, best/);"
         " put it back, or start over with --fresh (in Python fresh=True)"
     )
 
@@ -179,12 +226,13 @@ def _discard_patch(folder: Path) -> None:
             folder.rmdir()
 
 
-def verify_finished_run(recipe: Recipe, output: Path, say: Callable[[str], None]) -> None:
+def verify_finished_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Verify the patch of a run that has finished before, and delete checkpoints that it no longer needs.
 
     Raises:
         RunError: the patch is damaged.
     """
+    output = Path(recipe.output)
     try:
         read_patch(output)
     except PatchError as problem:
@@ -205,26 +253,25 @@ def check_length(before: int | None, total: int) -> None:
         )
 
 
-def go_on(job: Job, record: RunRecord, progress: Progress) -> str | None:
+def go_on(run: Run, record: RunRecord) -> str | None:
     """Return what is different from now on in a run that was made longer; None in any other run. For rank 0 alone.
-
-    progress: of the checkpoint from which the run goes on.
 
     Raises:
         RunError: the run cannot go on with the end that its recipe has now.
     """
     before = record.total_steps
-    total = job.total_steps
-    recipe = job.recipe
+    total = run.total_steps
+    recipe = run.recipe
+    progress = run.progress
     check_length(before, total)
     if record.goes_on and progress.step == 0:
         raise RunError(
-            f"{job.output}: this run finished and holds no state of its last step (checkpoints/), so it cannot go on."
-            f" Start a new one from its patch: adapter.start_from: {job.output}, and another output"
+            f"{run.output}: this run finished and holds no state of its last step (checkpoints/), so it cannot go on."
+            f" Start a new one from its patch: adapter.start_from: {run.output}, and another output"
         )
     best = progress.best_step
-    if record.goes_on and best not in (None, progress.step) and saved_adapter(job, best) is None:
-        raise RunError(adapter_is_gone(job, best))
+    if record.goes_on and best not in (None, progress.step) and saved_adapter(run, best) is None:
+        raise RunError(adapter_is_gone(run, best))
     if before is None or total == before:
         return None
     if stops_early(recipe, progress):

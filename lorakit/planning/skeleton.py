@@ -5,18 +5,17 @@ run's. No weight is read.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lorakit.base.adapter_spec import adapter_spec
-from lorakit.base.dropout import disable_dropout
+from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.base.find import find_tokenizer
-from lorakit.base.load import load_skeleton
+from lorakit.base.from_recipe import adapter_spec
 from lorakit.base.quantized import (
     QuantConfig,
     count_parameters,
@@ -25,10 +24,11 @@ from lorakit.base.quantized import (
     quant_config,
     replace_with_quantized,
 )
-from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.lora.coverage import Coverage, coverage_of
+from lorakit.base.transformers_io import load_skeleton
+from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
-from lorakit.lora.targets import Target, embedding_and_head
+from lorakit.lora.targets import embedding_and_head
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.quant.files import quantization_config
 from lorakit.quant.linear import QuantizationInfo
@@ -39,20 +39,27 @@ META: Final = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class AdaptedSkeleton:
-    """A base on meta with an untrained adapter.
+class AttachedFacts:
+    """Facts of an adapter on its base.
 
-    num_parameters: of the base. num_targets: layers and experts with an adapter, of which `targets` are the layers.
-    dropout: the base's own settings that were switched off, name -> rate. fused: the parts that would run fused.
+    architecture, num_parameters: of the base. coverage: share of the base's products that the adapter changes. notes:
+    sentences for the user about a small share, a large rank, or the base's own dropout.
     """
+
+    architecture: str
+    num_parameters: int
+    num_trainable: int
+    coverage: Coverage
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdaptedSkeleton:
+    """A base on meta with an untrained adapter. fused: the parts that would run fused."""
 
     model: nn.Module
     spec: AdapterSpec
-    targets: Sequence[Target]
-    num_targets: int
-    coverage: Coverage
-    num_parameters: int
-    dropout: Mapping[str, float]
+    facts: AttachedFacts
     fused: FuseReport
 
 
@@ -71,15 +78,35 @@ def adapted_skeleton(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     _quantize(model, base, folder, dtype)
+    with META:
+        facts = attach_adapter(model, spec, dropout, seed=0)
+    return AdaptedSkeleton(model, spec, facts, fuse_model(model))
+
+
+def attach_adapter(
+    model: nn.Module,
+    spec: AdapterSpec,
+    dropout: Mapping[str, float],
+    seed: int,
+    read_weight: Callable[[str], Tensor] | None = None,
+) -> AttachedFacts:
+    """Put an untrained adapter on a base, which may be on meta.
+
+    dropout: the base's own rates that were switched off. read_weight: as `LoadedBase.read_weight`.
+
+    Raises:
+        TargetError: a target matches no layer.
+    """
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
     # before `attach`, which adds parameters that are not the base's
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
-    with torch.device("meta"):
-        attach(model, targets, spec, seed=0)
-    fused = fuse_model(model)
-    return AdaptedSkeleton(model, spec, targets, len(targets) + len(experts), coverage, num_parameters, dropout, fused)
+    architecture = type(model).__name__
+    attach(model, targets, spec, seed, read_weight)
+    num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
+    notes = (*dropout_notes(dropout), *adapter_notes(coverage, targets, spec))
+    return AttachedFacts(architecture, num_parameters, num_trainable, coverage, notes)
 
 
 def quantizing_bytes(weight: QuantizationInfo) -> int:
@@ -94,7 +121,9 @@ def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch
     Raises:
         BaseModelError: the files are quantised in a way that is not supported, or no layer can be quantised.
     """
-    config = _stored_config(folder, model) or quant_config(section)
+    config = _stored_config(folder, model) or quant_config(
+        section.quantize, double_quant=section.double_quantize, skip=section.skip_modules
+    )
     if config is not None:
         # cached now, because the tables are computed from values, which a trace on meta does not have
         config.scheme.code_tables(META)

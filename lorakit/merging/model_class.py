@@ -7,30 +7,12 @@ classifier, and is compared with and merged into that class.
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from lorakit.base.load import explain_load_errors, load_skeleton, named_classes, quiet_loading
+from lorakit.base.transformers_io import load_named_skeleton, load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.patch import BaseShapes, Patch
 from lorakit.patch.fit import fit_problems
-
-
-def load_named_skeleton(folder: Path) -> nn.Module:
-    """Build the model that config.json names in ``architectures`` on the meta device, as ``load_skeleton`` does.
-
-    A causal language model if the config names no class of transformers.
-    """
-    with quiet_loading():
-        import transformers
-    for name in named_classes(folder):
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
-                config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-                skeleton: nn.Module = named(config)
-                return skeleton
-    return load_skeleton(folder)
 
 
 def skeleton_for(folder: Path, patches: Sequence[Patch]) -> nn.Module:

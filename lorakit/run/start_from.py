@@ -1,7 +1,7 @@
-"""Start an adapter from a patch: the patch's settings are the adapter's, its tensors the adapter's first values."""
+"""Start a run from a patch: its settings are the adapter's, its tensors the adapter's first values."""
 
-import re
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.adapter_spec import adapter_spec
 from lorakit.base.find import find_base, find_tokenizer
-from lorakit.base.load import load_skeleton, recipe_template
+from lorakit.base.from_recipe import adapter_spec, recipe_template
 from lorakit.base.meta import split_parameters
+from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach, find_targets
@@ -24,15 +24,10 @@ from lorakit.patch.find import find_patch
 from lorakit.patch.fit import without_copies
 from lorakit.patch.model import adapter_from_patch
 from lorakit.patch.same_base import RefusedBaseError
+from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
+from lorakit.run.record import recorded_run
 
-SELECTION: Final = ("targets", "exclude", "layers")
-"""keys that select layers together, so that they are taken from the patch together or not at all"""
-FIXED: Final = (
-    "method", "rank", "alpha", *SELECTION, "target_parameters", "rank_pattern", "alpha_pattern", "bias",
-    "modules_to_save", "trainable_tokens", "new_tokens", "tied_head",
-)  # fmt: skip
-"""keys of the `adapter` section that a patch decides"""
 SHOWN: Final = ("method", "rank", "alpha", "targets")
 
 
@@ -87,7 +82,8 @@ def find_start(recipe: Recipe) -> Start | None:
         patch = open_patch(find_patch(section.start_from))
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
-    fixed, given = patch_settings(patch), section.model_fields_set
+    fixed = patch_settings(patch)
+    given = section.model_fields_set
     _check_given(section, fixed, recipe.base.model)
     taken = {key: value for key, value in fixed.items() if key not in given}
     if given & set(SELECTION):
@@ -100,6 +96,63 @@ def with_start(recipe: Recipe) -> Recipe:
     """Return the recipe with the settings of the patch that it starts from; unchanged without one."""
     start = find_start(recipe)
     return recipe if start is None else start.apply(recipe)
+
+
+def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
+    """Return the patch that a run starts from; None without `adapter.start_from`.
+
+    A run that goes on has its settings and digest in its record, so that the patch is read once.
+
+    Raises:
+        LorakitError: as `find_start`.
+    """
+    recorded = {} if fresh else recorded_run(Path(recipe.output))
+    facts = recorded.get("start")
+    section = recorded.get("recipe", {}).get("adapter", {})
+    if not facts or recipe.adapter.start_from is None or section.get("start_from") != recipe.adapter.start_from:
+        return find_start(recipe)
+    try:
+        before = AdapterSection.model_validate_json(json.dumps(section))
+        taken = {key: getattr(before, key) for key in FIXED if key not in recipe.adapter.model_fields_set}
+        return Start(recipe.adapter.start_from, facts["digest"], taken, facts.get("step"))
+    except (ValueError, KeyError, TypeError, AttributeError):  # a record that `open_record` refuses with a full message
+        return find_start(recipe)
+
+
+def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
+    """Raise RecipeError, with both values and the remedy, unless the settings that the recipe gives are the patch's.
+
+    As far as that is known without the base.
+    """
+    given = section.model_fields_set
+    folder = section.start_from
+    problems = []
+    for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
+        if key not in given or key not in fixed:
+            continue
+        value = getattr(section, key)
+        # the same tensors may be trained by another method
+        is_same = saved_as(value) == saved_as(fixed[key]) if key == "method" else value == fixed[key]
+        if not is_same:
+            remedy = _remedy(key, section, fixed, base)
+            shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
+            problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")
+    if "init" in given:
+        problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _remedy(key: str, section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
+    if key != "rank":
+        return "leave the key out, and it is taken from the patch"
+    folder = section.start_from
+    rank = section.rank
+    if rank < fixed["rank"] and METHODS[fixed["method"]].additive:
+        command = f"lorakit merge --as-patch {folder} --rank {rank} --out NEW"
+    else:
+        command = f"lorakit merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {rank} --out NEW"
+    return f"leave the key out, or make a patch of that rank and start from it: {command}"
 
 
 def read_start(start: Start, recipe: Recipe) -> Patch:
@@ -123,8 +176,9 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
 
 
 def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> None:
-    """Return if a run of a recipe can start from a patch, on the base in a folder; raises as ``read_start``."""
-    files, tokenizer = open_base_files(folder), find_tokenizer(recipe.base.tokenizer, folder)
+    """Raise PatchError unless a run of a recipe can start from a patch, on the base in a folder."""
+    files = open_base_files(folder)
+    tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
     try:
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
@@ -172,92 +226,3 @@ def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Pat
         return files.shard_of[stored].read(stored)
 
     return without_copies(patch, read, checkpoint_tensors(model))
-
-
-def patch_settings(patch: Patch) -> dict[str, Any]:
-    """Return the keys of the `adapter` section as a patch has them."""
-    config, raw = patch.config, patch.config.raw
-    linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
-    targets = raw.get("target_modules")
-    is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
-    modules_to_save = config.modules_to_save
-    if is_tied and modules_to_save:
-        full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
-        modules_to_save = tuple(sorted(set(full)))
-    exclude, layers = raw.get("exclude_modules") or None, raw.get("layers_to_transform")
-    if not targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
-        targets, exclude, layers = linear, None, None
-    layers = [layers] if isinstance(layers, int) else layers
-    biased = {name for name in patch.full_shapes if name.endswith(".bias")}
-    # a patch without updates has no method, rank and alpha
-    numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
-    return {
-        **numbers,
-        "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
-        "target_parameters": config.target_parameters,
-        "rank_pattern": _matching(config.rank_pattern, patch.layers),
-        "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
-        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": modules_to_save,
-        "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
-        "tied_head": "untie",
-    }  # fmt: skip
-
-
-def _method(patch: Patch) -> str:
-    """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
-    recorded = patch.metadata.get("adapter")
-    name = recorded.get("method") if isinstance(recorded, dict) else None
-    if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
-        return name
-    return patch.config.method
-
-
-def _known_tokens(patch: Patch) -> tuple[int, ...]:
-    """Return the tokens of the base among those whose rows the patch holds."""
-    rows = next(iter(patch.token_rows.values()), None)
-    new = set(patch.new_tokens.values())
-    return () if rows is None else tuple(token for token in rows.tokens if token not in new)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of a pattern that mean a layer of the patch; PEFT allows others, a recipe does not."""
-    return {key: value for key, value in pattern.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in layers)}
-
-
-def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
-    """Return if the settings that the recipe gives are the patch's, as far as that is known without the base.
-
-    Raises:
-        RecipeError: names every key that is not, with both values and the remedy.
-    """
-    given, folder = section.model_fields_set, section.start_from
-    problems = []
-    for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
-        if key not in given or key not in fixed:
-            continue
-        value = getattr(section, key)
-        # the same tensors may be trained by another method
-        is_same = saved_as(value) == saved_as(fixed[key]) if key == "method" else value == fixed[key]
-        if not is_same:
-            remedy = _remedy(key, section, fixed, base)
-            shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
-            problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")
-    if "init" in given:
-        problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
-    if problems:
-        raise RecipeError("\n".join(problems))
-
-
-def _remedy(key: str, section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
-    if key != "rank":
-        return "leave the key out, and it is taken from the patch"
-    folder, rank = section.start_from, section.rank
-    if rank < fixed["rank"] and METHODS[fixed["method"]].additive:
-        command = f"lorakit merge --as-patch {folder} --rank {rank} --out NEW"
-    else:
-        command = f"lorakit merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {rank} --out NEW"
-    return f"leave the key out, or make a patch of that rank and start from it: {command}"

@@ -1,12 +1,35 @@
-"""Convert a recipe's adapter section to the settings that lora/ reads: plain values, tokens as ids."""
+"""Convert sections of a recipe: to a tokenizer, and to the adapter's settings, in which tokens are ids."""
 
 from pathlib import Path
+from typing import Any
 
-from lorakit.base.load import load_tokenizer
+from lorakit.base.find import find_tokenizer
 from lorakit.base.new_tokens import add_new_tokens
+from lorakit.base.transformers_io import load_tokenizer
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora import AdapterSpec
-from lorakit.recipe import AdapterSection
+from lorakit.patch.prompting import read_chat_template
+from lorakit.recipe import AdapterSection, Recipe
+
+
+def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
+    """Load the tokenizer of a recipe's rows, on the base in a folder, with the recipe's chat template and new tokens.
+
+    Raises:
+        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read. TargetError: a new token is
+        none.
+    """
+    tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
+    add_new_tokens(tokenizer, recipe.adapter.new_tokens)
+    if (template := recipe_template(recipe)) is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def recipe_template(recipe: Recipe) -> str | None:
+    """Return the text of `data.chat_template`; None: the template is the tokenizer's own."""
+    file = recipe.data.chat_template
+    return None if file is None else read_chat_template(file)
 
 
 def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
@@ -15,7 +38,7 @@ def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
     Raises:
         TargetError: a token that is not in the tokenizer's vocabulary, or a new one that is.
     """
-    settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (start_patch.py)
+    settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
     new = add_new_tokens(load_tokenizer(folder), section.new_tokens) if section.new_tokens else {}
     tokens = {"trainable_tokens": _token_ids(section.trainable_tokens, folder), "new_tokens": new}
     return AdapterSpec(**settings | tokens)

@@ -7,20 +7,15 @@ import contextlib
 import logging as logs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lorakit.base._internals import without_length_warning
-from lorakit.base.find import find_tokenizer
-from lorakit.base.new_tokens import add_new_tokens
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
 from lorakit.files.progress import library_call
-
-if TYPE_CHECKING:  # because bases are loaded without a recipe too, and then without importing pydantic
-    from lorakit.recipe import Recipe
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -84,6 +79,23 @@ def load_skeleton(folder: Path) -> nn.Module:
     return skeleton
 
 
+def load_named_skeleton(folder: Path) -> nn.Module:
+    """Build the model that config.json names in ``architectures`` on the meta device, as ``load_skeleton`` does.
+
+    A causal language model if the config names no class of transformers.
+    """
+    with quiet_loading():
+        import transformers
+    for name in named_classes(folder):
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
+                config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+                skeleton: nn.Module = named(config)
+                return skeleton
+    return load_skeleton(folder)
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """Return the number of rows of a model's input embedding."""
     return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
@@ -109,30 +121,6 @@ def load_tokenizer(folder: Path) -> Any:
         return without_length_warning(
             AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
-
-
-def load_recipe_tokenizer(recipe: "Recipe", folder: Path) -> Any:
-    """Load the tokenizer of a recipe's rows, on the base in a folder, with the recipe's chat template and new tokens.
-
-    Raises:
-        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read. TargetError: a new token is
-        none.
-    """
-    tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
-    add_new_tokens(tokenizer, recipe.adapter.new_tokens)
-    if (template := recipe_template(recipe)) is not None:
-        tokenizer.chat_template = template
-    return tokenizer
-
-
-def recipe_template(recipe: "Recipe") -> str | None:
-    """Return the text of `data.chat_template`; None: the template is the tokenizer's own."""
-    if recipe.data.chat_template is None:
-        return None
-    # imported here, because a base alone needs none of a patch's packages
-    from lorakit.patch.prompting import read_chat_template
-
-    return read_chat_template(recipe.data.chat_template)
 
 
 def check_tokenizer(folder: Path) -> None:

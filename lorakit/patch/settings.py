@@ -1,0 +1,74 @@
+"""Read from a patch the settings that an adapter on top of it has: keys of a recipe's `adapter` section."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from lorakit.lora.methods import METHODS, saved_as
+from lorakit.patch.patch import Patch
+
+SELECTION: Final = ("targets", "exclude", "layers")
+"""keys that select layers together, so that they are taken from the patch together or not at all"""
+FIXED: Final = (
+    "method", "rank", "alpha", *SELECTION, "target_parameters", "rank_pattern", "alpha_pattern", "bias",
+    "modules_to_save", "trainable_tokens", "new_tokens", "tied_head",
+)  # fmt: skip
+"""keys of the `adapter` section that a patch decides"""
+
+
+def patch_settings(patch: Patch) -> dict[str, Any]:
+    """Return the keys of the `adapter` section as a patch has them."""
+    config = patch.config
+    raw = patch.config.raw
+    linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
+    targets = raw.get("target_modules")
+    is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
+    modules_to_save = config.modules_to_save
+    if is_tied and modules_to_save:
+        full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
+        modules_to_save = tuple(sorted(set(full)))
+    exclude = raw.get("exclude_modules") or None
+    layers = raw.get("layers_to_transform")
+    if not targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
+        targets = linear
+        exclude = None
+        layers = None
+    layers = [layers] if isinstance(layers, int) else layers
+    biased = {name for name in patch.full_shapes if name.endswith(".bias")}
+    # a patch without updates has no method, rank and alpha
+    numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
+    return {
+        **numbers,
+        "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
+        "target_parameters": config.target_parameters,
+        "rank_pattern": _matching(config.rank_pattern, patch.layers),
+        "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
+        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": modules_to_save,
+        "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
+        "tied_head": "untie",
+    }  # fmt: skip
+
+
+def _method(patch: Patch) -> str:
+    """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
+    recorded = patch.metadata.get("adapter")
+    name = recorded.get("method") if isinstance(recorded, dict) else None
+    if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
+        return name
+    return patch.config.method
+
+
+def _known_tokens(patch: Patch) -> tuple[int, ...]:
+    """Return the tokens of the base among those whose rows the patch holds."""
+    rows = next(iter(patch.token_rows.values()), None)
+    new = set(patch.new_tokens.values())
+    return () if rows is None else tuple(token for token in rows.tokens if token not in new)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a pattern that mean a layer of the patch; PEFT allows others, a recipe does not."""
+    return {key: value for key, value in pattern.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in layers)}

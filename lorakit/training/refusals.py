@@ -1,0 +1,97 @@
+"""What a run is refused for before its first step: one list, for `train`, which stops at the first, and for `check`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from lorakit.base.positions import num_positions, num_steady_positions
+from lorakit.base.transformers_io import vocabulary_size
+from lorakit.data import TokenDataset
+from lorakit.errors import BaseModelError, RunError, TargetError
+from lorakit.inference.measures import check_measures
+from lorakit.lora import AdapterSpec
+from lorakit.parallel.axes import check_axes
+from lorakit.planning.skeleton import AdaptedSkeleton
+from lorakit.quant.bnb import check_optimizer
+from lorakit.recipe import Recipe
+from lorakit.run.report import check_trackers
+
+Refusal = Callable[[], None]
+"""Raises a LorakitError, or returns."""
+
+
+def refusals_of_machine(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield the checks of packages and devices that a recipe needs. They are cheap, so `train` runs them first."""
+    yield partial(check_trackers, recipe.train.log_to)
+    yield partial(check_measures, recipe.evaluation.measures)
+    yield partial(check_optimizer, recipe.train.optimizer, on_gpu=torch.cuda.is_available())
+
+
+def refusals_of_base(recipe: Recipe, skeleton: AdaptedSkeleton) -> Iterator[Refusal]:
+    """Yield the checks of a recipe against its base, before the rows are tokenised, which may take hours."""
+    yield partial(check_axes, skeleton.model, skeleton.spec, recipe.parallel.axes)
+    yield partial(check_positions, skeleton.model, recipe.data.max_tokens)
+
+
+def refusals_of_rows(
+    recipe: Recipe, model: nn.Module, spec: AdapterSpec, datasets: Mapping[str, TokenDataset]
+) -> Iterator[Refusal]:
+    """Yield the checks of tokenised rows against the base. model: adapted or not. datasets: with `train`."""
+    for rows in datasets.values():
+        yield partial(check_vocabulary, model, rows, max(spec.new_tokens.values(), default=-1))
+        yield partial(check_row_lengths, model, rows)
+    if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
+        yield partial(check_tokens_occur, spec, datasets["train"])
+
+
+def check_positions(model: nn.Module, max_tokens: int) -> None:
+    """Raise RunError if rows of `data.max_tokens` would stretch the rotary positions of the rows beside them."""
+    limit = num_steady_positions(model.config)
+    if limit is not None and max_tokens > limit:
+        raise RunError(
+            f"data.max_tokens: the rotary positions of this base change for rows longer than {limit}, and then a row's"
+            f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"
+        )
+
+
+def check_row_lengths(model: nn.Module, rows: TokenDataset) -> None:
+    """Raise RunError unless the base has a position for every token of the rows."""
+    limit = num_positions(model.config)
+    longest = int(rows.lengths.max())
+    if limit is not None and longest > limit:
+        number = int((rows.lengths > limit).sum())
+        raise RunError(
+            f"data: {number} of {len(rows)} rows are longer than this base's {limit} positions"
+            f" (max_position_embeddings); the longest, {rows.location(int(rows.lengths.argmax()))}, has {longest}."
+            f" Set data.max_tokens to {limit} or less, with data.on_long_rows: truncate or drop"
+        )
+
+
+def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int) -> None:
+    """Raise BaseModelError unless every token has a row in the model's embedding, or will have one as a new token."""
+    num_rows = max(vocabulary_size(model), last_new_token + 1)
+    if rows.counts.largest_id >= num_rows:
+        raise BaseModelError(
+            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows;"
+            " they do not belong together"
+        )
+
+
+def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:
+    """Raise TargetError unless every trainable or new token occurs in the rows; others would never get a gradient."""
+    missing = {*spec.trainable_tokens, *spec.new_tokens.values()}
+    for row in range(len(rows)):
+        if not missing:
+            return
+        missing -= set(np.intersect1d(rows.ids(row), list(missing)).tolist())
+    if missing:
+        key = "trainable_tokens" if missing & set(spec.trainable_tokens) else "new_tokens"
+        texts = {token: text for text, token in spec.new_tokens.items()}
+        named = ", ".join(repr(texts.get(token, token)) for token in sorted(missing))
+        raise TargetError(
+            f"adapter.{key}: of {len(rows)} training rows none has {named}, so its row would not be trained;"
+            " leave it out"
+        )

@@ -1,0 +1,329 @@
+"""Open a run on a session: its rows, the adapter on the base, the optimizer, the checkpoints.
+
+Invariant: a run is ready for its first step, and nothing was written to open it except the token cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakit.base.find import find_base, find_tokenizer
+from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
+from lorakit.base.layers import checkpoint_layers
+from lorakit.base.loading import LoadedBase
+from lorakit.base.meta import split_parameters
+from lorakit.base.quantized import quantization_facts
+from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
+from lorakit.errors import DataError, LorakitError, TemporaryFailure
+from lorakit.files.base_files import open_base_files
+from lorakit.inference.bind import quantization_note
+from lorakit.lora import adapted_names
+from lorakit.lora.untrained import check_untrained
+from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import OBJECTIVES
+from lorakit.ops.dropout import add_embedding_noise
+from lorakit.ops.fuse import FuseReport, fuse_model
+from lorakit.parallel import Engine, Group, StepSettings
+from lorakit.parallel.pipeline.axis import structure_of
+from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
+from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import count_steps
+from lorakit.run.display import row_progress
+from lorakit.run.start_from import Start, fill_adapter, read_start
+from lorakit.training.answers import Answers, open_answers
+from lorakit.training.callbacks import Hooks
+from lorakit.training.checkpoint import Checkpoints, RunPatches, check_disk, patch_facts
+from lorakit.training.compile import CompiledLayers
+from lorakit.training.model_checks import (
+    check_causal,
+    check_sequence,
+    check_stages,
+    enable_packing,
+    verify_chunked_loss,
+)
+from lorakit.training.progress import Progress
+from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
+from lorakit.training.session import Session, load_base_of
+from lorakit.training.updates import optimizer_of, rate_of
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads besides its base's weights.
+
+    folder: of the base. datasets: `train`, and `eval` if rows are held out. start: the patch that the run starts from;
+    None if its adapter is untrained. patch: its tensors; None without `start`, and where a checkpoint has newer ones.
+    """
+
+    folder: Path
+    datasets: dict[str, TokenDataset]
+    start: Start | None = None
+    patch: Patch | None = None
+
+
+@dataclass
+class Run:
+    """One recipe's rows, adapter, checkpoints and progress.
+
+    fused: the parts of the base that run fused; None under train.compile. batches, eval_batches: this rank's rows; None
+    if there are no held-out rows. base_fingerprint: of the adapted weights, for records and patches. total_steps:
+    optimizer updates of the full run, those before a resume included. start: the patch that the adapter started from;
+    None if it was untrained. own_objective: the caller gave it, instead of the recipe. answers: None without
+    train.eval_generate. compiled: None without train.compile.
+    """
+
+    recipe: Recipe
+    session: Session
+    loss_model: LossModel
+    adapter: AttachedFacts
+    fused: FuseReport | None
+    batches: BatchSampler
+    eval_batches: BatchSampler | None
+    base_fingerprint: dict[str, Any]
+    patches: RunPatches
+    checkpoints: Checkpoints
+    total_steps: int
+    start: Start | None
+    own_objective: bool
+    answers: Answers | None
+    compiled: CompiledLayers | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def engine(self) -> Engine:
+        return self.session.engine
+
+    @property
+    def output(self) -> Path:
+        return Path(self.recipe.output)
+
+    @property
+    def datasets(self) -> dict[str, TokenDataset]:
+        return {"train": self.batches.rows} | ({"eval": self.eval_batches.rows} if self.eval_batches else {})
+
+    def resume(self) -> None:
+        """Restore the newest checkpoint, if there is one. Collective."""
+        self.progress = self.checkpoints.restore(self.engine) or self.progress
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of rows, base, dtype and adapter, for run.json."""
+        return {
+            "data": data_facts(self.datasets),
+            "base": {
+                "model": self.recipe.base.model,
+                "architecture": self.adapter.architecture,
+                **self.base_fingerprint,
+            },
+            "dtype": self.session.dtype.name,
+            "dtype_why": self.session.dtype.why,
+            "total_steps": self.total_steps,
+            "fused": self.fused.facts() if self.fused else {},
+            **({"start": self.start.facts()} if self.start else {}),
+            **({"own_objective": True} if self.own_objective else {}),
+            **({"answers": self.answers.facts()} if self.answers else {}),
+        }
+
+
+# --- what a run reads
+
+
+def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start: Start | None) -> Inputs:
+    """Find the base, tokenise the rows and read the patch that the run starts from. Collective.
+
+    recorded: the run record of an interrupted run, whose date a chat template writes once more; else empty.
+
+    Raises:
+        LorakitError: one of them is unusable, or differs between ranks.
+    """
+    for refuse in refusals_of_machine(recipe):
+        group.run_on_rank_0(refuse)
+    saved = Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints)
+    has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
+    patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
+    today = recorded.get("data", {}).get("train", {}).get("today")
+    folder, datasets = group.run_once_per_machine(lambda: load_data(recipe, today))
+    return Inputs(folder, datasets, start, patch)
+
+
+def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenDataset]]:
+    """Return the base's folder, and the result of `load_datasets`.
+
+    Reads all rows, so one process of a machine does it; the others map the same files of the token cache.
+    """
+    check_sources(recipe.data)
+    folder = find_base(recipe.base.model, recipe.base.revision)
+    for refuse in refusals_of_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter)):
+        refuse()
+    return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), today)
+
+
+def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> dict[str, TokenDataset]:
+    """Tokenise the rows: `train`, and `eval` if some are held out. today: the date that a chat template writes.
+
+    Raises:
+        DataError: with the problems of both.
+    """
+    data = recipe.data
+    sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
+    datasets: dict[str, TokenDataset] = {}
+    problems: list[str] = []
+    for name, row_sets in sets.items():
+        try:
+            datasets[name] = load_rows(data, row_sets, tokenizer, row_progress, today)
+        except TemporaryFailure:
+            raise
+        except LorakitError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    return datasets | {"train": resolve_shared_rows(data, datasets["train"], datasets.get("eval"))}
+
+
+# --- the run
+
+
+def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> Run:
+    """Put the recipe's adapter on the session's base, and prepare the engine for its first step. Collective.
+
+    Raises:
+        LorakitError: targets or rows do not fit the base, or something differs between ranks.
+    """
+    engine = session.engine
+    group = session.engine.group
+    rows = inputs.datasets["train"]
+    eval_rows = inputs.datasets.get("eval")
+    adapter, fused = group.run_on_all(lambda: adapt_base(session.base, recipe, inputs))
+    model = session.base.model
+    group.run_on_rank_0(lambda: check_disk(recipe, rows.rows_per_epoch, adapter.num_trainable))
+    identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
+    digests = {name: dataset.digest for name, dataset in inputs.datasets.items()}
+    group.check_same("base and rows", {"base": identity, **digests})
+    facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
+    if (template := recipe_template(recipe)) is not None:
+        facts["chat_template"] = template
+    if hooks.objective is not None:
+        facts["own_objective"] = True
+    # a pipeline's stage has some of the layers alone
+    patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
+    objective = hooks.objective or OBJECTIVES[recipe.objective.name]
+    run = Run(
+        recipe=recipe,
+        session=session,
+        loss_model=LossModel(model, objective, label_smoothing=recipe.train.label_smoothing),
+        adapter=adapter,
+        fused=fused,
+        batches=_batches(recipe, rows, engine.mesh.data),
+        eval_batches=_batches(recipe, eval_rows, engine.mesh.data) if eval_rows else None,
+        base_fingerprint=identity,
+        patches=patches,
+        checkpoints=Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints, patches),
+        total_steps=count_steps(recipe, rows.rows_per_epoch),
+        start=inputs.start,
+        own_objective=hooks.objective is not None,
+        answers=group.run_on_all(lambda: open_answers(recipe, inputs.folder, model, hooks)),
+    )
+    _prepare_engine(run)
+    _check_model(run, inputs)
+    if recipe.train.compile:  # last, so that the checks do not compile
+        run.compiled = CompiledLayers(model)
+    return run
+
+
+def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport | None]:
+    """Put a recipe's adapter on its base, which may be on meta: untrained, or with the values of `inputs.patch`.
+
+    Returns also the parts of the base that run fused; None under train.compile.
+
+    Raises:
+        BaseModelError: the base's vocabulary is smaller than the tokenizer's.
+        TargetError: a target matches no layer, or a trainable token occurs in no row.
+    """
+    model = base.model
+    patch = inputs.patch
+    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, inputs.folder))
+    for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
+        refuse()
+    # before the adapter is attached, which replaces quantised layers
+    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, model)]
+    facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
+    check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
+    if patch is not None:
+        fill_adapter(model, patch, inputs.folder)
+    if recipe.train.neftune_alpha is not None:
+        add_embedding_noise(model, recipe.train.neftune_alpha)
+    notes = (*facts.notes, *(note.removeprefix("note: ") for note in start_notes if note is not None))
+    fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
+    return replace(facts, notes=notes), fused
+
+
+def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches.
+
+    Reads all adapted weights, so one process of a machine does it.
+    """
+    tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
+    base = BaseIdentity(open_base_files(folder), tokenizer, recipe_template(recipe), split_parameters(folder))
+    identity = fingerprint(base, adapted_names(model))
+    quantization = quantization_facts(model)
+    return identity if quantization is None else identity | {"quantized": quantization}
+
+
+def _batches(recipe: Recipe, rows: TokenDataset, data: Group) -> BatchSampler:
+    """Return the sampler of this rank's rows. data: the ranks with other rows."""
+    settings = recipe.train
+    micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
+    return BatchSampler(
+        rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, data.rank, data.size
+    )
+
+
+def _prepare_engine(run: Run) -> None:
+    """Give the engine the model, the optimizer's settings and the learning rate's schedule."""
+    settings = run.recipe.train
+    if settings.activation_checkpointing == "layers":
+        checkpoint_layers(run.loss_model.model, offload=settings.activation_offload)
+    counts = run.batches.rows.counts
+    step_settings = StepSettings(
+        settings.seed,
+        settings.max_grad_norm,
+        rate_of(run.recipe, run.total_steps),
+        scales_loss=run.session.dtype.dtype is torch.float16,
+        label_share=counts.label_tokens / counts.tokens,
+    )
+    run.engine.prepare(run.loss_model, optimizer_of(run.recipe), step_settings, run.session.base.weights)
+
+
+def _check_model(run: Run, inputs: Inputs) -> None:
+    """Check the model by running it, and choose how it computes loss and attention.
+
+    After the engine has filled the base, and before a step, because every forward reads these choices.
+    """
+    engine = run.engine
+    recipe = run.recipe
+    session = run.session
+    probe = run.loss_model, run.batches, engine.device
+
+    def load_full() -> LoadedBase:
+        base = load_base_of(recipe, engine, session.folder, session.dtype)
+        adapt_base(base, recipe, inputs)
+        return base
+
+    if engine.mesh.pipeline.size > 1:
+        check_stages(*probe, engine.mesh, load_full)
+    check_causal(*probe)
+    verify_chunked_loss(*probe, engine.group)
+    if recipe.data.packing:
+        enable_packing(*probe)
+    if engine.mesh.sequence.size > 1:
+        check_sequence(*probe, engine.mesh)
+
+
+def data_facts(datasets: Mapping[str, TokenDataset]) -> dict[str, Any]:
+    """Return sources, digest and counts of the training rows and of held-out rows, if there are any, for records."""
+    return {name: {"sources": r.sources, "digest": r.digest, **asdict(r.counts)} for name, r in datasets.items()}

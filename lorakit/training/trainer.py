@@ -1,0 +1,214 @@
+"""Take a run through its steps, and do between two of them what is due: evaluate, save, stop.
+
+Invariant: `run.progress` and the recipe alone decide what happens after a step, so a run that was stopped anywhere and
+resumed ends in the same bytes as one that was not.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from lorakit.data import Prefetcher
+from lorakit.data.batch import Batch
+from lorakit.errors import RunError, TemporaryFailure
+from lorakit.parallel import NonFiniteStep, StepReport
+from lorakit.run.record import flatten
+from lorakit.run.report import NullReport, Report, reporting
+from lorakit.run.signals import StopRequest
+from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
+from lorakit.training.output import stops_early
+from lorakit.training.run import Run
+
+MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
+SHOWN_ROWS: Final = 8
+
+
+@contextmanager
+def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[[], float]) -> Iterator["Trainer"]:
+    """Yield the trainer of a run. Its metrics, display and threads end with the block.
+
+    clock: seconds, for train.save_every_seconds.
+
+    Raises:
+        RunError: a step is not finite, or train.compile cannot compile the model.
+    """
+    settings = run.recipe.train
+    with reporting(
+        run.output,
+        last_step=run.progress.step,
+        total_steps=run.total_steps,
+        log_to=settings.log_to,
+        config=flatten(run.recipe.model_dump(mode="json")),
+        shown=run.engine.group.is_rank_0,
+    ) as report:
+        stop.defer()  # from here on signals are handled after the step that they interrupt
+        start = RunStart(run.output, run.recipe, run.loss_model.model, run.progress.step, run.total_steps)
+        callbacks.call("on_start", start)
+        with closing(Prefetcher(run.batches, run.total_steps)) as batches:
+            trainer = Trainer(run, batches, report, stop, callbacks, clock, saved_at=clock())
+            try:
+                with run.compiled.raising_run_errors() if run.compiled else nullcontext():
+                    yield trainer
+            except NonFiniteStep as problem:
+                raise RunError(explain_non_finite(run, problem)) from None
+
+
+@final
+@dataclass
+class Trainer:
+    """A run under way.
+
+    saved_at: seconds of `clock` at the last checkpoint, or at the start. stopped: why a callback stopped the run; None
+    if none has.
+    """
+
+    run: Run
+    batches: Prefetcher
+    report: Report | NullReport
+    stop: StopRequest
+    callbacks: Callbacks
+    clock: Callable[[], float]
+    saved_at: float
+    step_started: float = 0.0
+    stopped: str | None = None
+
+    def steps(self) -> Iterator[tuple[int, Sequence[Batch]]]:
+        """Yield each step that is left, counted from 0, with this rank's micro-batches; `record` its report.
+
+        Before each step and after the last one, evaluate and save where that is due. Collective.
+
+        Raises:
+            TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved. An error of a callback
+            likewise.
+        """
+        run = self.run
+        while not self._ends_here():
+            self.step_started = time.perf_counter()
+            run.engine.set_phase(f"step {run.progress.step + 1}")
+            yield run.progress.step, self.batches.step(run.progress.step)
+
+    def record(self, result: StepReport) -> None:
+        """Add a step to progress and report, and call the callbacks. Collective.
+
+        Raises:
+            RunError: an adapter tensor never gets a gradient.
+        """
+        run = self.run
+        progress = run.progress
+        progress.step += 1
+        progress.tokens += result.num_tokens
+        progress.label_tokens += result.num_label_tokens
+        if run.compiled:
+            run.compiled.record_step(progress.step)
+        seconds = time.perf_counter() - self.step_started
+        self.report.step(progress.step, result, seconds)
+        numbers = result.loss, result.learning_rate, result.grad_norm, result.num_tokens, result.num_label_tokens
+        self.callbacks.call("on_step", Step(progress.step, *numbers, seconds, result.metrics))
+        if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, run.total_steps):
+            check_gradients(run)
+
+    def _ends_here(self) -> bool:
+        """Evaluate and save where that is due. True if no step follows.
+
+        Raises:
+            TemporaryFailure: a signal stopped the run. An error of a callback likewise.
+        """
+        run = self.run
+        progress = run.progress
+        group = run.engine.group
+        improved = evaluation_is_due(run) and self._evaluate()
+        interrupted = evaluation_is_due(run)  # a signal ended it, and the resumed run repeats it
+        done = not interrupted and (progress.step >= run.total_steps or stops_early(run.recipe, progress))
+        # added up over all ranks, because all must save or stop after the same step
+        wishes = self._save_is_due(), self.stop.is_requested(), self.callbacks.has_ended
+        due, stopping, ended = map(bool, group.all_reduce_sum(*wishes))
+        if progress.step and (due or done or improved or stopping or ended):
+            run.engine.set_phase(f"step {progress.step}: saving")
+            folder = run.checkpoints.save(run.engine, progress)
+            self.saved_at = self.clock()
+            if folder is not None:
+                self.callbacks.call("on_checkpoint", folder)
+            ended = group.any(self.callbacks.has_ended)
+        if ended:
+            group.run_on_all(self.callbacks.raise_failure)
+        if ended and not done:
+            reason = group.run_on_rank_0(lambda: self.callbacks.stopped)
+            self.stopped = f"after step {progress.step} of {run.total_steps}: {reason}"
+        elif stopping and not done:
+            signal_name = next(filter(None, group.all_gather(self.stop.signal_name)))
+            saved = f"saved after step {progress.step}" if progress.step else "before the first step"
+            raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
+        return done or ended
+
+    def _save_is_due(self) -> bool:
+        """True after every so many steps, and by the clock of rank 0 once so many seconds have passed."""
+        settings = self.run.recipe.train
+        seconds = settings.save_every_seconds if self.run.engine.group.is_rank_0 else None
+        is_late = seconds is not None and self.clock() - self.saved_at >= seconds
+        return is_late or self.run.progress.step % settings.save_every_steps == 0
+
+    def _evaluate(self) -> bool:
+        """Write the held-out loss and measures of this step into the progress. True: save it, as the new best step.
+
+        Raises:
+            RunError: the loss is not finite.
+        """
+        run = self.run
+        progress = run.progress
+        stop = self.stop.is_requested
+        assert run.eval_batches is not None
+        run.engine.set_phase(f"step {progress.step}: held-out rows")
+        result = run.engine.evaluate(run.eval_batches.eval_micro_batches(), stop)
+        if result is None:
+            return False
+        if not math.isfinite(result.loss):
+            raise RunError(
+                f"step {progress.step}: the held-out loss is {result.loss}; look at the rows of data.eval, or lower"
+                " train.learning_rate. Checkpoints are kept"
+            )
+        measures: dict[str, float] = {}
+        if run.answers is not None and run.answers.are_due(progress.step, run.total_steps):
+            generated = run.answers.measure(run.engine, progress.step, stop)
+            if generated is None:
+                return False
+            measures = generated
+            result = replace(result, metrics={**result.metrics, **measures})
+        by_source = {name: report.loss for name, report in result.by_source.items()}
+        improved = progress.add_evaluation(result.loss, measures, run.recipe.evaluation.best, by_source)
+        self.report.evaluation(progress.step, result)
+        self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))
+        return improved
+
+
+def evaluation_is_due(run: Run) -> bool:
+    """True before the first step, every `eval_every_steps`, and after the last step. Once for each of these steps."""
+    step = run.progress.step
+    if run.eval_batches is None or run.progress.evaluated_step == step:
+        return False
+    return step % run.recipe.train.eval_every_steps == 0 or step >= run.total_steps
+
+
+def check_gradients(run: Run) -> None:
+    """Raise RunError, which names the tensors, unless every adapter tensor has had a gradient. Collective."""
+    names = run.engine.tensors_without_gradient()
+    if names:
+        raise RunError(
+            f"{len(names)} adapter tensors have had no gradient after {run.progress.step} steps, so they cannot learn:"
+            f" {', '.join(names[:4])}. Leave their layers out with adapter.exclude"
+        )
+
+
+def explain_non_finite(run: Run, problem: NonFiniteStep) -> str:
+    """Return the error message of a step that is not finite: where, which rows, and what to do."""
+    named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
+    more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
+    newest = run.checkpoints.newest()
+    checkpoint = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
+    return (
+        f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g});"
+        " nothing was updated.\n"
+        f"  Rows in it: {named}{more}.\n  {checkpoint}. Look at these rows, or lower train.learning_rate"
+    )
