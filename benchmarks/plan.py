@@ -151,7 +151,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     positions = torch.arange(128).repeat(2)[None]
     ids = torch.ones_like(positions)
-    token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), 256, 256)).losses.sum().backward()
+    token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), 256, (256,))).losses.sum().backward()
     optimizer.step()
     # as a run of many steps: more shapes of products than the matrix library stores kernels of
     weight = torch.ones(64, 64, dtype=MODEL_DTYPES[dtype])

@@ -30,21 +30,34 @@ class Batch:
     """index of each row in its data set"""
     num_tokens: int
     """tokens of all rows, without padding"""
-    num_label_tokens: int
+    row_labels: tuple[int, ...]
+    """label tokens of each row; of a part of a line, those in the part"""
     row_lengths: tuple[int, ...] = ()
     """packed: tokens of each row, in the order of the line; padded: empty"""
-    label_weights: Tensor | None = None
-    """(labels,) float32: weight of each label's loss, in the order of the flattened ``labels``; None: all are 1"""
+    row_weights: Tensor | None = None
+    """(rows,) float32: weight of each row's loss; None: all are 1"""
+    reference: Tensor | None = None
+    """(rows,) float32: a number of each row that the objective reads beside its scores, such as `Engine.score` of the
+    run's start; None without one"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
+    label_weights: Tensor | None = None
+    """(labels,) float32: weight of each label's row; None: all are 1. None before ``to``"""
     source: str | None = None
     """name of its rows' source, where held-out losses are by source"""
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
 
+    @property
+    def num_label_tokens(self) -> int:
+        """Label tokens of all rows."""
+        return sum(self.row_labels)
+
     def sum_of_weights(self) -> float:
         """Return the sum of all labels' weights. Call it on the host, before ``to``."""
-        return self.num_label_tokens if self.label_weights is None else float(self.label_weights.double().sum())
+        if self.row_weights is None:
+            return self.num_label_tokens
+        return float(self.row_weights.double() @ torch.tensor(self.row_labels, dtype=torch.float64))
 
     def rows_of_tokens(self) -> Tensor:
         """Return the place in `row_indices` of each token's row, (lines * width,) int64."""
@@ -62,14 +75,16 @@ class Batch:
 
     def part(self, start: int, stop: int) -> "Batch":
         """Return the tokens of a packed line from ``start`` to ``stop``, with their labels and counts."""
-        labels = self.labels[:, start:stop]
-        before, count = (int((part != IGNORE_INDEX).sum()) for part in (self.labels[:, :start], labels))
-        return replace(
-            self, input_ids=self.input_ids[:, start:stop], labels=labels,
-            position_ids=self.position_ids[:, start:stop], start=start,
-            num_tokens=min(stop, self.num_tokens) - min(start, self.num_tokens), num_label_tokens=count,
-            label_weights=None if self.label_weights is None else self.label_weights[before : before + count],
-        )  # fmt: skip
+        part = replace(
+            self,
+            input_ids=self.input_ids[:, start:stop],
+            labels=self.labels[:, start:stop],
+            position_ids=self.position_ids[:, start:stop],
+            start=start,
+            num_tokens=min(stop, self.num_tokens) - min(start, self.num_tokens),
+        )
+        rows = part.rows_of_tokens()[part.labels.flatten() != IGNORE_INDEX]
+        return replace(part, row_labels=tuple(torch.bincount(rows, minlength=len(self.row_labels)).tolist()))
 
     def with_tokens(self, number: int) -> "Batch":
         """Return a packed line with at least so many tokens; those that it lacks become a row without labels."""
@@ -85,15 +100,19 @@ class Batch:
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the same micro-batch on a device, with ``label_positions``."""
+        """Return the same micro-batch on a device, with ``label_positions`` and ``label_weights``."""
         # on the host, because nonzero on a GPU waits for the device to know the size of its result
         positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
+        weights = self.row_weights
+        if weights is not None:
+            weights = weights.repeat_interleave(torch.tensor(self.row_labels))
         tensors = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in (
                 ("input_ids", self.input_ids), ("labels", self.labels),
                 ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
-                ("label_positions", positions), ("label_weights", self.label_weights),
+                ("label_positions", positions), ("label_weights", weights),
+                ("row_weights", self.row_weights), ("reference", self.reference),
             )
         }  # fmt: skip
         return replace(self, **tensors)  # type: ignore[arg-type]

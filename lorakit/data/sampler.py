@@ -7,6 +7,7 @@ with the same rows as an uninterrupted one. Packing changes the layout of a step
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.dataset import TokenDataset
+from lorakit.errors import DataError
+
+NOT_ONE_TO_ONE: Final = ("bad", "dropped_long", "zero_weight", "split", "joined", "shared", "eval_rows")
+"""counts of rows by which the rows of a run are others than those of its files"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,29 @@ class BatchSampler:
     seed: int
     rank: int = 0
     num_ranks: int = 1
+    group_size: int = 1
+    """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
+    reference: Tensor | None = field(default=None, repr=False, compare=False)
+    """(rows of the data set,) float32, see `Batch.reference`"""
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
+
+    def __post_init__(self) -> None:
+        """Raise DataError unless every group of rows is complete, and fits into steps and micro-batches."""
+        if self.group_size == 1:
+            return
+        for key in ("batch_size", "micro_batch_size"):
+            if getattr(self, key) % self.group_size:
+                raise DataError(
+                    f"train.{key}: the objective reads rows in groups of {self.group_size}, got {getattr(self, key)}"
+                )
+        # because a row that is left out would shift all later groups, without an error
+        is_shifted = any(getattr(self.rows.counts, name) for name in NOT_ONE_TO_ONE)
+        if is_shifted or any(len(part.table) % self.group_size or part.passes != 1 for part in self.rows.parts):
+            raise DataError(
+                f"data: the objective reads rows in groups of {self.group_size}, so each source has a multiple of as"
+                " many, all of which are rows of the run: none left out, cut, joined or held out, no weights of sources"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,8 +77,8 @@ class BatchSampler:
     def eval_batches(self) -> list[list[int]]:
         """Return the indices of all rows, in micro-batches of one source and of similar length, for evaluation."""
         lengths, size = self.rows.lengths, self.micro_batch_size
-        parts = [self.rows.rows_of_part(index) for index in range(len(self.rows.parts))]
-        orders = [rows[np.argsort(lengths[rows], kind="stable")] for rows in parts]
+        parts = [self._groups(self.rows.rows_of_part(index)) for index in range(len(self.rows.parts))]
+        orders = [groups[np.argsort(lengths[groups].max(1), kind="stable")].ravel() for groups in parts]
         return [order[i : i + size].tolist() for order in orders for i in range(0, len(order), size)]
 
     def micro_batches(self, row_indices: list[int]) -> list[Batch]:
@@ -66,17 +92,20 @@ class BatchSampler:
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batches.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
-        return batches
+        if self.reference is None:
+            return batches
+        return [replace(batch, reference=self.reference[list(batch.row_indices)]) for batch in batches]
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:
         """Cut a step's rows into micro-batches of at most ``micro_batch_size`` rows, over all ranks.
 
         Without packing, rows of similar length share a micro-batch, so that less is padded.
         """
-        size = min(self.micro_batch_size, math.ceil(len(row_indices) / self.num_ranks))
+        groups = self._groups(np.asarray(row_indices))
+        size = min(self.micro_batch_size // self.group_size, math.ceil(len(groups) / self.num_ranks))
         if not self.packing:
-            row_indices = sorted(row_indices, key=lambda row: int(self.rows.lengths[row]))
-        return [row_indices[i : i + size] for i in range(0, len(row_indices), size)]
+            groups = groups[np.argsort(self.rows.lengths[groups].max(1), kind="stable")]
+        return [groups[i : i + size].ravel().tolist() for i in range(0, len(groups), size)]
 
     def eval_micro_batches(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches of all rows, each with the name of its rows' source."""
@@ -86,8 +115,12 @@ class BatchSampler:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the rows of an epoch in their order, which depends on seed and epoch alone."""
-        rows = self.rows.rows_of_epoch(self.seed, epoch)
-        return rows[np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(rows))]
+        groups = self._groups(self.rows.rows_of_epoch(self.seed, epoch))
+        return groups[np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(groups))].ravel()
+
+    def _groups(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows by groups, (groups, rows of a group)."""
+        return rows.reshape(-1, self.group_size)
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:
@@ -102,19 +135,24 @@ def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Bat
     else:
         input_ids, all_labels, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
         attention_mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
-    num_labels = [int((label != IGNORE_INDEX).sum()) for label in labels]
-    weights = None if rows.weights is None else np.repeat(rows.weights[row_indices], num_labels)
     lengths = tuple(map(len, ids))
     return Batch(
-        input_ids, all_labels, position_ids, attention_mask, tuple(row_indices), sum(lengths), sum(num_labels),
-        lengths if packing else (), None if weights is None else torch.from_numpy(weights),
-    )  # fmt: skip
+        input_ids,
+        all_labels,
+        position_ids,
+        attention_mask,
+        row_indices=tuple(row_indices),
+        num_tokens=sum(lengths),
+        row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
+        row_lengths=lengths if packing else (),
+        row_weights=None if rows.weights is None else torch.from_numpy(rows.weights[row_indices]),
+    )
 
 
 def without_labels(batch: Batch) -> Batch:
     """Return the same tensors without labels, rows and counts: work for a rank that has no rows left."""
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
-    return replace(batch, labels=labels, row_indices=(), num_tokens=0, num_label_tokens=0, label_weights=None)
+    return replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None)
 
 
 def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:

@@ -4,36 +4,65 @@
 
 So a step's update does not depend on how its rows are cut into micro-batches or spread over ranks. A mean of the
 micro-batches' means would: rows have different numbers of label tokens.
+
+Ranks that share a line have some label tokens of each row. There, sums over label tokens add up, and no other function
+does: an objective whose terms are others reads the scores of full rows instead (`per="row"`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
 from lorakit.data.batch import Batch
+from lorakit.errors import RunError
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model says of the label tokens of one micro-batch."""
+    """Losses and hits of the label tokens of one micro-batch, or the sums of each of its rows."""
 
     losses: Tensor
-    """(labels,) float32: -log p of each label token, with gradient"""
+    """(labels,) float32: -log p of each label token, with gradient; or (rows,)"""
     hits: Tensor
-    """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient"""
+    """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)"""
     weights: Tensor | None = None
-    """(labels,) float32: weight of each label's row; None: all are 1"""
+    """(labels,) float32: weight of each label's row; None: all are 1; or (rows,)"""
+    reference: Tensor | None = None
+    """(rows,) float32: `Batch.reference`"""
 
     def weighted_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values (labels,), each times the weight of its label's row."""
+        """Return the sum of values (labels,), each times the weight of its label's row; or (rows,)."""
         return values.sum() if self.weights is None else (values * self.weights).sum()
+
+
+def sums_of_rows(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sum of each row's values, (rows,), of values of a micro-batch's label tokens, (labels,).
+
+    A row's labels are neighbours. The sums are the same in every run, where adding at indices on a GPU is in any order.
+    """
+    parts = values.split(batch.row_labels)
+    return torch.stack([part.sum() for part in parts]) if parts else values  # a rank without rows has no labels
+
+
+def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tensor]) -> Scores:
+    """Return the scores of full rows, given those of the label tokens here.
+
+    add_up: adds up the sums of ranks that have other tokens of the rows; the gradient of each is the sum's.
+    """
+    losses, hits = add_up(torch.stack([sums_of_rows(values, batch) for values in (scores.losses, scores.hits)]))
+    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective. A new one is one row in OBJECTIVES; the law of the step holds for every row."""
+    """One objective. A new one is one row in OBJECTIVES; the law of the step holds for every row.
+
+    Raises:
+        RunError: a value of `per` or `group_size` that there is not.
+    """
 
     counts: Callable[[Batch], tuple[float, ...]]
     """micro-batch -> what it adds to each normaliser; read on the host, before forward"""
@@ -41,12 +70,24 @@ class Objective:
     """scores -> one numerator for each normaliser, scalars with gradient"""
     metrics: Mapping[str, Callable[[Scores, Batch], tuple[Tensor, float]]]
     """name -> (scores, micro-batch) -> (sum, count); reported is the sum of sums / the sum of counts"""
+    per: Literal["token", "row"] | None = None
+    """the scores that terms and metrics read. token: of label tokens, and each of them is a sum over label tokens. row:
+    of rows, and they are any functions. None: of label tokens, and processes cannot share lines"""
+    group_size: int = 1
+    """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
+
+    def __post_init__(self) -> None:
+        if self.per not in ("token", "row", None):
+            raise RunError(f'objective: per is "token" or "row", got {self.per!r}')
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise RunError(f"objective: group_size is a number of rows, got {self.group_size!r}")
 
 
 SFT: Final = Objective(
     counts=lambda batch: (batch.sum_of_weights(),),
     terms=lambda scores: (scores.weighted_sum(scores.losses),),
     metrics={"accuracy": lambda scores, batch: (scores.weighted_sum(scores.hits), batch.sum_of_weights())},
+    per="token",
 )
 """The mean cross-entropy of the label tokens, each counted as often as its row's weight says."""
 

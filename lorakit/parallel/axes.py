@@ -97,6 +97,12 @@ class Axes:
             batch = axis.slice(batch)
         return batch
 
+    def add_up(self, parts: Tensor) -> Tensor:
+        """Return the sum of sums over this rank's tokens and those of ranks with other tokens of the same rows."""
+        for axis in self.by_name.values():
+            parts = axis.add_up(parts)
+        return parts
+
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """Compute every token of a call of the model's own forward on each rank, inside the block."""

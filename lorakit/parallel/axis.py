@@ -54,6 +54,10 @@ class Axis(ABC):
         """Return what this rank computes of a micro-batch."""
         return batch
 
+    def add_up(self, parts: Tensor) -> Tensor:
+        """Return the sum of the ranks' sums over their tokens; the gradient of each is the sum's. Collective."""
+        return parts
+
     def before_backward(self, shape: tuple[int, ...]) -> None:  # noqa: B027 # most axes need no preparation
         """Prepare the backward of a micro-batch of this shape, (lines, tokens); other forwards may have come since."""
 

@@ -28,6 +28,7 @@ from lorakit.files.progress import report_progress
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import Scores, scores_of_rows, sums_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.accounting import Collectives
 from lorakit.parallel.adapter_state import (
@@ -230,15 +231,21 @@ class Engine(ABC):
         tokens = self.axes.slice(batch)
         self._num_tokens += tokens.input_ids.numel()
         keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
+        tokens = tokens.to(self.device)
         loss = None
         with use_token_keys(keys), self.micro_batch(is_last):
-            forward = self._stage_steps.forward(tokens.to(self.device))
+            forward = self._stage_steps.forward(tokens)
             if forward.scores is not None:
-                terms = loss_terms(self._objective, forward.scores, batch)
+                scores = self._objective_scores(forward.scores, tokens)
+                terms = loss_terms(self._objective, scores, batch)
                 shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                 loss = reduce(torch.add, shares) * self.adapter.scale.value
-                sums.add(forward.scores, terms, batch)
+                sums.add(scores, terms, batch)
         return UnderWay(keys, forward, loss)
+
+    def _objective_scores(self, scores: Scores, tokens: Batch) -> Scores:
+        """Return the scores that the objective reads. tokens: of a micro-batch, those of this rank."""
+        return scores_of_rows(scores, tokens, self.axes.add_up) if self._objective.per == "row" else scores
 
     def _backward(self, micro_batch: UnderWay, is_last: bool) -> None:
         with use_token_keys(micro_batch.keys), self.micro_batch(is_last):
@@ -258,6 +265,50 @@ class Engine(ABC):
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
         sums = LossAccumulator(self._objective)
         by_source: dict[str, LossAccumulator] = {}
+
+        def add(batch: Batch, tokens: Batch, scores: Scores | None) -> None:
+            accumulators = [sums]
+            if batch.source is not None:  # on every stage, because reducing is collective
+                accumulators.append(by_source.setdefault(batch.source, LossAccumulator(self._objective)))
+            if scores is not None:
+                scores = self._objective_scores(scores, tokens)
+                terms = loss_terms(self._objective, scores, batch)
+                for accumulator in accumulators:
+                    accumulator.add(scores, terms, batch)
+
+        if not self._score_each(micro_batches, stop, add):
+            return None
+        reports = {source: LossReport(*each.reduce(self.mesh)) for source, each in by_source.items()}
+        return LossReport(*sums.reduce(self.mesh), reports)
+
+    def score(self, micro_batches: Iterable[Batch]) -> Tensor:
+        """Return the sum of each row's losses, (rows,) float32 on the CPU, the same on every rank. Collective.
+
+        The losses are -log p of the label tokens, in evaluation mode. micro_batches: of this rank, as `BatchSampler`
+        deals them. The rows are in the order before dealing: those of the first micro-batch of each rank, then on.
+        """
+        sums: list[Tensor] = []
+
+        def add(batch: Batch, tokens: Batch, scores: Scores | None) -> None:
+            if scores is not None:
+                sums.append(self.axes.add_up(sums_of_rows(scores.losses, tokens)))
+
+        self._score_each(micro_batches, lambda: False, add)
+        # one transfer from the device, because each waits for it
+        host = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()
+        of_ranks = self.mesh.data.all_gather(self.mesh.pipeline.all_gather([*host])[-1])
+        return torch.cat([each for dealt in zip(*of_ranks, strict=True) for each in dealt])
+
+    def _score_each(
+        self,
+        micro_batches: Iterable[Batch],
+        stop: Callable[[], bool],
+        add: Callable[[Batch, Batch, Scores | None], None],
+    ) -> bool:
+        """Run the forward of each micro-batch in evaluation mode. False once `stop` is True on any rank.
+
+        add: called with each micro-batch, this rank's part of it, and the part's scores, which the last stage has.
+        """
         self._wrapped.eval()
         try:
             with torch.no_grad():
@@ -267,22 +318,16 @@ class Engine(ABC):
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as can be under way, because all wait here for the last stage
                     if number % self.axes.num_ahead == 0 and self.group.any(stop()):
-                        return None
-                    forward = self._stage_steps.forward(self.axes.slice(batch).to(self.device))
+                        return False
+                    tokens = self.axes.slice(batch).to(self.device)
+                    forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
-                    accumulators = [sums]
-                    if batch.source is not None:  # on every stage, because reducing is collective
-                        accumulators.append(by_source.setdefault(batch.source, LossAccumulator(self._objective)))
-                    if forward.scores is not None:
-                        terms = loss_terms(self._objective, forward.scores, batch)
-                        for accumulator in accumulators:
-                            accumulator.add(forward.scores, terms, batch)
+                    add(batch, tokens, forward.scores)
                 sent.wait()
         finally:
             self._wrapped.train()
-        reports = {source: LossReport(*each.reduce(self.mesh)) for source, each in by_source.items()}
-        return LossReport(*sums.reduce(self.mesh), reports)
+        return True
 
     def decoding(self) -> AbstractContextManager[None]:
         """Return a context in which the model's own forward computes every token of its input.

@@ -91,7 +91,8 @@ class LossAccumulator:
         totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()
         counts = [sum(column) for column in zip(*self._counts, strict=True)]
         summed = mesh.replicas.all_reduce_sum(*totals, *counts)
-        copies = mesh.sequence.size  # ranks that share the tokens of a micro-batch count all of it
+        # ranks that share the tokens of a micro-batch count all of it, and all have the scores of full rows
+        copies = 1 if self.objective.per == "row" else mesh.sequence.size
         means = [
             total / (count / copies) if count else math.nan
             for total, count in zip(summed[: len(totals)], summed[len(totals) :], strict=True)

@@ -200,7 +200,7 @@ def _meta_batch(batch: MicroBatch) -> Batch:
     labels = torch.full_like(ids, IGNORE_INDEX)
     mask = None if batch.packed else torch.ones_like(ids)
     positions = torch.zeros_like(ids)
-    return Batch(ids, labels, positions, mask, (0,), batch.num_tokens, batch.num_labels, batch.row_lengths)
+    return Batch(ids, labels, positions, mask, (0,), batch.num_tokens, (batch.num_labels,), batch.row_lengths)
 
 
 @contextmanager

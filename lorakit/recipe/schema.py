@@ -225,9 +225,14 @@ class TrainSection(Section):
         return self
 
 
-class ObjectiveSection(Section):
+class SftSection(Section):
     name: Literal["sft"] = "sft"
     """What is minimised. `sft`: the mean cross-entropy of the label tokens."""
+
+
+ObjectiveSection = SftSection
+"""A section for each objective, with its own keys: with a second one a union, whose discriminator is `name`. There is
+none yet, because pydantic requires a discriminator's key to be written, and `{}` means sft today."""
 
 
 class Recipe(Section):

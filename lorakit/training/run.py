@@ -218,8 +218,8 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         loss_model=LossModel(model, objective, label_smoothing=recipe.train.label_smoothing),
         adapter=adapter,
         fused=fused,
-        batches=_batches(recipe, rows, engine.mesh.data),
-        eval_batches=_batches(recipe, eval_rows, engine.mesh.data) if eval_rows else None,
+        batches=_batches(recipe, rows, engine.mesh.data, objective.group_size),
+        eval_batches=_batches(recipe, eval_rows, engine.mesh.data, objective.group_size) if eval_rows else None,
         base_fingerprint=identity,
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints, patches),
@@ -274,12 +274,19 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     return identity if quantization is None else identity | {"quantized": quantization}
 
 
-def _batches(recipe: Recipe, rows: TokenDataset, data: Group) -> BatchSampler:
+def _batches(recipe: Recipe, rows: TokenDataset, data: Group, group_size: int) -> BatchSampler:
     """Return the sampler of this rank's rows. data: the ranks with other rows."""
     settings = recipe.train
     micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
     return BatchSampler(
-        rows, settings.batch_size, micro_batch_size, recipe.data.packing, settings.seed, data.rank, data.size
+        rows,
+        settings.batch_size,
+        micro_batch_size,
+        recipe.data.packing,
+        settings.seed,
+        data.rank,
+        data.size,
+        group_size,
     )
 
 

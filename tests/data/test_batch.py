@@ -12,10 +12,10 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 def line(lengths: list[int], *, weighted: bool) -> Batch:
     ids = torch.arange(sum(lengths))[None] + 7
     labels = torch.where(ids % 3 == 0, IGNORE_INDEX, ids)
-    num_labels = int((labels != IGNORE_INDEX).sum())
-    weights = torch.arange(num_labels).float() if weighted else None
+    row_labels = tuple(int((row != IGNORE_INDEX).sum()) for row in labels[0].split(lengths))
+    weights = torch.arange(len(lengths)).float() if weighted else None
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return Batch(ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), num_labels, tuple(lengths), weights)  # fmt: skip
+    return Batch(ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), row_labels, tuple(lengths), weights)  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(0, 36), max_size=3), st.booleans())
@@ -28,12 +28,14 @@ def test_parts_are_together_the_line(lengths: list[int], cuts: list[int], weight
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts], 1), getattr(whole, name))
     assert torch.equal(torch.cat([part.rows_of_tokens() for part in parts]), whole.rows_of_tokens())
+    assert [sum(counts) for counts in zip(*(part.row_labels for part in parts), strict=True)] == [*whole.row_labels]
     assert [sum(part.num_tokens for part in parts), sum(part.num_label_tokens for part in parts)] == [
         whole.num_tokens, whole.num_label_tokens,
     ]  # fmt: skip
     if weighted:
-        weights = [part.label_weights for part in parts if part.label_weights is not None]
-        assert torch.equal(torch.cat(weights), whole.label_weights)  # type: ignore[arg-type]
+        cpu = torch.device("cpu")
+        weights = [part.to(cpu).label_weights for part in parts]
+        assert torch.equal(torch.cat(weights), whole.to(cpu).label_weights)  # type: ignore[arg-type]
 
 
 def test_a_line_gets_the_tokens_that_it_lacks_as_a_row_without_labels() -> None:

@@ -470,6 +470,35 @@ def test_the_rows_of_a_step_are_the_same_packed_and_padded(rows: Path, tokenizer
     assert rows_of_steps(packing=True) == rows_of_steps(packing=False)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rows_of_a_group_stay_together_in_their_order(
+    rows: Path, tokenizer: Any, packing: bool, num_ranks: int
+) -> None:
+    ranks = [
+        prepared_batches(rows, tokenizer, packing=packing, group_size=2, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    steps = [batch.row_indices for step in range(7) for rank in ranks for batch in rank.step(step)]
+    held_out = [batch.row_indices for rank in ranks for batch in rank.eval_micro_batches()]
+
+    for batches in (steps, held_out):
+        pairs = [batch[i : i + 2] for batch in batches for i in range(0, len(batch), 2)]
+        assert sorted(pairs) == [(i, i + 1) for i in range(0, 40, 2)]
+        assert max(map(len, batches)) <= 4
+
+
+def test_groups_that_are_not_complete_are_refused(rows: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="train.micro_batch_size: .* rows in groups of 3, got 4"):
+        prepared_batches(rows, tokenizer, group_size=3)
+    with pytest.raises(DataError, match="in groups of 16, so each source has a multiple of as many"):
+        prepared_batches(rows, tokenizer, group_size=16, batch_size=16, micro_batch_size=16)
+    dropped = tokenize_rows(str(rows), "train", tokenizer, SETTINGS)
+    dropped.counts.bad = 2
+    with pytest.raises(DataError, match="none left out, cut, joined or held out"):
+        BatchSampler(dropped, 6, 4, True, 0, group_size=2)
+
+
 def test_labels_are_the_next_tokens_and_never_cross_into_another_row(rows: Path, tokenizer: Any) -> None:
     batches = prepared_batches(rows, tokenizer)
     for row in (0, 7):

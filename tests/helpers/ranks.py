@@ -12,11 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
@@ -31,7 +33,7 @@ from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives import objective
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.objectives.objective import Objective
+from lorakit.objectives.objective import Objective, Scores
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
@@ -57,8 +59,30 @@ OBJECTIVES = {
             "accuracy": lambda scores, batch: (scores.hits.sum(), float(batch.num_label_tokens)),
             "loss_per_row": lambda scores, batch: (scores.losses.detach().sum(), float(len(batch.row_indices))),
         },
+        per="token",
+    ),
+    # as dpo: of two rows the first is the better one, compared with the start of the run
+    "pairs": Objective(
+        counts=lambda batch: (len(batch.row_indices) / 2,),
+        terms=lambda scores: (-F.logsigmoid(0.05 * margins(scores)).sum(),),
+        metrics={
+            "accuracy": lambda scores, batch: (scores.hits.sum(), float(batch.num_label_tokens)),
+            "larger": lambda scores, batch: (
+                scores.losses.detach().view(-1, 2).amax(1).sum(),
+                len(batch.row_indices) / 2,
+            ),
+        },
+        per="row",
+        group_size=2,
     ),
 }
+
+
+def margins(scores: Scores) -> torch.Tensor:
+    """The rise of log p of each pair's first row above that of its second."""
+    assert scores.reference is not None
+    rises = (scores.reference - scores.losses).view(-1, 2)
+    return rises[:, 0] - rises[:, 1]
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -152,8 +176,16 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
-        engine.mesh.data.rank, engine.mesh.data.size,
+        engine.mesh.data.rank, engine.mesh.data.size, OBJECTIVES[case.get("objective", "sft")].group_size,
     )  # fmt: skip
+
+
+def row_scores(engine: Engine, batches: BatchSampler) -> torch.Tensor:
+    """The score of each row of the data set."""
+    rows = [row for part in batches.cut(list(range(len(batches.rows)))) for row in part]
+    scores = torch.empty(len(rows))
+    scores[rows] = engine.score(batches.micro_batches(list(range(len(rows)))))
+    return scores
 
 
 def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
@@ -174,6 +206,8 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
+    reference = row_scores(engine, batches) if case.get("objective") == "pairs" else None
+    batches = replace(batches, reference=reference)
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])
@@ -191,7 +225,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
         "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
-        "untrained": untrained,
+        "untrained": untrained, "reference": reference,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather(engine.layout()),
         "scale": engine.adapter.scale.value,

@@ -34,7 +34,9 @@ def a_batch(lines: int = 2, width: int = 11) -> Batch:
     labels = ids.roll(-1, 1)
     labels[:, ::3] = IGNORE_INDEX
     positions = torch.arange(width).repeat(lines, 1)
-    return Batch(ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), int((labels != IGNORE_INDEX).sum()))
+    return Batch(
+        ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), (int((labels != IGNORE_INDEX).sum()),)
+    )
 
 
 def plain(model: nn.Module, batch: Batch) -> torch.Tensor:

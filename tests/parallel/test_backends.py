@@ -27,8 +27,11 @@ OFFLOADED_ACTIVATIONS: Case = {
 FIRST_HALF: Case = {"name": "first-half", "steps": STEPS // 2}
 SGD: Case = {"name": "sgd", "optimizer": "sgd"}
 SGD_FIRST_HALF: Case = SGD | {"name": "sgd-first-half", "steps": STEPS // 2}
+PAIRS: Case = {
+    "name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "packing": False, "objective": "pairs",
+}  # fmt: skip
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
-ALONE = [*EVERYWHERE, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
+ALONE = [*EVERYWHERE, PAIRS, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [*((backend, 1) for backend in BACKENDS), *((backend, 4) for backend in BACKENDS)]
 """Backends and numbers of processes whose code two processes share: left to `make matrix`."""
@@ -79,7 +82,7 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
     cases = [case | {"parallel": plain} for case in EVERYWHERE]
     if processes == 2:
         resumed = {"name": "resumed", "resume": str(folder / "half.pt")}
-        cases += [case | {"parallel": plain} for case in (HALF, FLOAT16, OFFLOADED_ACTIVATIONS, PLAIN | resumed)]
+        cases += [case | {"parallel": plain} for case in (PAIRS, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, PLAIN | resumed)]
         if backend != "ddp":
             cases.append(ACCUMULATED | {"name": "offloaded", "parallel": plain | {"offload": "cpu"}})
         if backend == "fsdp2":
@@ -113,6 +116,14 @@ def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: fl
 def test_backends_agree(results: Results, backend: str, processes: int) -> None:
     for case in [PLAIN] if processes == 1 else EVERYWHERE:
         assert_same(results(backend, processes)[case["name"]], results("single", 1)[case["name"]])
+
+
+@every_backend
+def test_backends_agree_on_pairs_of_rows(results: Results, backend: str) -> None:
+    alone, result = results("single", 1)["pairs"], results(backend, 2)["pairs"]
+
+    assert_same(result, alone)
+    assert torch.allclose(result["reference"], alone["reference"], rtol=1e-5)
 
 
 @every_backend

@@ -17,20 +17,21 @@ pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
 PLAIN: Case = {"name": "plain", "steps": 3, "micro_batch_size": 2}
 CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
+PAIRS: Case = {"name": "pairs", "steps": 2, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
 PADDED: Case = {"name": "padded", "steps": 2, "micro_batch_size": 2, "packing": False, "objective": "two terms"}
 TIED: Case = {"name": "tied", "steps": 2, "micro_batch_size": 3, "base": "tied"}
 LATE: Case = {"name": "late", "steps": 2, "micro_batch_size": 2, "adapter": {"layers": [2]}}
 QUANTIZED: Case = {"name": "quantized", "steps": 2, "micro_batch_size": 2, "quantize": "nf4"}
 HALF: Case = {"name": "half", "steps": 2, "micro_batch_size": 2, "dtype": "float16", "loss_scale": 2.0**40}
 BROKEN: Case = {"name": "broken", "broken": True}
-ALONE = [PLAIN, CUT, PADDED, TIED, LATE, QUANTIZED, HALF]
+ALONE = [PLAIN, CUT, PAIRS, PADDED, TIED, LATE, QUANTIZED, HALF]
 SHARED: dict[tuple[str, int, int, int], list[Case]] = {
     ("ddp", 2, 2, 1): [*ALONE, BROKEN],
     ("fsdp2", 2, 2, 1): [PLAIN, CUT, TIED, LATE, QUANTIZED],
     ("ddp", 4, 2, 1): [PADDED, LATE],
     ("fsdp2", 4, 2, 1): [CUT, TIED],
     ("ddp", 3, 3, 1): [PLAIN, LATE],
-    ("ddp", 4, 2, 2): [PLAIN],
+    ("ddp", 4, 2, 2): [PLAIN, PAIRS],
     ("fsdp2", 8, 2, 2): [CUT],
 }
 """(backend, processes, stages, processes that share a line) -> cases"""

@@ -1,6 +1,7 @@
 """Ranks that share the tokens of a line take the steps of one process, with every backend."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ ONE_ROW: Case = {"name": "one-row", "steps": 2, "micro_batch_size": 1, "batch_si
 WINDOW: Case = {"name": "window", "steps": 2, "base": "window"}
 NF4: Case = {"name": "nf4", "steps": 2, "micro_batch_size": 3, "quantize": "nf4"}
 INT8: Case = CUT | {"name": "int8", "steps": 2, "quantize": "int8"}
-ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8]
+PAIRS: Case = {"name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS]
 SHARED: dict[tuple[str, int, int], list[Case]] = {
-    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4],
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS],
     ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
-    ("ddp", 4, 2): [CUT, ONE_ROW],
+    ("ddp", 4, 2): [CUT, ONE_ROW, PAIRS],  # of three pairs, a rank with other rows has none in its second micro-batch
     ("zero2", 2, 2): [CUT, NF4],
     ("zero3", 2, 2): [CUT, NF4],
-    ("fsdp2", 2, 2): [PLAIN, CUT, NF4],
+    ("fsdp2", 2, 2): [PLAIN, CUT, NF4, PAIRS],
     ("fsdp2", 4, 2): [CUT, INT8],
 }
 """(backend, processes, those that share a line) -> cases"""
@@ -72,6 +74,17 @@ def test_ranks_that_share_lines_take_the_steps_of_one_process(
 
     for case in SHARED[backend, processes, sequence]:
         assert_same(shared[case["name"]], alone[case["name"]])
+
+
+@pytest.mark.xdist_group("sequence")
+def test_ranks_that_share_lines_score_rows_as_one_process_does(results: Results) -> None:
+    """Each has some label tokens of a row, and no function of those alone is the one of the row."""
+    alone = results("single", 1, 1)["pairs"]
+    assert alone["losses"][0] == pytest.approx(math.log(2))  # the reference is the start
+    assert alone["eval"] < 0.9 * alone["losses"][0]
+    for backend, processes in (("ddp", 2), ("ddp", 4), ("fsdp2", 2)):
+        shared = results(backend, processes, 2)["pairs"]
+        assert torch.allclose(shared["reference"], alone["reference"], rtol=1e-5)
 
 
 @pytest.mark.xdist_group("sequence")

@@ -73,7 +73,7 @@ def test_forward_saves_the_bytes_that_a_real_forward_saves(architecture: str, is
     ids = torch.ones(lines, width, dtype=torch.long)
     mask = None if is_packed else torch.ones_like(ids).index_fill(1, torch.tensor([width - 1]), 0)
     rows = (width - 20, 20) if is_packed else ()
-    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, lines * width, rows)
+    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, (lines * width,), rows)
     model = adapted(of(tmp_path), AdapterSection(rank=4), tmp_path, torch.float32)
 
     form = MicroBatch(lines, width, lines * width, packed=is_packed, masked=True, row_lengths=rows)
@@ -151,7 +151,7 @@ def test_a_base_with_its_adapter_has_and_saves_the_bytes_of_a_real_one(name: str
     assert planned.shapes.adapter_bytes == sum(tensor.nbytes for tensor in trainable.values())
     assert planned.shapes.fixed_bytes == sum(tensor.nbytes for tensor in fixed_tensors(model).values())
     ids = torch.arange(width)[None] % 60
-    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, width, (width,))
+    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, (width,), (width,))
     assert planned.count(packed(width)).saved == pytest.approx(saved_for_backward(model, batch), rel=0.10)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import lorakit
+from lorakit.data.batch import Batch
 from lorakit.errors import LorakitError, RecipeError, RunError
-from lorakit.objectives.objective import SFT
+from lorakit.objectives.objective import SFT, Scores
 from lorakit.patch import read_patch
 from lorakit.run.record import RECORD
 from tests.helpers.rows import write_uneven_rows
@@ -199,6 +201,32 @@ def test_an_objective_of_ones_own_is_minimised_recorded_and_needed_to_go_on(
 def test_an_objective_whose_terms_cannot_be_minimised_is_refused(recipe: Recipe, terms: Any, problem: str) -> None:
     with pytest.raises(RunError, match=re.escape(f"objective: {problem}")):
         lorakit.train(write(recipe), objective=lorakit.Objective(SFT.counts, terms, {}))
+
+
+def test_an_objective_of_pairs_reads_the_sums_of_rows(recipe: Recipe) -> None:
+    """The first answer of each two rows is to become likelier than the second."""
+    seen: list[tuple[int, ...]] = []
+
+    def ranked(scores: Scores) -> tuple[torch.Tensor]:
+        margins = scores.losses.view(-1, 2).diff(dim=1)
+        return (F.softplus(-0.1 * margins).sum(),)
+
+    def pairs(batch: Batch) -> tuple[float]:
+        seen.append(batch.row_indices)
+        return (len(batch.row_indices) / 2,)
+
+    objective = lorakit.Objective(pairs, ranked, {}, per="row", group_size=2)
+    content = write(recipe, train={"batch_size": 4, "micro_batch_size": 2, "steps": 6})
+    result = lorakit.train(content, objective=objective)
+
+    assert all(first % 2 == 0 and second == first + 1 for first, second in seen)
+    assert result.evaluations[-1]["eval_loss"] < result.evaluations[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("wrong", [{"per": "rows"}, {"group_size": 0}])
+def test_an_objective_with_a_wrong_declaration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match=f"objective: {next(iter(wrong))} is"):
+        lorakit.Objective(SFT.counts, SFT.terms, {}, **wrong)
 
 
 def test_a_callback_may_switch_the_model_to_evaluation(recipe: Recipe, tmp_path: Path) -> None:

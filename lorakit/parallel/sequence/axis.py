@@ -38,6 +38,12 @@ class SequenceAxis(Axis):
         check_sequence_fits(model, self.group.size)
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
+        if loss_model.objective.per is None:
+            raise RunError(
+                "parallel.sequence: processes that share a line have some label tokens of each row, and the objective"
+                ' does not say whether that changes it: give lorakit.Objective per="token" if every term and metric is'
+                ' a sum over label tokens, else per="row", which gives it the scores of full rows'
+            )
         self.exchange = UlyssesExchange(self.group.device_group, self.group.rank, self.group.size)
         loss_model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True)
         return weights
@@ -46,6 +52,12 @@ class SequenceAxis(Axis):
         line = batch.with_tokens(self.group.size)  # one for each rank, because a forward of no token is undefined
         own = even_range(line.input_ids.shape[1], self.group.size, self.group.rank)
         return line.part(own.start, own.stop)
+
+    def add_up(self, parts: Tensor) -> Tensor:
+        total = parts.detach().clone()
+        dist.all_reduce(total, group=self.group.device_group)
+        # the difference is 0, and has the gradient: each rank computes that of its own tokens, and they are summed
+        return total + (parts - parts.detach())
 
 
 def check_sequence_fits(model: nn.Module, num_ranks: int) -> None:
