@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.encode import Encoder
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_keys import REMEDIES, SWITCHES, has_value
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import REMEDIES, SWITCHES, has_value
 from lorakit.errors import LorakitError, RecipeError
 from lorakit.patch import BaseShapes, Patch, check_fits, read_patch
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_formats import parse_row_format
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import to_conversation
 from lorakit.errors import PatchError
 from lorakit.patch import read_patch
 from scripts.fuzz import patch_law, recipe_law, row_law, run
@@ -34,7 +34,7 @@ def test_a_damaged_patch_is_refused_or_is_the_same_adapter(tmp_path: Path) -> No
 @pytest.mark.parametrize("calls", [1, "clock", [1], {"name": "clock"}])
 def test_tool_calls_that_are_no_list_of_mappings_are_refused(calls: Any) -> None:
     with pytest.raises(BadRow, match="message 1: tool_calls: a list of mappings expected"):
-        parse_row_format({"messages": [{"role": "assistant", "content": "yes", "tool_calls": calls}]})
+        to_conversation({"messages": [{"role": "assistant", "content": "yes", "tool_calls": calls}]})
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,22 @@ def _written(options: argparse.Namespace) -> str:
     base = options.base or _ask("base (a model folder, a hub id, or builtin:tiny)", "builtin:tiny")
     data = tuple(options.data or [_ask("training rows (a file such as .jsonl, .csv or .parquet, or a folder)", "")])
     print_line("looking at base and rows")
-    from lorakit.training.new_recipe import find_columns, free_output, read_base, read_sample, recipe_text
+    from lorakit.training.new_recipe import (
+        ENOUGH_TO_HOLD_OUT,
+        EVAL_SHARE,
+        find_columns,
+        free_output,
+        read_base,
+        read_sample,
+        recipe_text,
+    )
 
     columns = tuple(parse_columns(options.columns).items())
     facts, tokenizer = read_base(base)
     columns = columns or find_columns(data, tokenizer)
     rows = read_sample(data, tokenizer, columns)
-    name = options.eval or (_ask("held-out rows (empty: a share of many rows, none of few)", "") if asks else "")
+    share = f"hold out {EVAL_SHARE:.0%} if there are at least {ENOUGH_TO_HOLD_OUT} rows"
+    name = options.eval or (_ask(f"file of held-out rows (Enter: {share})", "") if asks else "")
     eval_rows = read_sample((name,), tokenizer, columns) if name else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]))
     print_line(f"\n{text}")

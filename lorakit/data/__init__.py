@@ -1,17 +1,17 @@
 """Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
 
-Files in this order: find_rows.py, rows.py, row_files.py, json_row.py, columns.py, eval_split.py, row_formats.py,
-chat_template.py, encode.py (the label mask), question.py (for `score`), encode_chunks.py, token_cache.py,
-token_table.py, load.py, dataset.py, sampler.py, batch.py, prefetch.py.
+Files in this order: find_rows.py, rows.py, row_files.py, columns.py, row_settings.py, row_formats.py, chat_template.py,
+encode.py (the label mask), question.py (for `score`), encode_chunks.py, token_cache.py, dataset.py, load.py,
+sampler.py, batch.py, prefetch.py.
 """
 
 from lorakit.data.chat_template import end_marker
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.encode import Encoder
-from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.find_rows import find_sources
 from lorakit.data.prefetch import Prefetcher
 from lorakit.data.row_counts import RowCounts
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.data.token_cache import tokenize_rows
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Final, final
 
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_formats import Chat
-from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, has_value, refusal
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, has_value, refusal
 from lorakit.errors import DataError
 
 SHOWN_FIELDS: Final = ("role", "content", "tool_calls")
@@ -58,7 +57,7 @@ def writes_date(tokenizer: Any) -> bool:
     return DATE_FUNCTION in str(tokenizer.chat_template)
 
 
-def dated_template(template: str, today: date) -> str:
+def _dated(template: str, today: date) -> str:
     """Return a template that writes a fixed date, where its formats are texts: ``strftime_now("%d %b %Y")``."""
     call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
     return call.sub(lambda match: json.dumps(today.strftime(match[2])), template)
@@ -82,7 +81,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, today: date | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template = None if today is None else dated_template(str(tokenizer.chat_template), today)
+        self._template = None if today is None else _dated(str(tokenizer.chat_template), today)
         self._added_tokens = added_tokens(tokenizer)
 
     def render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool = False) -> str:
@@ -116,7 +115,10 @@ class ChatTemplate:
             # because the template renders this message differently once others follow, use the text after its content
             after = self._around_content(row, index, text)[1]
             end_token = self._token_at_start(after)
-            if end_token != self._token_at_end(through) and not self._previous_ends_with(row, index, text, end_token):
+            if end_token != self._token_at_end(through) and (
+                # unless the template writes the token after the message before too, so that it ends any message
+                index == 0 or self._token_at_start(self._around_content(row, index - 1, text)[1]) != end_token
+            ):
                 end_token = ""  # because this token is the header of the next turn
             content_stop = len(text) - len(after)
             stop = content_stop + (len(after) - len(after.lstrip()) + len(end_token) if end_token else 0)
@@ -192,8 +194,8 @@ class ChatTemplate:
             return len(prompt)
         if index and index == len(row.messages) - 1:
             raise BadRow(
-                f"message {index + 1}: the chat template asks for it with a prompt ending in {prompt[-40:]!r},"
-                " but shows it after something else, so the model would learn to answer what it is never asked;"
+                f"message {index + 1}: in use, the answer is generated after {prompt[-40:]!r}, but in the training row"
+                " the chat template puts it after something else, so training on it would teach the wrong prompt;"
                 " use prompt + completion rows, or another chat template"
             )
         return len(self._around_content(row, index, text)[0])
@@ -207,17 +209,13 @@ class ChatTemplate:
             raise BadRow(f"message {index + 1}: the chat template changes with its content: the labels cannot be told")
         return (before if text.startswith(before) else text), after
 
-    def _previous_ends_with(self, row: Chat, index: int, text: str, token: str) -> bool:
-        """True if the template writes ``token`` after the message before ``index`` too, so that it ends any message."""
-        return index > 0 and self._token_at_start(self._around_content(row, index - 1, text)[1]) == token
-
     def _token_at_end(self, text: str) -> str:
         """Return the added token that a text ends with, white space aside; empty if there is none."""
-        return max((token for token in self._added_tokens if text.rstrip().endswith(token)), key=len, default="")
+        return max(filter(text.rstrip().endswith, self._added_tokens), key=len, default="")
 
     def _token_at_start(self, text: str) -> str:
         """Return the added token that a text begins with, white space aside; empty if there is none."""
-        return max((token for token in self._added_tokens if text.lstrip().startswith(token)), key=len, default="")
+        return max(filter(text.lstrip().startswith, self._added_tokens), key=len, default="")
 
 
 def added_tokens(tokenizer: Any) -> set[str]:
@@ -234,4 +232,4 @@ def end_marker(tokenizer: Any) -> str | None:
         tail = render_template(tokenizer, turns).rpartition(SENTINEL)[2].lstrip()
     except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
         raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
-    return max((token for token in added_tokens(tokenizer) if tail.startswith(token)), key=len, default=None)
+    return max(filter(tail.startswith, added_tokens(tokenizer)), key=len, default=None)

@@ -8,51 +8,35 @@ Invariant: a column that a row lacks is a BadRow that names the columns there ar
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from string import Formatter
 from typing import Any, Final
 
-from lorakit.data.json_row import BadRow
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import FORMATS
 
-MAY_BE_ABSENT: Final = frozenset({"input", "system", "tools", "weight"})
+MAY_BE_ABSENT: Final = frozenset({"weight", *(key for form in FORMATS for key in form.optional)})
 """keys of a row that it may lack"""
 Columns = tuple[tuple[str, str], ...]
 """(key of a row, column or template): `data.columns`"""
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """The row that the columns of a file make."""
+def map_columns(row: Any, columns: Columns) -> Any:
+    """Return the row that ``columns`` make of a file's row, or a BadRow that says why they make none.
 
-    row: dict[str, Any]
-    unread: frozenset[str]
-    """columns that are not read"""
-    read: tuple[str, ...]
-    """columns that are read"""
-
-
-def map_columns(row: Any, columns: Columns) -> Mapped:
-    """Return the row that ``columns`` make of a file's row.
-
-    Raises:
-        BadRow: it lacks a column, or a template's column has neither text nor a number.
+    Without columns the row itself is returned, and so is a BadRow, or another value that is no mapping.
     """
-    if not isinstance(row, Mapping):
-        raise BadRow(f"a row is a mapping, got {type(row).__name__}")
-    present = {name: value for name, value in row.items() if value is not None}
-    result, read = {}, dict[str, None]()
-    for key, source in columns:
-        names = source_columns(source)
-        missing = [name for name in names if name not in present]
-        if not missing:
-            read |= dict.fromkeys(names)
-            value = _fill(source, present) if "{" in source else present[source]
-            result[key] = _number(value) if key == "weight" else value
-        elif key not in MAY_BE_ABSENT:
-            listed = ", ".join(map(repr, list(present)[:20])) or "none"
-            raise BadRow(f"data.columns.{key}: the row has no {missing[0]!r}; its columns: {listed}")
-    return Mapped(result, frozenset(present.keys() - read.keys()), tuple(read))
+    try:
+        return _map(row, columns) if columns and isinstance(row, Mapping) else row
+    except BadRow as problem:
+        return problem
+
+
+def read_columns(row: Mapping[str, Any], columns: Columns) -> set[str]:
+    """Return the columns of a file's row that `map_columns` reads."""
+    present = {name for name, value in row.items() if value is not None}
+    read = (names for _, source in columns if present.issuperset(names := source_columns(source)))
+    return {name for names in read for name in names}
 
 
 def all_columns(columns: Columns) -> frozenset[str]:
@@ -63,6 +47,20 @@ def all_columns(columns: Columns) -> frozenset[str]:
 def source_columns(source: str) -> tuple[str, ...]:
     """Return the columns of one value of `data.columns`: of a template all in braces, else the name itself."""
     return tuple(name for _, name in _parts(source) if name is not None) if "{" in source else (source,)
+
+
+def _map(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    present = {name: value for name, value in row.items() if value is not None}
+    result = {}
+    for key, source in columns:
+        missing = [name for name in source_columns(source) if name not in present]
+        if not missing:
+            value = _fill(source, present) if "{" in source else present[source]
+            result[key] = _number(value) if key == "weight" else value
+        elif key not in MAY_BE_ABSENT:
+            listed = ", ".join(map(repr, list(present)[:20])) or "none"
+            raise BadRow(f"data.columns.{key}: the row has no {missing[0]!r}; its columns: {listed}")
+    return result
 
 
 @cache

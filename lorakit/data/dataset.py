@@ -1,25 +1,157 @@
-"""The tokenised rows of `data.train` or `data.eval`: one table, or those of several sources one after the other.
+"""Tokenised rows: tables in folders of the user's cache, and the data set of a run, of one table or several.
 
-Invariant: the rows of an epoch are a pure function of seed and epoch. A source of weight w is passed w times in an
-epoch. Where that is no full pass, the next epoch goes on with it, so that all rows come equally often (decision 0042).
+A table is a file of plain numbers for each column, memory-mapped. `rows.json` has the counts. The tokens of row i begin
+at ``starts[i]`` of the files of tokens and labels.
+
+Invariants: rows that a living process reads are not removed, because a table locks its manifest. The rows of an epoch
+are a pure function of seed and epoch. A source of weight w is passed w times in an epoch. Where that is no full pass,
+the next epoch goes on with it, so that all rows come equally often (decision 0042).
 """
 
+import fcntl
 import hashlib
+import json
+import os
+import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 
 from lorakit.data.row_counts import RowCounts
-from lorakit.data.token_table import TokenTable
 from lorakit.errors import DataError
+from lorakit.files.atomic import MANIFEST, write_json, write_manifest
 
+ROWS: Final = "rows.json"
+COLUMNS: Final[dict[str, type]] = {
+    "input_ids": np.int32, "label_mask": np.bool_,  # a value for each token, the others for each row
+    "starts": np.int64, "lengths": np.int32, "sources": np.int32, "lines": np.int64, "weights": np.float32,
+    "digests": np.uint64,
+}  # fmt: skip
+"""column of a table -> type of its values"""
+CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights")
+"""columns that the digest of a table covers: not the names, order or lines of files"""
 DIGESTS_AT_A_TIME: Final = 1 << 20
 """so that memory does not grow with the rows"""
+TableColumns = Mapping[str, np.ndarray]
+
+
+@final
+class TokenTable:
+    """Tokenised rows: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i.
+
+    ``weights``: of each row, (rows,) float32; None if all are 1. ``lengths``: tokens of each row, (rows,) int32.
+    ``digests``: of each row's tokens, (rows,) uint64. ``sources``: names of files. ``selected``: indices of the rows in
+    use, (rows,) int64; None: all. ``counts``: rows, tokens and label tokens are those of the rows in use, all others
+    are of what was read.
+    """
+
+    def __init__(self, folder: Path, sources: list[str], selected: np.ndarray | None = None) -> None:
+        weakref.finalize(self, os.close, _lock(folder))
+        self.folder = folder
+        self.sources = sources
+        self._selected = selected
+        # without numpy's subclass for mapped files, whose slices are slow to make
+        files = {name: np.memmap(folder / _file(name), kind, "r").view(np.ndarray) for name, kind in COLUMNS.items()}
+        self._input_ids = files.pop("input_ids")
+        self._label_mask = files.pop("label_mask")
+        rows = files if selected is None else {name: column[selected] for name, column in files.items()}
+        self._starts = rows["starts"]
+        self._source_of_row = rows["sources"]
+        self._lines = rows["lines"]
+        self.lengths = rows["lengths"]
+        self.digests = rows["digests"]
+        facts = json.loads((folder / ROWS).read_text())
+        self.weights: np.ndarray | None = rows["weights"] if facts["is_weighted"] else None
+        self.counts = RowCounts(**facts["counts"])
+        manifest = json.loads((folder / MANIFEST).read_text())
+        self.digest = _joint_digest(manifest[_file(name)]["sha256"] for name in CONTENT)
+        if selected is not None:
+            self.digest = _joint_digest([self.digest, hashlib.sha256(selected.astype(np.int64).tobytes()).hexdigest()])
+            self.counts = replace(
+                self.counts,
+                rows=len(selected),
+                tokens=int(self.lengths.sum()),
+                # without a row's first token, which no token predicts
+                label_tokens=sum(int(self.label_mask(row)[1:].sum()) for row in range(len(selected))),
+                shared=len(files["lengths"]) - len(selected),
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the folder's name, so that the processes of a machine map the same files."""
+        return TokenTable, (self.folder, self.sources, self._selected)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, rows: np.ndarray) -> "TokenTable":
+        """Return a table of these rows of this one, in their order. rows: indices, (rows,) int64."""
+        return TokenTable(self.folder, self.sources, rows if self._selected is None else self._selected[rows])
+
+    def ids(self, row: int) -> np.ndarray:
+        """Return the token ids of a row, (tokens,) int32, as a view of the file."""
+        return self._tokens(self._input_ids, row)
+
+    def label_mask(self, row: int) -> np.ndarray:
+        """Return which tokens of a row are labels, (tokens,) bool."""
+        return self._tokens(self._label_mask, row)
+
+    def location(self, row: int) -> str:
+        """Return the file and line of a row: ``rows.jsonl:7``."""
+        return f"{self.sources[self._source_of_row[row]]}:{self._lines[row]}"
+
+    def _tokens(self, column: np.ndarray, row: int) -> np.ndarray:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        start = self._starts[row]
+        return column[start : start + self.lengths[row]]
+
+
+@final
+class TableWriter:
+    """Writes a table into an empty folder, chunk by chunk, so that memory does not grow with the rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_tokens = 0
+        self._is_weighted = False
+
+    def append(self, columns: TableColumns) -> None:
+        """Append rows. columns: all columns but ``starts``, see COLUMNS."""
+        starts = self._num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
+        self._num_tokens += len(columns["input_ids"])
+        self._is_weighted |= bool(np.any(columns["weights"] != 1))
+        for name, kind in COLUMNS.items():
+            values = starts if name == "starts" else columns[name]
+            with open(self._folder / _file(name), "ab") as file:
+                file.write(values.astype(kind, copy=False).tobytes())
+
+    def finish(self, counts: RowCounts, sources: list[str]) -> None:
+        """Write the counts and the manifest. The table is complete then."""
+        facts = {"counts": asdict(counts), "is_weighted": self._is_weighted, "sources": sources}
+        write_json(self._folder / ROWS, facts)
+        write_manifest(self._folder)
+
+
+def _lock(folder: Path) -> int:
+    """Note the time of use of a table; return a file descriptor whose lock protects the table until it is closed."""
+    (folder / MANIFEST).touch()
+    file = os.open(folder / MANIFEST, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _file(column: str) -> str:
+    return f"{column}.bin"
+
+
+def _joint_digest(digests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -92,9 +224,9 @@ class TokenDataset:
         for table in tables:
             self.counts.add(table.counts)
         self.sources = [source for table in tables for source in table.sources]
-        digests = [table.digest for table in tables]
-        self.digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        self.lengths = tables[0].lengths if len(tables) == 1 else np.concatenate([table.lengths for table in tables])
+        one = tables[0] if len(tables) == 1 else None
+        self.digest = one.digest if one else _joint_digest(table.digest for table in tables)
+        self.lengths = one.lengths if one else np.concatenate([table.lengths for table in tables])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the parts, which are names of folders."""
@@ -128,21 +260,26 @@ class TokenDataset:
 
     def ids(self, row: int) -> np.ndarray:
         """Return the token ids of a row, (tokens,) int32, as a view of the file."""
-        return self.part_of(row).table.ids(self._index_in_part(row))
+        part, index = self._find(row)
+        return part.table.ids(index)
 
     def label_mask(self, row: int) -> np.ndarray:
         """Return which tokens of a row are labels, (tokens,) bool."""
-        return self.part_of(row).table.label_mask(self._index_in_part(row))
+        part, index = self._find(row)
+        return part.table.label_mask(index)
 
     def location(self, row: int) -> str:
         """Return the file and line of a row: ``rows.jsonl:7``."""
-        return self.part_of(row).table.location(self._index_in_part(row))
+        part, index = self._find(row)
+        return part.table.location(index)
 
     def part_of(self, row: int) -> Part:
         """Return the part that a row is in."""
+        return self._find(row)[0]
+
+    def _find(self, row: int) -> tuple[Part, int]:
+        """Return the part of a row, and the row's index in it."""
         if not 0 <= row < len(self):
             raise IndexError(row)
-        return self.parts[bisect_right(self._starts, row) - 1]
-
-    def _index_in_part(self, row: int) -> int:
-        return row - self._starts[bisect_right(self._starts, row) - 1]
+        number = bisect_right(self._starts, row) - 1
+        return self.parts[number], row - self._starts[number]

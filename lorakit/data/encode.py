@@ -7,7 +7,10 @@
     label_mask   False  False False  False        True True      True for the tokens of a span
 
 A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended.
-``collate`` (sampler.py) shifts the labels, so that each token predicts the next one.
+
+Five files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`);
+chat_template.py, where an answer starts and stops; this file, which tokens are inside; encode_chunks.py, what
+truncation cuts off; and sampler.py, whose `collate` shifts the labels, so that each token predicts the next one.
 
 Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
 the text is a label.
@@ -22,8 +25,8 @@ from typing import Any, final
 import numpy as np
 
 from lorakit.data.chat_template import ChatTemplate
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_formats import Chat, Plain, parse_row_format
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Chat, Text, to_conversation
 from lorakit.errors import DataError
 
 Span = tuple[int, int]
@@ -74,8 +77,8 @@ class Encoder:
         Raises:
             BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
-        parsed = parse_row_format(row, self._ignore)
-        encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_plain(parsed)
+        parsed = to_conversation(row, self._ignore)
+        encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_text(parsed)
         if not any(encoded.label_mask[1:]):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
@@ -83,13 +86,13 @@ class Encoder:
         return replace(
             encoded,
             unread=parsed.unread | encoded.unread,
-            plain=isinstance(parsed, Plain),
-            is_text=isinstance(parsed, Plain) and not parsed.prompt,
+            plain=isinstance(parsed, Text),
+            is_text=isinstance(parsed, Text) and not parsed.prompt,
             system=system,
             weight=parsed.weight,
         )
 
-    def _encode_plain(self, row: Plain) -> Encoded:
+    def _encode_text(self, row: Text) -> Encoded:
         text = row.prompt + row.completion
         start = len(row.prompt) if self._loss_on == "answer" else 0
         return self._append_end(self._tokenize(text, [(start, len(text))], [], add_special_tokens=True))

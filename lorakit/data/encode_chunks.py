@@ -21,13 +21,13 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from lorakit.data.columns import Columns, map_columns
+from lorakit.data.columns import map_columns, read_columns
+from lorakit.data.dataset import TableColumns
 from lorakit.data.encode import Encoded, Encoder
-from lorakit.data.eval_split import content_of, is_eval_row
-from lorakit.data.json_row import BadRow, parse_raw
 from lorakit.data.row_counts import BadRows, RowCounts
+from lorakit.data.row_files import BadRow, decode_line
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_raw
-from lorakit.data.token_table import Columns as TableColumns
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress
 from lorakit.launch.workers import die_with, usable_cores
@@ -38,38 +38,6 @@ INLINE_CHUNKS: Final = 2
 
 RawRow = tuple[int, int, Any]
 """(index of the source, line, the line's bytes or a parsed row or a BadRow)"""
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings that decide the tokens and labels of a row."""
-
-    max_tokens: int
-    on_long_rows: str
-    on_bad_rows: str
-    loss_on: str
-    ignore_keys: tuple[str, ...] = ()
-    columns: Columns = ()
-    """empty: the keys of a row are those of the file"""
-    limit: int | None = None
-    """rows that are read, the first ones; None: all"""
-    eval_share: float = 0.0
-    """share of the rows that is held out (eval_split.py)"""
-    eval_side: bool = False
-    """take the rows that are held out, instead of the others"""
-    today: str | None = None
-    """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
-
-    def joins(self, row: Encoded) -> bool:
-        """True if a row is joined with the texts beside it."""
-        return self.on_long_rows == "fill" and row.is_text and row.weight != 0
-
-    def takes(self, row: Any) -> bool:
-        """True if a file's row is on this side of the split; a BadRow is on the side of training."""
-        if not self.eval_share:
-            return True
-        content = content_of(row, self.columns, self.ignore_keys)
-        return is_eval_row(content, self.eval_share) == self.eval_side
 
 
 LocatedRow = tuple[Encoded, int, int]
@@ -101,28 +69,27 @@ class ChunkEncoder:
     def __call__(self, chunk: list[RawRow]) -> EncodedChunk:
         rows = list[LocatedRow]()
         texts = list[LocatedRow]()
-        all_counts = RowCounts()
+        counts = RowCounts()
         bad = BadRows()
         for source, line, raw in chunk:
-            counts = RowCounts()
             try:
                 encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
-                counts.bad = 1
+                counts.bad += 1
                 bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
+                continue
+            if encoded is None:
+                continue
+            counts.add_keys(counts.unread, encoded.unread)
+            if self._settings.on_long_rows == "fill" and encoded.is_text and encoded.weight != 0:
+                counts.joined += 1
+                texts.append((encoded, source, line))
             else:
-                if encoded is not None and self._settings.joins(encoded):
-                    counts.unread = dict.fromkeys(sorted(encoded.unread), 1)
-                    counts.joined = 1
-                    texts.append((encoded, source, line))
-                elif encoded is not None:
-                    rows += [(fitted, source, line) for fitted in fit(encoded, self._settings, counts)]
-            all_counts.add(counts)
-        for row, source, line in join_texts(texts, self._settings.max_tokens):
-            counts = RowCounts()
-            rows.append((_counted(row, counts), source, line))
-            all_counts.add(counts)
-        return EncodedChunk(_columns(rows), all_counts, bad)
+                rows += [(fitted, source, line) for fitted in fit(encoded, self._settings, counts)]
+        rows += join_texts(texts, self._settings.max_tokens)
+        for row, _, _ in rows:
+            _count(row, counts)
+        return EncodedChunk(_columns(rows), counts, bad)
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> Encoded | None:
         """Encode a row; None if it is on the other side of the split.
@@ -130,18 +97,21 @@ class ChunkEncoder:
         Raises:
             BadRow: as `Encoder` and `map_columns`.
         """
-        settings, row = self._settings, parse_raw(raw)
-        if not settings.takes(row):
-            counts.eval_rows = int(not settings.eval_side)
+        settings = self._settings
+        row = decode_line(raw)
+        if not settings.is_on_side(row):
+            counts.eval_rows += int(not settings.eval_side)
             return None
-        if isinstance(row, BadRow):
-            raise row
-        if not settings.columns:
-            return self._encode(row)
         mapped = map_columns(row, settings.columns)
-        counts.mapped = dict.fromkeys(mapped.read, 1)
-        encoded = self._encode(mapped.row)
-        return replace(encoded, unread=encoded.unread | mapped.unread)
+        if isinstance(mapped, BadRow):
+            raise mapped
+        encoded = self._encode(mapped)
+        if not settings.columns:
+            return encoded
+        read = read_columns(row, settings.columns)
+        counts.add_keys(counts.mapped, read)
+        others = {name for name, value in row.items() if value is not None and name not in read}
+        return replace(encoded, unread=encoded.unread | others)
 
 
 def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
@@ -163,24 +133,23 @@ def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
 
 def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]:
     """Fit a row into ``max_tokens``, and count it. Returns the rows that it becomes: none if it is left out."""
-    counts.unread = dict.fromkeys(sorted(row.unread), 1)
     if row.weight == 0:
-        counts.zero_weight = 1
+        counts.zero_weight += 1
         return []
     limit = settings.max_tokens
-    counts.longest = len(row.ids)
-    if len(row.ids) > limit and settings.on_long_rows == "split" and row.is_text:
-        counts.long = counts.split = 1
-        return [_counted(part, counts) for part in split_text(row, limit)]
-    ids, label_mask = row.ids[:limit], row.label_mask[:limit]
-    if len(row.ids) > limit:
-        counts.long = 1
-        # a row whose labels are all cut off is dropped too, because its loss would have no tokens
-        if settings.on_long_rows == "drop" or not any(label_mask[1:]):
-            counts.dropped_long = 1
-            return []
-        counts.truncated = 1
-    return [_counted(replace(row, ids=ids, label_mask=label_mask), counts)]
+    counts.longest = max(counts.longest, len(row.ids))
+    if len(row.ids) <= limit:
+        return [row]
+    counts.long += 1
+    if settings.on_long_rows == "split" and row.is_text:
+        counts.split += 1
+        return list(split_text(row, limit))
+    # a row whose labels are all cut off is dropped too, because its loss would have no tokens
+    if settings.on_long_rows == "drop" or not any(row.label_mask[1:limit]):
+        counts.dropped_long += 1
+        return []
+    counts.truncated += 1
+    return [replace(row, ids=row.ids[:limit], label_mask=row.label_mask[:limit])]
 
 
 def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:
@@ -211,15 +180,13 @@ def join_texts(texts: Sequence[LocatedRow], limit: int) -> Iterator[LocatedRow]:
             yield part, source, line
 
 
-def _counted(row: Encoded, counts: RowCounts) -> Encoded:
-    """Count a row of the data set, and return it."""
+def _count(row: Encoded, counts: RowCounts) -> None:
+    counts.system = row.system if counts.rows == 0 or row.system == counts.system else None
     counts.rows += 1
     counts.plain += int(row.plain)
-    counts.system = row.system
     counts.tokens += len(row.ids)
     counts.largest_id = max(counts.largest_id, *row.ids)
     counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
-    return row
 
 
 def encode_chunks(
@@ -244,25 +211,22 @@ def encode_chunks(
     num_rows = INLINE_CHUNKS * CHUNK_ROWS
     progress(num_rows)
     waiting: deque[tuple[int, Future[EncodedChunk]]] = deque()
-    num_processes = usable_cores()
-    with _pool(num_processes, encoder) as submit:
+
+    def next_chunk() -> Iterator[EncodedChunk]:
+        num_done, future = waiting.popleft()
+        encoded = future.result()
+        report_progress()
+        yield encoded
+        progress(num_done)
+
+    with _pool(encoder) as submit:
         for chunk in itertools.chain([following], chunks):
             num_rows += len(chunk)
             waiting.append((num_rows, submit(chunk)))
-            if len(waiting) > 2 * num_processes:  # so that memory does not grow with the files
-                yield from _next_chunk(waiting, progress)
+            if len(waiting) > 2 * usable_cores():  # so that memory does not grow with the files
+                yield from next_chunk()
         while waiting:
-            yield from _next_chunk(waiting, progress)
-
-
-def _next_chunk(
-    waiting: deque[tuple[int, Future[EncodedChunk]]], progress: Callable[[int], None]
-) -> Iterator[EncodedChunk]:
-    num_rows, future = waiting.popleft()
-    record = future.result()
-    report_progress()
-    yield record
-    progress(num_rows)
+            yield from next_chunk()
 
 
 def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[RawRow]]:
@@ -278,14 +242,13 @@ _encoder: EncodeChunk | None = None
 
 
 @contextmanager
-def _pool(num_processes: int, encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[EncodedChunk]]]:
-    """Open processes that encode; yield what submits a chunk to them.
+def _pool(encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[EncodedChunk]]]:
+    """Open processes that encode; yield a function that submits a chunk to them.
 
     They are forked, because spawned ones would run the user's script once more, and each import transformers.
     """
     context = multiprocessing.get_context("fork")
-    parent = os.getpid()
-    pool = ProcessPoolExecutor(num_processes, context, partial(_start_process, parent, encoder))
+    pool = ProcessPoolExecutor(usable_cores(), context, partial(_start_process, os.getpid(), encoder))
     try:
         with warnings.catch_warnings():
             # Python warns of threads at a fork. The processes use no lock of a thread: they run the tokenizer alone

@@ -4,11 +4,10 @@ Invariant: the files of a name have a fixed order. A folder's files that hold no
 """
 
 import glob
-import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,10 +16,8 @@ from lorakit.data.row_files import READ_FORMS, form_of
 from lorakit.data.rows import RowSource
 from lorakit.errors import DataError, did_you_mean
 
-FACTS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+DATASET_FILES: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """files that ``datasets`` and the hub put beside rows"""
-RUN_FILES: Final = ("run.json", "metrics.jsonl")
-"""files of a run's output folder, which may be inside of a folder of rows"""
 MIXED: Final = {".jsonl", ".parquet"}
 """forms that may be together in one folder"""
 
@@ -40,8 +37,9 @@ def find_sources(
     Raises:
         DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
-    sources, problems = list[RowSource](), list[str]()
-    for name in _all(names):
+    sources = list[RowSource]()
+    problems = list[str]()
+    for name in [names] if isinstance(names, str) else names:
         try:
             of_name = [_stream(name, split)] if streaming else _find(name, split)
             if (subset or revision) and any(source.path for source in of_name):
@@ -51,26 +49,16 @@ def find_sources(
             problems.append(str(problem))
     if problems:
         raise DataError("\n".join(problems))
-    paths = [str(source.path.resolve()) if source.path else source.name for source in sources]
-    repeated = {path for path in paths if paths.count(path) > 1}
-    if repeated:
-        raise DataError(f"data: named twice: {', '.join(sorted(repeated))}")
+    paths = Counter(str(source.path.resolve()) if source.path else source.name for source in sources)
+    if repeated := sorted(path for path, number in paths.items() if number > 1):
+        raise DataError(f"data: named twice: {', '.join(repeated)}")
     return sources
 
 
 def files_without_rows(names: str | tuple[str, ...]) -> list[str]:
-    """Return what is left out of the folders and patterns among ``names``: files without rows, and folders of runs."""
-    left_out: list[str] = []
-    for name in _all(names):
-        if Path(name).is_dir():
-            left_out += [str(path) for paths in _files(Path(name)) for path in paths if not _rows(path)]
-        elif glob.has_magic(name) and not Path(name).is_file():
-            left_out += sorted({str(run) for path in _matches(name) if (run := _run_around(path, name)) is not None})
-    return left_out
-
-
-def _all(names: str | tuple[str, ...]) -> Iterable[str]:
-    return [names] if isinstance(names, str) else names
+    """Return the files without rows in the folders among ``names``, which are left out."""
+    folders = [Path(name) for name in ([names] if isinstance(names, str) else names) if Path(name).is_dir()]
+    return [str(path) for folder in folders for path in _files(folder) if not _has_rows(path)]
 
 
 def _find(name: str, split: str) -> list[RowSource]:
@@ -80,20 +68,25 @@ def _find(name: str, split: str) -> list[RowSource]:
     if _is(path, Path.is_file):
         return [_source(name)]
     if glob.has_magic(name):
-        return _find_pattern(name)
+        matches = sorted(match for match in glob.glob(name, recursive=True) if Path(match).is_file())
+        if not matches:
+            raise DataError(f"data: {name}: no file matches; looked in {Path().absolute()}")
+        return [_source(match) for match in matches]
     if path.is_symlink() and not path.exists():
         raise DataError(f"data: {name}: a link to {path.readlink()}, which leads to no file")
     if path.exists():
         raise DataError(f"data: {name}: neither a file nor a folder; rows are read more than once, so store them first")
-    missing = f"data: {name}: no such file or folder; looked for {path.absolute()}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and form_of(name) is None and not name.endswith(".txt"):
-        if _is(path.parent, Path.is_dir):  # a mistyped path, for which the hub would be searched for half a minute
-            raise DataError(
-                f"{missing}.{_nearest_files(path)} {path.parent} is a folder here, so"
-                " the hub was not searched; for a hub data set of this name run from another folder"
-            )
-        return [RowSource(name, None, split)]
-    raise DataError(f"{missing}.{_nearest_files(path)}")
+    has_folder = _is(path.parent, Path.is_dir)
+    nearest = did_you_mean(name, map(str, path.parent.iterdir() if has_folder else ()))
+    missing = f"data: {name}: no such file or folder; looked for {path.absolute()}.{nearest}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or form_of(name) is not None or name.endswith(".txt"):
+        raise DataError(missing)
+    if has_folder:  # a mistyped path, for which the hub would be searched for half a minute
+        raise DataError(
+            f"{missing} {path.parent} is a folder here, so the hub was not searched; for a hub data set of this name"
+            " run from another folder"
+        )
+    return [RowSource(name, None, split)]
 
 
 def _stream(name: str, split: str) -> RowSource:
@@ -116,41 +109,8 @@ def _source(name: str) -> RowSource:
     return RowSource(name, Path(name))
 
 
-def _find_pattern(pattern: str) -> list[RowSource]:
-    matches = _matches(pattern)
-    files = [name for name in matches if _run_around(name, pattern) is None]
-    if not files:
-        runs = (
-            f"; {len(matches)} in output folders of runs are left out: name them without a pattern" if matches else ""
-        )
-        raise DataError(f"data: {pattern}: no file matches; looked in {Path().absolute()}{runs}")
-    return [_source(name) for name in files]
-
-
-def _matches(pattern: str) -> list[str]:
-    return sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
-
-
-def _run_around(name: str, pattern: str) -> Path | None:
-    """Return the output folder of a run that a match is in, unless the pattern names that folder itself."""
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
-    start = Path(*fixed)
-    between = itertools.takewhile(lambda folder: folder != start, Path(name).parents)
-    return next(filter(_is_run, between), None)
-
-
-def _is_run(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in RUN_FILES)
-
-
-def _nearest_files(path: Path) -> str:
-    """Return the files beside a missing one with the most similar names, as a sentence; empty if there are none."""
-    beside = path.parent.iterdir() if _is(path.parent, Path.is_dir) else ()
-    return did_you_mean(str(path), map(str, beside))
-
-
 def _find_in_folder(folder: Path) -> list[RowSource]:
-    files = [path for path in _files(folder)[0] if _rows(path)]
+    files = [path for path in _files(folder) if _has_rows(path)]
     if not files:
         raise DataError(f"data: {folder.absolute()} holds no file ending in {READ_FORMS}")
     forms = Counter(form_of(path.name) for path in files)
@@ -163,28 +123,24 @@ def _find_in_folder(folder: Path) -> list[RowSource]:
     return [RowSource(str(path), path) for path in files]
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a folder and of those in it, and the folders of runs in it, whose files are none of them.
-
-    Nothing that is hidden, or begins with an underscore, is among them.
-    """
-    files, runs = list[Path](), list[Path]()
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder and of those in it, without those that are hidden or begin with an underscore."""
+    files = list[Path]()
+    seen = set[Path]()  # because a link may lead back to a folder above it
     for parent, folders, names in os.walk(folder, followlinks=True):
-        inside = [Path(parent, name) for name in folders if _is_shown(name)]
-        runs += filter(_is_run, inside)
-        above = {path.resolve() for path in (Path(parent), *Path(parent).parents)}  # a link to one of them is a circle
-        folders[:] = [path.name for path in inside if path not in runs and path.resolve() not in above]
+        seen.add(Path(parent).resolve())
+        folders[:] = [name for name in folders if _is_shown(name) and Path(parent, name).resolve() not in seen]
         files += [path for name in names if _is_shown(name) and (path := Path(parent, name)).is_file()]
-    return sorted(files), sorted(runs)
+    return sorted(files)
 
 
 def _is_shown(name: str) -> bool:
     return not name.startswith((".", "_"))
 
 
-def _rows(path: Path) -> bool:
+def _has_rows(path: Path) -> bool:
     """True if a file in a folder has rows, by its name."""
-    return form_of(path.name) is not None and path.name not in FACTS
+    return form_of(path.name) is not None and path.name not in DATASET_FILES
 
 
 def _is(path: Path, test: Callable[[Path], bool]) -> bool:

@@ -1,19 +1,17 @@
 """Tokenise the rows of a recipe's `data` section: those for training, and those held out."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lorakit.data.cache_entries import trim_cache
-from lorakit.data.columns import Columns, map_columns
+from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
-from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.find_rows import files_without_rows, find_sources
-from lorakit.data.json_row import BadRow
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
-from lorakit.data.token_cache import Progress, no_progress, tokenize_sources
+from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
 from lorakit.errors import DataError
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
@@ -26,34 +24,26 @@ OpenProgress = Callable[[], AbstractContextManager[Progress]]
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows that are tokenised with the same settings.
+    """Rows of one source that are tokenised with the same settings. split: of a hub data set."""
 
-    names: files, folders, patterns or hub ids. split, streaming, subset, revision: of a hub data set. name, passes: as
-    of `Part`.
-    """
-
-    names: str | tuple[str, ...]
+    source: "SourceSection"
     split: str
     settings: RowSettings
     name: str | None
-    passes: float = 1.0
-    streaming: bool = False
-    subset: str | None = None
-    revision: str | None = None
+    """as of `Part`, and so is ``passes``"""
+    passes: float
 
     def sources(self) -> list[RowSource]:
         """Return the files and hub data sets of the rows; raises as `find_sources`."""
-        hub = {"subset": self.subset, "revision": self.revision}
-        return find_sources(self.names, self.split, streaming=self.streaming, **hub)
+        source = self.source
+        hub = {"subset": source.subset, "revision": source.revision}
+        return find_sources(source.path, self.split, streaming=source.streaming, **hub)
 
 
 def training_sets(data: "DataSection") -> list[RowSet]:
     """Return the rows for training, a set for each source."""
     sources = data.train_sources()
-    return [
-        _row_set(data, source, data.hub_split, share=data.share_of(source), several=len(sources) > 1)
-        for source in sources
-    ]
+    return [_row_set(data, each, data.hub_split, data.share_of(each), len(sources) > 1) for each in sources]
 
 
 def eval_sets(data: "DataSection") -> list[RowSet]:
@@ -61,11 +51,11 @@ def eval_sets(data: "DataSection") -> list[RowSet]:
     shares = [one for one in training_sets(data) if one.settings.eval_share]
     sources = data.eval_sources()
     several = len(sources) + len(shares) > 1
-    named = [_row_set(data, source, data.hub_eval_split, several=several) for source in sources]
-    for one, source in zip(shares, filter(data.share_of, data.train_sources()), strict=True):
-        name = source.label if several else one.name
-        named.append(replace(one, settings=replace(one.settings, eval_side=True), name=name, passes=1.0))
-    return named
+    sets = [_row_set(data, source, data.hub_eval_split, 0.0, several) for source in sources]
+    for one in shares:
+        name = one.source.label if several else one.name
+        sets.append(replace(one, settings=replace(one.settings, eval_side=True), name=name, passes=1.0))
+    return sets
 
 
 def load_rows(
@@ -120,16 +110,8 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
     for one in sets:
         settings = one.settings
         for location, row in itertools.islice(_rows_of(one.sources()), settings.limit):
-            if settings.takes(row):
-                yield location, row_of_columns(row, settings.columns)
-
-
-def row_of_columns(row: Any, columns: Columns) -> Any:
-    """Return the row that columns make of a file's row, or why they make none; without columns the row itself."""
-    try:
-        return map_columns(row, columns).row if columns and isinstance(row, Mapping) else row
-    except BadRow as problem:
-        return problem
+            if settings.is_on_side(row):
+                yield location, map_columns(row, settings.columns)
 
 
 def rows_of_files(names: str | tuple[str, ...], split: str) -> Iterator[LocatedRow]:
@@ -155,11 +137,11 @@ def check_sources(data: "DataSection") -> None:
 
 def files_left_out(data: "DataSection") -> list[str]:
     """Return the files in folders of rows that hold no rows."""
-    names = [one.names for one in training_sets(data) + eval_sets(data)]
-    return list(dict.fromkeys(file for each in names for file in files_without_rows(each)))
+    sets = training_sets(data) + eval_sets(data)
+    return list(dict.fromkeys(file for each in sets for file in files_without_rows(each.source.path)))
 
 
-def _row_set(data: "DataSection", source: "SourceSection", split: str, *, share: float = 0.0, several: bool) -> RowSet:
+def _row_set(data: "DataSection", source: "SourceSection", split: str, share: float, several: bool) -> RowSet:
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
     columns = data.columns if source.columns is None else source.columns
     settings = RowSettings(
@@ -172,6 +154,4 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, *, share:
         source.limit,
         share,
     )
-    name = source.label if several else source.name
-    hub = {"subset": source.subset, "revision": source.revision}
-    return RowSet(source.path, split, settings, name, source.weight, source.streaming, **hub)
+    return RowSet(source, split, settings, source.label if several else source.name, source.weight)

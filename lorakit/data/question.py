@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lorakit.data.chat_template import ChatTemplate
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_formats import Chat, Plain, parse_row_format
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Text, to_conversation
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,25 @@ class Question:
 
 
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
-    """Parse the question of a row. ``ignore``: keys to leave unread, as in ``parse_row_format``.
+    """Parse the question of a row. ``ignore``: keys to leave unread, as in ``to_conversation``.
 
     Raises:
         BadRow: a row that training refuses, or one without a prompt or without an answer.
     """
-    parsed = parse_row_format(row, ignore)
-    if isinstance(parsed, Plain):
+    parsed = to_conversation(row, ignore)
+    if isinstance(parsed, Text):
         if not parsed.prompt.strip():
             raise BadRow("plain text without a prompt has nothing to ask; use prompt + completion rows")
         return Question(parsed.prompt, None, parsed.completion, parsed.weight)
-    return _last_answer(parsed, template)
-
-
-def _last_answer(row: Chat, template: ChatTemplate) -> Question:
-    if not any(row.trained):
+    if not any(parsed.trained):
         raise BadRow("has no answer to compare with: no assistant message that carries the loss")
-    index = max(index for index, trained in enumerate(row.trained) if trained)
+    index = max(index for index, trained in enumerate(parsed.trained) if trained)
     if index == 0:
         raise BadRow("begins with its answer, so there is nothing to ask")
-    shown = replace(row, messages=row.messages[: index + 1], trained=(*[False] * index, True))
+    shown = replace(parsed, messages=parsed.messages[: index + 1], trained=(*[False] * index, True))
     text = template.render(shown.messages, shown.tools)
     template.check_complete(shown, text)
     # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
     answer = template.find_answer(shown, index, text)
     stop = answer.stop if answer.end_token_start is None else answer.end_token_start
-    return Question(list(row.messages[:index]), row.tools, text[answer.start : stop], row.weight)
+    return Question(list(parsed.messages[:index]), parsed.tools, text[answer.start : stop], parsed.weight)

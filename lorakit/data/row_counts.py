@@ -1,6 +1,7 @@
 """Count rows, tokens and labels while rows are encoded, and group bad rows by their reasons."""
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 LARGEST: Final = ("largest_id", "longest")
@@ -55,18 +56,19 @@ class RowCounts:
             self.system = other.system
         elif other.rows and other.system != self.system:
             self.system = None
-        for table, added in ((self.unread, other.unread), (self.mapped, other.mapped)):
-            for key, number in added.items():
-                table[key] = table.get(key, 0) + number
         self.today = self.today or other.today
+        self.add_keys(self.unread, other.unread)
+        self.add_keys(self.mapped, other.mapped)
         for name in (each.name for each in fields(self) if each.name not in OTHERS):
             mine = getattr(self, name)
             theirs = getattr(other, name)
             setattr(self, name, max(mine, theirs) if name in LARGEST else mine + theirs)
 
-    def facts(self) -> dict[str, object]:
-        """Return the counts by name, for files and records."""
-        return asdict(self)
+    @staticmethod
+    def add_keys(table: dict[str, int], added: Mapping[str, int] | Iterable[str]) -> None:
+        """Add numbers of rows by key, or one row for each key, in the order of their names."""
+        for key in sorted(added):
+            table[key] = table.get(key, 0) + (added[key] if isinstance(added, Mapping) else 1)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Read the rows of a file, in the form that its suffix names: JSON lines, a JSON array, CSV, TSV, parquet or Arrow.
 
-Invariant: every row has a number: its line, or its place in a table or array. Memory does not grow with the file, but
-for a JSON array, which is read at once.
+Invariant: every row has a number: its line, or its index in a table or array, from 1. A text that is no row becomes a
+BadRow with the reason. Memory does not grow with the file, but for a JSON array, which is read at once.
 """
 
 import codecs
@@ -9,13 +9,13 @@ import csv
 import gzip
 import io
 import json
-import re
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from lorakit.data.json_row import BadRow, without_none
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
@@ -23,6 +23,61 @@ MAX_ARRAY_BYTES: Final = 1_000_000_000
 """of a file that is one JSON array; other files are read row by row"""
 TABLE_ROWS: Final = 1024
 """rows of a table that are Python objects at a time"""
+ARRAY_REMEDY: Final = "a file that is one JSON array is read if its name ends in .json"
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; the message is the reason."""
+
+
+def decode_line(raw: Any) -> Any:
+    """Return the row in the bytes of a JSON text, or a BadRow with the reason. A table's row is returned unchanged."""
+    if not isinstance(raw, bytes):
+        return raw
+    try:
+        row = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
+        )
+        json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair, which json.loads accepts
+        return row
+    except UnicodeEncodeError:
+        return BadRow("half a surrogate pair (\\ud800 to \\udfff), which is no character")
+    except UnicodeDecodeError as problem:
+        return BadRow(f"not UTF-8: byte {problem.start}")
+    except json.JSONDecodeError as problem:
+        array = f"; {ARRAY_REMEDY}" if raw.startswith(b"[") else ""
+        return BadRow(f"not JSON: {problem.msg} at column {problem.colno}{array}")
+    except RecursionError:
+        return BadRow("not JSON: nested too deeply")
+    except BadRow as problem:
+        return problem
+    except ValueError as problem:  # a number with more digits than Python reads
+        return BadRow(f"not JSON: {problem}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRow(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return result
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise BadRow(f"not JSON: {text} is too large for a number")
+    return number
+
+
+def _no_constants(text: str) -> Any:
+    raise BadRow(f"not JSON: {text}")
+
+
+def without_none(value: Any) -> Any:
+    """Remove the empty fields of a table's row, because a table gives every row the fields of all rows."""
+    if isinstance(value, dict):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def form_of(name: str) -> str | None:
@@ -109,21 +164,10 @@ def _read_array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     text = content.decode("utf-8-sig")
     del content
     decode = json.JSONDecoder().raw_decode
-    space = re.compile(r"[ \t\r\n]*")
-
-    def next_character(position: int) -> tuple[int, str]:
-        match = space.match(text, position)
-        assert match is not None
-        return match.end(), text[match.end() : match.end() + 1]
-
-    position, mark = next_character(0)  # the opening bracket
     number = 0
-    position, mark = next_character(position + 1)
+    position = _skip_space(text, text.index("[") + 1)
+    mark = text[position : position + 1]
     while mark != "]":
-        if number and mark != ",":
-            raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
-        if number:
-            position, mark = next_character(position + 1)
         number += 1
         try:
             _, stop = decode(text, position)
@@ -131,21 +175,23 @@ def _read_array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             why = problem.msg if isinstance(problem, json.JSONDecodeError) else "nested too deeply, or too long"
             raise DataError(f"{path}: cut or damaged at row {number}, not JSON: {why}") from None
         yield number, text[position:stop].encode()
-        position, mark = next_character(stop)
-    _, mark = next_character(position + 1)
-    if mark:
-        raise DataError(f"{path}: after the JSON array stands {mark!r}; a file has one array")
+        position = _skip_space(text, stop)
+        mark = text[position : position + 1]
+        if mark == ",":
+            position = _skip_space(text, position + 1)
+        elif mark != "]":
+            raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
+    if rest := text[position + 1 :].strip():
+        raise DataError(f"{path}: after the JSON array stands {rest[0]!r}; a file has one array")
 
 
-def _read_csv(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    return _read_cells(path, file, ",")
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
 
 
-def _read_tsv(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    return _read_cells(path, file, "\t")
-
-
-def _read_cells(path: Path, file: BinaryIO, delimiter: str) -> Iterator[tuple[int, Any]]:
+def _read_cells(delimiter: str, path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a table whose first line names the columns. Every cell is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
@@ -186,28 +232,27 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
         raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path) -> Any:
     import pyarrow.parquet
 
-    yield from pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS)
+    return pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS)
 
 
-def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Yield the batches of a file in Arrow's file form, or in its stream form, which ``datasets`` writes."""
+def _arrow_batches(path: Path) -> Any:
+    """Return the batches of a file in Arrow's file form, or in its stream form, which ``datasets`` writes."""
     import pyarrow as pa
 
     with open(path, "rb") as file:
         is_file = file.read(6) == b"ARROW1"
     source = pa.memory_map(str(path))
     if not is_file:
-        yield from pa.ipc.open_stream(source)
-        return
+        return pa.ipc.open_stream(source)
     reader = pa.ipc.open_file(source)
-    yield from map(reader.get_batch, range(reader.num_record_batches))
+    return map(reader.get_batch, range(reader.num_record_batches))
 
 
 TEXT_FORMS: Final[dict[str, Callable[[Path, BinaryIO], Iterator[tuple[int, Any]]]]] = {
-    ".jsonl": _read_lines, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_tsv,
+    ".jsonl": _read_lines, ".json": _read_json, ".csv": partial(_read_cells, ","), ".tsv": partial(_read_cells, "\t"),
 }  # fmt: skip
 """forms that may be compressed, with .gz after the suffix"""
 TABLES: Final[dict[str, Callable[[Path], Iterable[Any]]]] = {".parquet": _parquet_batches, ".arrow": _arrow_batches}

@@ -1,32 +1,53 @@
-"""Parse a row into a conversation or plain text; its keys decide which of the usual row formats it has.
+"""Turn a row into a conversation or a text; its keys decide which of the usual row formats it has.
 
-They are tried in this order: ``messages``; ``conversations``; ``prompt`` + ``completion``; ``instruction`` (+
-``input``) + ``output``; ``text``. Invariant: every key of a row, turn and message is read, harmless, ignored on
-request, or a BadRow (row_keys.py); so is a value of the wrong type.
+Invariant: every key of a row, turn and message is read, harmless, ignored on request, or a BadRow that names it; so is
+a value of the wrong type. A key that is ignored where it decides the labels would give a silent wrong result:
+``"train": false`` beside an answer, or KTO's ``"label": false`` beside a bad one.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from lorakit.data.json_row import ARRAY_REMEDY, BadRow
-from lorakit.data.row_keys import HARMLESS_IN_MESSAGES, REMEDIES, SWITCHES, harmless_keys, is_switched_on
+from lorakit.data.row_files import ARRAY_REMEDY, BadRow
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES: Final = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-FORMATS: Final = {
-    ("messages",): ("tools", "system"),
-    ("conversations",): ("tools", "system"),
-    ("prompt", "completion"): (),
-    ("instruction", "output"): ("input", "system"),
-    ("text",): (),
-}
-"""keys that a row of this format has -> keys that it may have besides"""
+HARMLESS: Final = frozenset({
+    "_id", "author", "category", "conversation_id", "created_at", "dataset", "date", "domain", "guid", "hash", "id",
+    "idx", "index", "lang", "language", "license", "message_id", "meta", "metadata", "model", "num_tokens", "num_turns",
+    "prompt_id", "row_id", "source", "split", "subset", "tags", "task", "timestamp", "token_count", "topic", "uid",
+    "updated_at", "url", "uuid",
+})  # fmt: skip
+"""keys of a row's origin, which decide no label"""
+HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
+SWITCHES: Final = ("weight", "train", "loss")
+"""keys of a message that turn its loss on or off: OpenAI's, axolotl's and another's name"""
+_PREFERENCE: Final = "a preference pair, and objective sft learns one answer; keep the better one as the row's answer"
+_KTO: Final = (
+    "whether the answer is good, which objective sft does not read; remove the rows with bad answers, and the key"
+)
+_MEDIA: Final = "lorakit trains on text alone; leave such rows out"
+_FULL_ROW: Final = "of a full row is not read; write weight: 0 for a row that is not to be trained on"
+REMEDIES: Final = {
+    "chosen": _PREFERENCE, "rejected": _PREFERENCE, "chosen_rejected": _PREFERENCE,
+    "label": _KTO, "kto_tag": _KTO,
+    "image": _MEDIA, "images": _MEDIA, "video": _MEDIA, "videos": _MEDIA, "audio": _MEDIA, "audios": _MEDIA,
+    "history": "not read; put the earlier turns into `messages`",
+    "system": "plain text has no system prompt; use `messages`, or write it into the prompt",
+    "tools": "plain text has no tools; use `messages`",
+    "function_call": "OpenAI's earlier form; use `tool_calls`",
+    "functions": "OpenAI's earlier form; use `tools`",
+    "train": _FULL_ROW, "loss": _FULL_ROW,
+}  # fmt: skip
+"""key -> what it means and where it is meant to go"""
+OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
+"""keys whose remedy is about a row, not about a message"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Text:
     """Text without a template: the loss is on the completion, not on the prompt."""
 
     prompt: str
@@ -53,8 +74,15 @@ class Plain:
     weight: float = 1.0
 
 
-def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
-    """Parse the conversation or text of a row. ``ignore``: keys to leave unread, of the row, turns and messages.
+@dataclass(frozen=True)
+class _Messages:
+    messages: Any
+    first_trained: int = 0
+    """index of the first message that may be trained"""
+
+
+def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text:
+    """Return the conversation or text of a row. ``ignore``: keys to leave unread, of the row, turns and messages.
 
     Raises:
         BadRow: no known format, a key that is not read, or a value of the wrong type.
@@ -64,26 +92,59 @@ def parse_row_format(row: Any, ignore: Collection[str] = ()) -> Chat | Plain:
         raise BadRow(f"a row is a mapping, got {type(row).__name__}{array}")
     row = {key: value for key, value in row.items() if value is not None}
     weight = 1.0 if "weight" in ignore else _weight(row)
-    present = row.keys() - set(ignore)
-    names = next((names for names in FORMATS if present >= set(names)), None)
-    if names is None:
-        hints = [f"; {key}: {REMEDIES[key]}" for key in row if key in ("chosen", "rejected")][:1]
-        raise BadRow(
-            f"keys {sorted(map(str, row))} are none of: messages; conversations; prompt + completion;"
-            f" instruction (+ input) + output; text{''.join(hints) or '; data.columns names other columns'}"
-        )
-    is_chat = (
-        names == ("prompt", "completion") and isinstance(row["prompt"], list) and isinstance(row["completion"], list)
-    )
-    read = {*names, *FORMATS[names], "weight", *(("tools", "system") if is_chat else ())} - set(ignore)
-    unread = frozenset(harmless_keys(row, read, ignore))
+    form = next((form for form in FORMATS if row.keys() - set(ignore) >= set(form.required)), None)
+    if form is None:
+        raise _no_format(row)
+    read = {*form.required, *form.optional, "weight"} - set(ignore)
+    unread = unread_keys(row, read, ignore)
     row = {key: value for key, value in row.items() if key in read}
-    if names == ("text",):
-        return Plain("", _text(row, "text"), unread, weight)
-    if names == ("prompt", "completion") and not is_chat:
-        return Plain(_text(row, "prompt", may_be_empty=True), _text(row, "completion"), unread, weight)
-    messages, first_trained = _messages(names, row, ignore)
-    return replace(_chat(messages, row, unread, ignore, first_trained), weight=weight)
+    parsed = form.parse(row, ignore)
+    if isinstance(parsed, Text):
+        return replace(parsed, unread=unread, weight=weight)
+    chat = _chat(parsed.messages, row, ignore, parsed.first_trained)
+    return replace(chat, unread=chat.unread | unread, weight=weight)
+
+
+def has_value(value: Any) -> bool:
+    """True unless a value is None, or an empty text, list or mapping."""
+    return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def unread_keys(
+    item: Mapping[str, Any],
+    read: Collection[str],
+    ignore: Collection[str],
+    harmless: Collection[str] = HARMLESS,
+    where: str = "",
+) -> frozenset[str]:
+    """Return the keys with a value that are not read. ``where``: the message, for the error.
+
+    Raises:
+        BadRow: a key is neither read nor harmless nor one to ignore.
+    """
+    unread = [key for key, value in item.items() if has_value(value) and key not in read]
+    for key in unread:
+        if key not in ignore and key not in harmless:
+            raise refusal(key, where)
+    return frozenset(unread)
+
+
+def refusal(key: str, where: str = "") -> BadRow:
+    """Return the error for a key that is not read. ``where``: the message that has it; empty for the row."""
+    name = str(key)[:40]
+    remedy = None if where and key in OF_ROWS else REMEDIES.get(key)
+    why = f": {remedy}" if remedy else "" if where else ": not a key that is read here"
+    return BadRow(f"{where}{name}{why} (data.ignore_keys: [{name}] leaves it unread)")
+
+
+def _no_format(row: Mapping[Any, Any]) -> BadRow:
+    hints = [f"{key}: {REMEDIES[key]}" for key in row if key in ("chosen", "rejected")]
+    formats = "; ".join(" + ".join(form.required) for form in FORMATS)
+    columns = "name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
+    return BadRow(
+        f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are {formats};"
+        f" {hints[0] if hints else columns}"
+    )
 
 
 def _weight(row: Mapping[str, Any]) -> float:
@@ -92,20 +153,6 @@ def _weight(row: Mapping[str, Any]) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise BadRow(f"weight: a number of 0 or more expected, got {repr(weight)[:40]}")
     return float(weight)
-
-
-def _messages(names: tuple[str, ...], row: Mapping[str, Any], ignore: Collection[str]) -> tuple[Any, int]:
-    """Return the messages of a conversation's row, and the index of the first one that may be trained."""
-    match names[0]:
-        case "messages":
-            return row["messages"], 0
-        case "conversations":
-            return _sharegpt(row["conversations"], ignore), 0
-        case "prompt":
-            return [*row["prompt"], *row["completion"]], len(row["prompt"])
-    instruction_input = _text(row, "input", may_be_empty=True) if "input" in row else ""
-    question = _text(row, "instruction") + (f"\n{instruction_input}" if instruction_input else "")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}], 0
 
 
 def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
@@ -117,8 +164,13 @@ def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> st
     return value
 
 
-def _sharegpt(turns: Any, ignore: Collection[str]) -> list[dict[str, Any]]:
+def _messages(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
+    return _Messages(row["messages"])
+
+
+def _sharegpt(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
     """Return ShareGPT's turns as messages, with the other keys of each turn."""
+    turns = row["conversations"]
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise BadRow(f"conversations: a list expected, got {type(turns).__name__}")
     messages = []
@@ -128,19 +180,55 @@ def _sharegpt(turns: Any, ignore: Collection[str]) -> list[dict[str, Any]]:
         if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
             raise BadRow(f"conversations: turn {number} is from {turn['from']!r}; known: {', '.join(SHAREGPT_ROLES)}")
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        harmless_keys(others, SWITCHES, ignore, HARMLESS_IN_MESSAGES, f"conversations: turn {number}: ")
+        unread_keys(others, SWITCHES, ignore, HARMLESS_IN_MESSAGES, f"conversations: turn {number}: ")
         messages.append({**others, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
-    return messages
+    return _Messages(messages)
 
 
-def _chat(
-    messages: Any, row: Mapping[str, Any], unread: frozenset[str], ignore: Collection[str], first_trained: int
-) -> Chat:
+def _prompt_completion(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages | Text:
+    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+        return _Messages([*row["prompt"], *row["completion"]], len(row["prompt"]))
+    for key in ("system", "tools"):
+        if has_value(row.get(key)):
+            raise refusal(key)
+    return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
+
+
+def _instruction(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
+    extra = _text(row, "input", may_be_empty=True) if "input" in row else ""
+    question = _text(row, "instruction") + (f"\n{extra}" if extra else "")
+    return _Messages([{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}])
+
+
+def _text_alone(row: Mapping[str, Any], ignore: Collection[str]) -> Text:
+    return Text("", _text(row, "text"))
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row and the keys to ignore."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    parse: Callable[[Mapping[str, Any], Collection[str]], _Messages | Text]
+
+
+FORMATS: Final = (
+    RowFormat(("messages",), ("tools", "system"), _messages),
+    RowFormat(("conversations",), ("tools", "system"), _sharegpt),
+    RowFormat(("prompt", "completion"), ("tools", "system"), _prompt_completion),
+    RowFormat(("instruction", "output"), ("input", "system"), _instruction),
+    RowFormat(("text",), (), _text_alone),
+)
+"""in the order in which they are tried. A new key also goes into `RowKey` of recipe/data.py, as a test checks"""
+
+
+def _chat(messages: Any, row: Mapping[str, Any], ignore: Collection[str], first_trained: int) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise BadRow(f"messages: a list with at least one message expected, got {str(messages)[:40]}")
     checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
     trained = [
-        is_switched_on(f"message {number}: ", message) and message["role"] == "assistant" and number > first_trained
+        _is_switched_on(f"message {number}: ", message) and message["role"] == "assistant" and number > first_trained
         for number, message in enumerate(messages, 1)
     ]
     if not any(trained):
@@ -150,11 +238,12 @@ def _chat(
     if row.get("system"):
         text = _text(row, "system")
         if checked[0]["role"] not in ("system", "developer"):
-            checked, trained = [{"role": "system", "content": text}, *checked], [False, *trained]
+            checked = [{"role": "system", "content": text}, *checked]
+            trained = [False, *trained]
         elif checked[0]["content"] != text:
             raise BadRow("system: another one than the conversation's own system message; keep one")
-    ignored = {key for message in messages for key in message if key in ignore}
-    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread | ignored)
+    ignored = frozenset(key for message in messages for key in message if key in ignore)
+    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), ignored)
 
 
 def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, Any]:
@@ -164,17 +253,32 @@ def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, An
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
-    if message["role"] == "assistant" and not content and not message.get("tool_calls"):
-        raise BadRow(f"message {number}: the assistant says nothing")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
     calls = message.get("tool_calls") or []
+    if message["role"] == "assistant" and not content and not calls:
+        raise BadRow(f"message {number}: the assistant says nothing")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow(f"message {number}: tool_calls: a list of mappings expected, got {str(calls)[:40]}")
     # without None, because templates test whether a key exists
     unread = {*SWITCHES, *ignore} - {"role", "content"}
     fields = {key: value for key, value in message.items() if value is not None and key not in unread}
     return {**fields, "content": content or ""}
+
+
+def _is_switched_on(where: str, message: Mapping[str, Any]) -> bool:
+    """True if a message's ``weight``, ``train`` or ``loss`` leaves the loss on it, or none of them is there.
+
+    Raises:
+        BadRow: another value than 0, 1, false or true, or two of them that disagree.
+    """
+    values = {key: message[key] for key in SWITCHES if message.get(key) is not None}
+    for key, value in values.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRow(f"{where}{key}: 0 or 1 expected, got {repr(value)[:40]}")
+    if len({bool(value) for value in values.values()}) > 1:
+        raise BadRow(f"{where}{', '.join(values)} disagree")
+    return all(values.values())
 
 
 def _part(number: int, part: Any) -> str:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data._internals import dataset_fingerprint
-from lorakit.data.json_row import BadRow, parse_raw, without_none
-from lorakit.data.row_files import count_file_rows, form_of, read_file
-from lorakit.errors import DataError, TemporaryFailure
+from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file, without_none
+from lorakit.errors import DataError, HubError, TemporaryFailure
 from lorakit.files.atomic import is_disk_full
 from lorakit.files.hub import connection_failure
 from lorakit.files.progress import library_call, report_progress
@@ -40,8 +38,7 @@ class RowSource:
         import xxhash
 
         if self.path is None:
-            version = _stream_version(self) if self.streaming else dataset_fingerprint(_open_hub(self))
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{version}".encode())
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_hub_version(self)}".encode())
         # the same bytes mean other rows in another form
         state = xxhash.xxh3_128(f"{form_of(self.path.name)}{self.path.suffix}".encode())
         with open(self.path, "rb") as file:
@@ -53,7 +50,7 @@ class RowSource:
 
 def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
     """Yield (line, row) of every row; a row that cannot be read is a BadRow."""
-    return ((line, parse_raw(raw)) for line, raw in read_raw(source))
+    return ((line, decode_line(raw)) for line, raw in read_raw(source))
 
 
 def count_rows(sources: list[RowSource]) -> int | None:
@@ -66,50 +63,63 @@ def count_rows(sources: list[RowSource]) -> int | None:
 
 def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
     """Yield (line, row) of every row: the bytes of a JSON text, the row of a table, or a BadRow."""
-    if source.path is None:
-        rows = _open_hub(source)
-        yield from ((line, without_none(row)) for line, row in enumerate(_streamed(source, rows), 1))
-    else:
+    if source.path is not None:
         yield from read_file(source.path)
+        return
+    number = 0
+    rows = _open_hub(source)
+    try:
+        for row in rows:  # a stream reads the hub here
+            yield number + 1, without_none(row)
+            number += 1
+    except Exception as problem:  # of datasets and its readers: each form and compression has errors of its own
+        remedy = f"fix the data set, or leave out what follows with `limit: {number}`"
+        unread = DataError(f"data: {source.name}: cannot be read after row {number}: {_reason(problem)}; {remedy}")
+        raise _hub_error(f"data: {source.name}: after row {number}", problem, unread) from None
 
 
 def _open_hub(source: RowSource) -> Any:
     import datasets
 
-    with _hub_errors(source.name, source.split), library_call():
+    with _hub_errors(source), library_call():
         return datasets.load_dataset(
             source.name, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
         )
 
 
-def _streamed(source: RowSource, rows: Any) -> Iterator[Any]:
-    """Yield the rows of a hub data set. A stream reads the hub here.
+def _hub_version(source: RowSource) -> str:
+    """Return what changes with a hub data set: its commit on the hub, or the times of a folder's files.
 
-    Raises:
-        DataError: what it reads are no rows. TemporaryFailure: the connection broke. HubError: the hub refused.
+    The content of a stream is known only when all of it was read.
     """
-    number = 0
+    import datasets
+
+    with _hub_errors(source):
+        builder = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
+    return f"{builder.hash} {builder.config_id}"
+
+
+@contextmanager
+def _hub_errors(source: RowSource) -> Iterator[None]:
     try:
-        for row in rows:
-            yield row
-            number += 1
-    except Exception as problem:  # of datasets and its readers: each form and compression has errors of its own
-        raise _row_error(source.name, number, problem) from None
+        yield
+    except Exception as problem:  # of datasets, huggingface_hub, its client, and the readers of each form
+        no_data_set = DataError(
+            f"data: {source.name}: neither a file ({Path(source.name).absolute()}) nor a data set the hub gave"
+            f" (split {source.split}): {_reason(problem)}"
+        )
+        error = _hub_error(f"data: {source.name}", problem, no_data_set)
+        raise (no_data_set if isinstance(error, HubError) else error) from None
 
 
-def _row_error(name: str, number: int, problem: Exception) -> Exception:
-    """Return what an error between two rows of a stream means."""
+def _hub_error(what: str, problem: Exception, otherwise: DataError) -> Exception:
+    """Return the error that an error of `datasets` means. ``otherwise``: if disk and connection are sound."""
     if is_disk_full(problem):
         return problem
-    failure = connection_failure(f"data: {name}: after row {number}", problem)
+    failure = connection_failure(what, problem)
     if isinstance(failure, TemporaryFailure):
-        return TemporaryFailure(f"{failure}; the same command tokenises again")
-    if failure is not None:
-        return failure
-    return DataError(
-        f"data: {name}: cannot be read after row {number}: {_reason(problem)}; mend the data set, or leave out what"
-        f" follows with `limit: {number}`"
-    )
+        return TemporaryFailure(f"{failure}; the same command tries again")
+    return failure or otherwise
 
 
 def _reason(problem: BaseException) -> str:
@@ -119,32 +129,3 @@ def _reason(problem: BaseException) -> str:
         subsets = re.findall(r"'([^']+)'", lines[1]) if len(lines) > 1 else []
         return f"it has several subsets, so name one (`subset` beside `path`): {', '.join(subsets)}"[:REASON_LETTERS]
     return lines[0][:REASON_LETTERS]
-
-
-def _stream_version(source: RowSource) -> str:
-    """Return what changes when a data set that is streamed does: its commit on the hub, the times of a folder's files.
-
-    The content itself is known only when all of it was read.
-    """
-    import datasets
-
-    with _hub_errors(source.name, None):
-        builder = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
-    return f"{builder.hash} {builder.config_id}"
-
-
-@contextmanager
-def _hub_errors(name: str, split: str | None) -> Iterator[None]:
-    try:
-        yield
-    except Exception as problem:  # of datasets, huggingface_hub, its client, and the readers of each form
-        if is_disk_full(problem):
-            raise
-        failure = connection_failure(f"data: {name}", problem)
-        if isinstance(failure, TemporaryFailure):
-            raise TemporaryFailure(f"{failure}; the same command tries again") from None
-        which = "" if split is None else f" (split {split})"
-        raise DataError(
-            f"data: {name}: neither a file ({Path(name).absolute()}) nor a data set the hub gave{which}:"
-            f" {_reason(problem)}"
-        ) from None

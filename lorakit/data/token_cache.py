@@ -1,33 +1,33 @@
-"""Tokenise rows into memory-mapped files, so that data larger than memory works.
+"""Tokenise rows into memory-mapped files of the user's cache, so that data larger than memory works.
 
-The files are in a folder of the user's cache and are written once. Invariant: the folder is named by a digest of data,
-tokenizer, template and settings, so that a file of other tokens is never opened.
+Invariant: a set's folder is named by a digest of data, tokenizer, template and settings, and is written once, so that a
+file of other tokens is never opened.
 """
 
 import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import tokenizers
 
 from lorakit.data.chat_template import writes_date
 from lorakit.data.columns import all_columns
-from lorakit.data.dataset import Part, TokenDataset
-from lorakit.data.encode_chunks import ChunkEncoder, RowSettings, encode_chunks
+from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
+from lorakit.data.encode_chunks import ChunkEncoder, encode_chunks
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import BadRows, RowCounts
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, count_rows
-from lorakit.data.token_table import TokenTable, is_complete, open_writer
 from lorakit.errors import DataError
-from lorakit.files.atomic import atomic_folder
+from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder
 from lorakit.files.cache import cache_folder
 from lorakit.files.progress import report_progress
 
@@ -69,11 +69,13 @@ def tokenize_sources(
         settings = replace(settings, today=settings.today or date.today().isoformat())
     digests = [source.digest() for source in sources]
     folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
-    if not is_complete(folder):
+    if not manifest_matches(folder, content=False):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         with _alone(folder, progress):
-            if not is_complete(folder):  # it is if another process tokenised the same rows meanwhile
+            if not manifest_matches(
+                folder, content=False
+            ):  # it is if another process tokenised the same rows meanwhile
                 with atomic_folder(folder) as staging:
                     _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
                     if digests != [source.digest() for source in sources]:
@@ -88,15 +90,9 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
     path = folder.with_name(f"{folder.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        waits = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waits:
-                    progress(None, None)
-                    waits = True
+        if not _try_lock(file):
+            progress(None, None)
+            while not _try_lock(file):
                 report_progress()  # of the process that has the lock, which is alive
                 time.sleep(POLL_SECONDS)
         try:
@@ -105,26 +101,33 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def _try_lock(file: IO[Any]) -> bool:
+    """Lock a file for this process alone; False if another process has a lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _write_table(
     staging: Path, sources: list[RowSource], encoder: ChunkEncoder, settings: RowSettings, progress: Progress
 ) -> None:
-    """Tokenise all rows into a folder."""
     counts = RowCounts(today=settings.today)
     bad = BadRows()
-    total = cache(lambda: _count(sources, settings.limit))
-    with ExitStack() as resources:
-        table = open_writer(staging, resources)
-        for chunk in encode_chunks(sources, encoder, lambda done: progress(done, total()), settings.limit):
-            table.append(chunk.columns)
-            counts.add(chunk.counts)
-            bad.add_all(chunk.bad)
-        _check(counts, bad, settings, sources)
-        table.finish(counts, [source.name for source in sources])
+    table = TableWriter(staging)
 
+    @cache
+    def total() -> int | None:
+        number = count_rows(sources)
+        return number if number is None or settings.limit is None else min(number, settings.limit)
 
-def _count(sources: list[RowSource], limit: int | None) -> int | None:
-    number = count_rows(sources)
-    return number if number is None or limit is None else min(number, limit)
+    for chunk in encode_chunks(sources, encoder, lambda done: progress(done, total()), settings.limit):
+        table.append(chunk.columns)
+        counts.add(chunk.counts)
+        bad.add_all(chunk.bad)
+    _check(counts, bad, settings, sources)
+    table.finish(counts, [source.name for source in sources])
 
 
 def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list[RowSource]) -> None:
@@ -134,15 +137,16 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
     if counts.bad and settings.on_bad_rows == "stop":
         raise DataError(
             f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}\n"
-            "Mend them, or set data.on_bad_rows: skip to leave them out and count them"
+            "Fix them, or set data.on_bad_rows: skip to train on the other rows (skipped rows are counted)"
         )
     if counts.long > counts.split and settings.on_long_rows in ("stop", "split", "fill"):
-        which = "" if settings.on_long_rows == "stop" else " that are no text alone"
-        other = "" if which else ", drop, or for text split"
+        is_any = settings.on_long_rows == "stop"
+        which = "" if is_any else " that are no text alone"
+        others = ", drop, or for text split" if is_any else " or drop"
         raise DataError(
             f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_long} rows{which} are longer than"
             f" data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
-            f" data.on_long_rows: truncate (which loses their ends and end tokens){other or ' or drop'}"
+            f" data.on_long_rows: truncate (which loses their ends and end tokens){others}"
         )
     if not counts.rows:
         raise DataError(_no_row_left(counts, settings, names) + (f"\n  {listed}" if counts.bad else ""))
@@ -171,3 +175,69 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
     parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
     parts += [{name: str(token) for name, token in tokenizer.special_tokens_map.items()}, tokenizers.__version__]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One data set in the cache.
+
+    num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one. sources: names of its files.
+    """
+
+    path: Path
+    num_bytes: int
+    last_used: float
+    num_rows: int | None
+    sources: tuple[str, ...]
+
+
+def cache_entries() -> list[CacheEntry]:
+    """Return all data sets in the cache, least recently used first."""
+    folder = cache_folder("tokens")
+    paths = folder.iterdir() if folder.is_dir() else ()
+    entries = [_entry(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+    return sorted(entries, key=lambda entry: entry.last_used)
+
+
+def remove_entries(entries: Collection[CacheEntry]) -> list[CacheEntry]:
+    """Remove these entries; return those that were removed. One that a process reads or writes is left."""
+    return [entry for entry in entries if _remove(entry.path)]
+
+
+def trim_cache(limit_bytes: float) -> list[CacheEntry]:
+    """Remove the least recently used entries until the others take at most ``limit_bytes``; return those removed."""
+    entries = cache_entries()
+    total = sum(entry.num_bytes for entry in entries)
+    removed = list[CacheEntry]()
+    for entry in entries:
+        if total > limit_bytes and _remove(entry.path):
+            removed.append(entry)
+            total -= entry.num_bytes
+    return removed
+
+
+def _entry(path: Path) -> CacheEntry:
+    try:
+        rows = json.loads((path / ROWS).read_text())
+    except (OSError, ValueError):
+        rows = {}
+    manifest = path / MANIFEST
+    return CacheEntry(
+        path,
+        sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
+        manifest.stat().st_mtime if manifest.exists() else time.time(),
+        rows.get("counts", {}).get("rows"),
+        tuple(rows.get("sources", ())),
+    )
+
+
+def _remove(path: Path) -> bool:
+    """Remove an entry; False if a process uses it."""
+    try:
+        with open(path / MANIFEST, "r+b") as file:  # for writing, because NFS gives an exclusive lock to no other
+            if not _try_lock(file):
+                return False
+            remove_folder(path)
+    except FileNotFoundError:  # without a manifest it is damaged
+        remove_folder(path)
+    return True

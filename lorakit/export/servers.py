@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lorakit.files.yaml_text import yaml_text
+from lorakit.files.text import yaml_text
 from lorakit.launch.job_files import check_kubernetes_names
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank

@@ -30,6 +30,7 @@ def write_file(path: Path, content: bytes | str) -> None:
     staged = path.with_name(_staged_name(path))
     with disk_full_as_retryable(path), _removed_on_error(staged):
         _write_new(staged, content)
+        sync_file(staged)
         os.replace(staged, path)
         sync_folder(path.parent)
 
@@ -47,13 +48,14 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     Raises:
         TemporaryFailure: the disk is full; the old files are unchanged.
     """
-    staged = {name: folder / _staged_name(folder / name) for name in [*(name for name in files if name != last), last]}
+    names = [*(name for name in files if name != last), last]
+    staged = {name: folder / _staged_name(folder / name) for name in names}
     try:
         # a file is synced while the next is made and written
         with disk_full_as_retryable(folder), ThreadPoolExecutor(len(staged)) as pool:
             syncing = []
             for name, path in staged.items():
-                _write_new(path, files[name], sync=False)
+                _write_new(path, files[name])
                 syncing.append(pool.submit(sync_file, path))
             for file in syncing:
                 file.result()
@@ -93,21 +95,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     with disk_full_as_retryable(target), _removed_on_error(staging):
         staging.mkdir()
         yield staging
-        commit_folder(staging, target)
-
-
-def commit_folder(staging: Path, target: Path) -> None:
-    """Make a finished folder durable and rename it to ``target``.
-
-    Raises:
-        FileExistsError: ``target`` exists.
-    """
-    for path in [*staging.rglob("*"), staging]:
-        sync_folder(path) if path.is_dir() else sync_file(path)
-    if target.exists():
-        raise FileExistsError(errno.EEXIST, "exists already", str(target))
-    os.rename(staging, target)
-    sync_folder(target.parent)
+        for path in [*staging.rglob("*"), staging]:
+            sync_folder(path) if path.is_dir() else sync_file(path)
+        if target.exists():  # made meanwhile by another process
+            raise FileExistsError(errno.EEXIST, "exists already", str(target))
+        os.rename(staging, target)
+        sync_folder(target.parent)
 
 
 def write_manifest(folder: Path) -> None:
@@ -116,12 +109,16 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files})
 
 
-def manifest_matches(folder: Path) -> bool:
-    """True if the folder has a manifest, and every file in the manifest has the recorded size and digest."""
+def manifest_matches(folder: Path, *, content: bool = True) -> bool:
+    """True if the folder has a manifest, and every file in the manifest has the recorded size and digest.
+
+    ``content``: False compares sizes alone, without reading the files.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return all(
-            (folder / name).stat().st_size == record["bytes"] and digest(folder / name) == record["sha256"]
+            (folder / name).stat().st_size == record["bytes"]
+            and (not content or digest(folder / name) == record["sha256"])
             for name, record in manifest.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -141,19 +138,15 @@ def remove_folder(folder: Path) -> None:
 
 def remove_stale_staging(target: Path) -> None:
     """Remove the files that dead processes of this machine staged for ``target``."""
-    _sweep(target.parent, f".{target.name}.tmp-*")
+    sweep_folder(target.parent, target.name)
 
 
-def sweep_folder(folder: Path) -> None:
-    """Remove the files that dead processes of this machine staged for any file in ``folder``."""
-    _sweep(folder, ".*.tmp-*")
-
-
-def _sweep(folder: Path, pattern: str) -> None:
+def sweep_folder(folder: Path, name: str = "*") -> None:
+    """Remove the files that dead processes of this machine staged for any file in ``folder``, or for that ``name``."""
     marker = f".tmp-{socket.gethostname()}-"  # of this machine only, because pids of others cannot be checked
-    for path in folder.glob(pattern):
+    for path in folder.glob(f".{name}.tmp-*"):
         _, separator, owner = path.name.rpartition(marker)
-        if separator and not _alive(owner):
+        if separator and not _is_alive(owner.partition("-")[0]):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -203,22 +196,19 @@ def is_disk_full(problem: BaseException) -> bool:
     return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _write_new(path: Path, content: Content, *, sync: bool = True) -> None:
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_new(path: Path, content: Content) -> None:
     with open(path, "xb") as file:
         if callable(content):
             content(file)
         else:
             file.write(content.encode() if isinstance(content, str) else content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
     report_progress()
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -228,9 +218,8 @@ def _removed_on_error(path: Path) -> Iterator[None]:
     except BaseException:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
         raise
 
 
@@ -238,12 +227,11 @@ def _staged_name(path: Path) -> str:
     return f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
-def _alive(marker: str) -> bool:
-    pid = marker.partition("-")[0]
+def _is_alive(pid: str) -> bool:
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, ValueError):
         return False
     except PermissionError:
-        return True
+        pass
     return True

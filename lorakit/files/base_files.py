@@ -69,20 +69,9 @@ def open_base_files(folder: Path) -> BaseFiles:
     Raises:
         BaseModelError: no safetensors, or an index that names missing, foreign or repeated tensors.
     """
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise BaseModelError(f"{folder / INDEX}: has no weight_map")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                raise BaseModelError(
-                    f"{folder / INDEX}: {name} is mapped to {file!r}; only plain file names are allowed"
-                )
-        names = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).is_file():
-        weight_map = None
-        names = [SINGLE]
-    else:
+    weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    names = sorted(set(weight_map.values())) or [SINGLE]
+    if not weight_map and not (folder / SINGLE).is_file():
         raise BaseModelError(
             f"{folder}: neither {SINGLE} nor {INDEX}; lorakit reads safetensors only."
             " Convert other formats with transformers' save_pretrained"
@@ -91,13 +80,34 @@ def open_base_files(folder: Path) -> BaseFiles:
         shards = tuple(open_tensors(folder / name) for name in names)
     except PatchError as problem:
         raise BaseModelError(str(problem)) from None
-    shard_of = _shard_of(folder, shards, weight_map)
-    if weight_map is not None and SINGLE not in names and (folder / SINGLE).exists():
+    shard_of: dict[str, SafetensorsFile] = {}
+    for shard in shards:
+        for name in shard.entries:
+            if name in shard_of:
+                raise BaseModelError(f"{folder}: {name} is in {shard_of[name].path.name} and in {shard.path.name}")
+            shard_of[name] = shard
+    actual = {name: shard.path.name for name, shard in shard_of.items()}
+    for name in [*weight_map, *actual] if weight_map else ():
+        if weight_map.get(name) != actual.get(name):
+            raise BaseModelError(
+                f"{folder / INDEX}: {name} should be in {weight_map.get(name)}, found in {actual.get(name)}"
+            )
+    if SINGLE not in names and (folder / SINGLE).exists():
         raise BaseModelError(
             f"{folder}: holds {SINGLE} and an index of other files; transformers reads the first, others the second."
             " Remove what is not meant"
         )
     return BaseFiles(folder, shards, shard_of)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BaseModelError(f"{path}: has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise BaseModelError(f"{path}: {name} is mapped to {file!r}; only plain file names are allowed")
+    return weight_map
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -115,21 +125,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BaseModelError(f"{path}: not a JSON mapping")
     return value
-
-
-def _shard_of(
-    folder: Path, shards: tuple[SafetensorsFile, ...], weight_map: Mapping[str, str] | None
-) -> dict[str, SafetensorsFile]:
-    shard_of: dict[str, SafetensorsFile] = {}
-    for shard in shards:
-        for name in shard.entries:
-            if name in shard_of:
-                raise BaseModelError(f"{folder}: {name} is in {shard_of[name].path.name} and in {shard.path.name}")
-            shard_of[name] = shard
-    if weight_map is not None:
-        for name in [*weight_map, *shard_of]:
-            indexed = weight_map.get(name)
-            actual = shard_of[name].path.name if name in shard_of else None
-            if indexed != actual:
-                raise BaseModelError(f"{folder / INDEX}: {name} should be in {indexed}, found in {actual}")
-    return shard_of

@@ -46,14 +46,10 @@ def is_path(name: str) -> bool:
 
 
 def check_push(name: str, what: str, recorded_base: str | None, base: str | None, flag: str = "--base") -> None:
-    """Raise HubError unless a patch can be pushed under these names.
+    """Raise HubError unless a patch can be pushed: to a repository's name, and with a base that others find.
 
-    ``what``: the patch; ``flag``: of ``base``; both for the message.
-
-    recorded_base: the base as the patch names it. base: its name in the pushed patch; None is that of the patch.
-
-    Raises:
-        HubError: no name of a repository, or the base is named by a path.
+    ``what``: the patch; ``flag``: of ``base``; both for the message. ``recorded_base``: the base as the patch names it.
+    ``base``: its name in the pushed patch; None is that of the patch.
     """
     if not is_repository_name(name):
         raise HubError(f"{name!r}: a repository of the hub is named as ORGANISATION/NAME")
@@ -104,16 +100,16 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def connection_failure(name: str, problem: BaseException) -> HubError | TemporaryFailure | None:
-    """Return what a refusal of the hub or a broken connection means; None if an error came from something else.
+    """Return the error for a refusal of the hub or a broken connection; None if ``problem`` came from something else.
 
     ``problem``: of a library that reads the hub. It may stand for another one that it came from.
     """
     from huggingface_hub import errors
 
-    # no connection was tried where the user said so; and a file that is not there has no status
-    causes = [] if isinstance(problem, errors.OfflineModeIsEnabled) else _causes(problem, hidden=True)
+    if isinstance(problem, errors.OfflineModeIsEnabled):  # no connection was tried
+        return None
     broken = (_client_error(), ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
-    first = next((each for each in causes if isinstance(each, broken)), None)
+    first = next((each for each in _causes(problem, hidden=True) if isinstance(each, broken)), None)
     return None if first is None else _explained(name, first, writes=False)
 
 
@@ -142,15 +138,14 @@ def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError |
     texts = [_first_line(each) for each in causes]
     nothing = "; nothing was committed, and the same command tries again" if writes else ""
     what = "may not write there" if writes else "may not read it"
-    if status == 401:
-        seen = "your token is not accepted" if writes else "no such repository, or it is private and your token missing"
-        return HubError(f"{name}: {seen} (401); {LOGIN}")
-    if status == 403:
-        return HubError(f"{name}: the hub says that your token {what} (403): {texts[0]}")
-    if status == 404:
-        return HubError(f"{name}: the hub has no such repository or revision, or does not show it to you (404)")
+    no_token = "your token is not accepted" if writes else "no such repository, or it is private and your token missing"
+    refusals = {
+        401: f"{no_token} (401); {LOGIN}",
+        403: f"the hub says that your token {what} (403): {texts[0]}",
+        404: "the hub has no such repository or revision, or does not show it to you (404)",
+    }
     if status is not None and status < 500 and status not in TRY_LATER:
-        return HubError(f"{name}: the hub refused ({status}): {texts[0]}")
+        return HubError(f"{name}: {refusals.get(status, f'the hub refused ({status}): {texts[0]}')}")
     if status is not None:
         return TemporaryFailure(f"{name}: the hub could not answer ({status}){nothing}")
     if isinstance(problem, ValueError):  # of names and of the card, which huggingface_hub checks

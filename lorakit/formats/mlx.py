@@ -8,7 +8,7 @@ a scale that no alpha gives is refused.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -55,8 +55,8 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
     parameters = _read_config(path)
     factors = _read_factors(file)
     for name, pair in factors.items():
-        if pair["lora_A"].shape[0] != parameters.rank:
-            rank = pair["lora_A"].shape[0]
+        rank = pair["lora_A"].shape[0]
+        if rank != parameters.rank:
             raise PatchError(f"{file.path}: {name}: rank {rank}, and {path} says {parameters.rank} for all layers")
     modules = [] if skeleton is None else [name for name, _ in skeleton.named_modules()]
     _check_applied(file.path, path, parameters, factors, modules)
@@ -94,7 +94,13 @@ def write_mlx(out: Path, patch: Patch) -> None:
         PatchError: layers have different scales or ranks, one is outside ``layers.N.``, or one is not linear.
         TemporaryFailure: the disk is full; nothing is left.
     """
-    _check_linear(patch)
+    embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
+    for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
+        if names:
+            raise PatchError(
+                f"{patch.folder}: {names[0]} is {kind}, and mlx-lm has no place for it; merge the patch into its base"
+                " instead (lorakit merge)"
+            )
     first, model = next(iter(patch.layers.items()))
     positions = _layer_positions(patch.folder, patch.layers)
     for name, layer in patch.layers.items():
@@ -131,29 +137,14 @@ def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
     for method, row in METHODS.items():
         if not row.additive or row.saved_as is not None:
             continue
-        guess = scale / row.scale(1.0, rank)
-        for alpha in sorted(_neighbours(guess), key=lambda number: len(repr(number))):
+        guess = scale / row.scale(1.0, rank)  # which has been rounded twice, so two neighbours on either side are tried
+        below = math.nextafter(guess, 0.0)
+        above = math.nextafter(guess, math.inf)
+        near = [guess, below, above, math.nextafter(below, 0.0), math.nextafter(above, math.inf)]
+        for alpha in sorted(near, key=lambda number: len(repr(number))):
             if row.scale(alpha, rank) == scale:
                 return method, alpha
     return None
-
-
-def _neighbours(number: float) -> list[float]:
-    """Return the number and two neighbours on either side, because the guess has been rounded twice."""
-    below = math.nextafter(number, 0.0)
-    above = math.nextafter(number, math.inf)
-    return [number, below, above, math.nextafter(below, 0.0), math.nextafter(above, math.inf)]
-
-
-def _check_linear(patch: Patch) -> None:
-    """Raise PatchError if the patch holds full tensors or the update of an embedding; the message names the first."""
-    embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
-    for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
-        if names:
-            raise PatchError(
-                f"{patch.folder}: {names[0]} is {kind}, and mlx-lm has no place for it; merge the patch into its base"
-                " instead (lorakit merge)"
-            )
 
 
 def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
@@ -219,21 +210,20 @@ def _read_config(path: Path) -> _Parameters:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise PatchError(f"{path}: lora_parameters is not there, which holds rank and scale")
-    return _checked_parameters(path, config["num_layers"], parameters)
-
-
-def _checked_parameters(path: Path, num_layers: int, parameters: Mapping[str, Any]) -> _Parameters:
-    rank, scale, keys = (parameters.get(key) for key in ("rank", "scale", "keys"))
-    dropout = parameters.get("dropout", 0.0)
-    if type(rank) is not int or rank < 1:
-        raise PatchError(f"{path}: lora_parameters.rank must be a positive whole number, got {rank!r}")
-    if type(dropout) not in (int, float):
-        raise PatchError(f"{path}: lora_parameters.dropout must be a number, got {dropout!r}")
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < 1e9:
-        raise PatchError(f"{path}: lora_parameters.scale must be a positive number, got {scale!r}")
-    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
-        raise PatchError(f"{path}: lora_parameters.keys must be a list of names, got {keys!r}")
-    return _Parameters(num_layers, rank, float(scale), float(dropout), keys)
+    given: dict[str, Any] = {"rank": None, "scale": None, "keys": None, "dropout": 0.0, **parameters}
+    rank = given["rank"]
+    scale = given["scale"]
+    dropout = given["dropout"]
+    keys = given["keys"]
+    for key, valid, expected in (
+        ("rank", type(rank) is int and rank > 0, "a positive whole number"),
+        ("dropout", type(dropout) in (int, float), "a number"),
+        ("scale", type(scale) in (int, float) and 0 < scale < 1e9, "a positive number"),
+        ("keys", keys is None or (isinstance(keys, list) and all(isinstance(k, str) for k in keys)), "a list of names"),
+    ):
+        if not valid:
+            raise PatchError(f"{path}: lora_parameters.{key} must be {expected}, got {given[key]!r}")
+    return _Parameters(config["num_layers"], rank, float(scale), float(dropout), keys)
 
 
 def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -257,11 +247,7 @@ def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, s
 def _check_applied(
     tensors: Path, config: Path, parameters: _Parameters, names: Iterable[str], modules: Iterable[str]
 ) -> None:
-    """Check that mlx-lm would apply every tensor of the file; it drops others without a message.
-
-    Raises:
-        PatchError: names the first tensor that it would drop.
-    """
+    """Raise PatchError unless mlx-lm would apply every tensor of the file; it drops others without a message."""
     positions = _layer_positions(tensors, names)
     in_base = [LAYER.fullmatch(name) for name in modules]
     indices = [*(index for index, _ in positions.values()), *(int(match.group(2)) for match in in_base if match)]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate
-from lorakit.data.columns import Columns
-from lorakit.data.json_row import BadRow
-from lorakit.data.load import LocatedRow, row_of_columns, rows_of_files
+from lorakit.data.columns import Columns, map_columns
+from lorakit.data.load import LocatedRow, rows_of_files
 from lorakit.data.question import Question, parse_question
+from lorakit.data.row_files import BadRow
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import columns
@@ -110,7 +110,7 @@ def score(
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
         in_file = itertools.islice(rows_of_files(path, "test"), limit)
-        rows = ((location, row_of_columns(row, columns)) for location, row in in_file)
+        rows = ((location, map_columns(row, columns)) for location, row in in_file)
         return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=ignore_keys, measures=measures)
 
     rows_of = _rows_of_each(model, data, read)
@@ -204,7 +204,7 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
         raise DataError(
             f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"
-            "Mend them, or leave them out, named and counted, with --on-bad-rows skip."
+            "Fix them, or leave them out, named and counted, with --on-bad-rows skip."
             " --columns and --ignore-keys are data.columns and data.ignore_keys here; --max-new-tokens is the room for"
             " an answer"
         )

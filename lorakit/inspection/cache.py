@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from lorakit.data.cache_entries import CacheEntry, cache_entries, remove_entries
+from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entries
 from lorakit.errors import LorakitError
 from lorakit.files.cache import cache_folder
 from lorakit.files.text import columns, size

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.yaml_text import yaml_text
+from lorakit.files.text import yaml_text
 
 SAVE_SECONDS: Final = 120
 """From the stop signal to the kill: enough for the step under way and its checkpoint."""

@@ -56,7 +56,8 @@ class Coverage:
         )
         unused = self.experts and not spec.target_parameters
         experts = "; target_parameters: all-experts reaches experts" if unused else ""
-        return f"all-linear reaches {self.share:.0%} of the parameters in products; the rest is in {names}{experts}"
+        share = f"{self.share:.0%} of the weights used in matrix products"
+        return f"all-linear reaches {share}; the rest is in {names}{experts}"
 
 
 def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSpec) -> tuple[str, ...]:
@@ -67,8 +68,8 @@ def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSp
         one = larger[0]
         notes.append(
             f"{len(larger)} of {len(targets)} adapters have more parameters than their layers, {one.name} first: rank"
-            f" {one.rank} on {one.out_features}x{one.in_features}, where rank {min(one.out_features, one.in_features)}"
-            " gives any update"
+            f" {one.rank} on a {one.out_features}x{one.in_features} weight; rank"
+            f" {min(one.out_features, one.in_features)} can already express every update"
         )
     if spec.new_tokens:
         notes.append("new tokens: " + ", ".join(f"{text} ({token})" for text, token in spec.new_tokens.items()))

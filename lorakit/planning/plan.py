@@ -121,7 +121,7 @@ class Plan:
             for one in self.advice.backends:
                 if one.backend == self.requested != best.backend:
                     lines.append(("the recipe", f"requests {one.backend}, which {_requested_verdict(one)}"))
-            lines.append(("fits means", f"with {MARGIN:.0%} to spare"))
+            lines.append(("fits", f"leaves {MARGIN:.0%} free"))
         return columns(lines)
 
     def facts(self) -> dict[str, Any]:

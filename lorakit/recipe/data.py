@@ -1,34 +1,62 @@
 """The recipe's `data` section: which rows are trained on and held out, and how they are read."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     Discriminator,
     Field,
     SerializerFunctionWrapHandler,
     Tag,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
+WEIGHT_LIMIT: Final = 1000
+
+
+def _check_not_empty(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not names:
+        raise ValueError("the list is empty: name at least one")
+    return names
+
+
+def check_columns(columns: dict[Any, str]) -> dict[Any, str]:
+    """Return the columns, if every template among them can be filled.
+
+    Raises:
+        ValueError: a brace without its other half, or something else than a column's name in braces.
+    """
+    for key, source in columns.items():
+        if "{" not in source and "}" not in source:
+            continue
+        try:
+            parts = list(Formatter().parse(source))
+        except ValueError as problem:
+            raise ValueError(f"{key}: {problem}; write a brace of the text twice: {{{{ or }}}}") from None
+        names = [name for _, name, _, _ in parts if name is not None]
+        if "" in names or any(form or conversion for _, _, form, conversion in parts):
+            raise ValueError(f"{key}: in braces stands a column's name alone, such as {{question}}, got {source!r}")
+        if not names:
+            raise ValueError(f"{key}: names no column: {source!r}")
+    return columns
+
+
 RowKey = Literal[
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
     "weight",
 ]  # fmt: skip
 ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
-Columns = dict[RowKey, Pattern]
-WEIGHT_LIMIT: Final = 1000
+Columns = Annotated[dict[RowKey, Pattern], AfterValidator(check_columns)]
 
 
 class SourceSection(Section):
-    path: Name | tuple[Name, ...]
+    path: Name | Annotated[tuple[Name, ...], AfterValidator(_check_not_empty)]
     """A file, folder, pattern or hub data set id, or a list of them."""
     subset: Name | None = None
     """Subset of a hub data set that has several, such as `main` of `openai/gsm8k`; also called its configuration."""
@@ -48,11 +76,6 @@ class SourceSection(Section):
     streaming: bool = False
     """Read a hub data set row by row, `limit` rows of it, and store nothing of it but their tokens."""
 
-    @field_validator("path")
-    @classmethod
-    def _some_files_are_named(cls, value: Any) -> Any:
-        return check_not_empty(value)
-
     @model_validator(mode="after")
     def _a_stream_has_an_end(self) -> "SourceSection":
         if self.streaming and self.limit is None:
@@ -61,11 +84,6 @@ class SourceSection(Section):
                 " are read once"
             )
         return self
-
-    @field_validator("columns")
-    @classmethod
-    def _templates_are_complete(cls, columns: Columns | None) -> Columns | None:
-        return columns if columns is None else dict(check_columns(columns))
 
     @model_serializer(mode="wrap")
     def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -101,7 +119,7 @@ _Entry = Annotated[
         custom_error_message="a name, or a mapping with `path`, stands in a list; a list of names is `{path: [...]}`",
     ),
 ]
-_List = Annotated[tuple[_Entry, ...], Tag("list")]
+_List = Annotated[tuple[_Entry, ...], AfterValidator(_check_not_empty), Tag("list")]
 _Share = Annotated[float, Field(gt=0, lt=1), Tag("share")]
 
 
@@ -141,16 +159,6 @@ class DataSection(Section):
     """Split to read if `eval` is a hub data set id."""
     cache_gb: float = Field(20.0, ge=0)
     """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
-
-    @field_validator("train", "eval")
-    @classmethod
-    def _some_rows_are_named(cls, value: Any) -> Any:
-        return check_not_empty(value)
-
-    @field_validator("columns")
-    @classmethod
-    def _templates_are_complete(cls, columns: Columns) -> Columns:
-        return dict(check_columns(columns))
 
     @model_validator(mode="after")
     def _sources_fit_together(self) -> "DataSection":
@@ -196,35 +204,3 @@ def _sources(value: Any) -> tuple[SourceSection, ...]:
     if not any(isinstance(entry, SourceSection) for entry in entries):
         return (SourceSection(path=value),)
     return tuple(entry if isinstance(entry, SourceSection) else SourceSection(path=entry) for entry in entries)
-
-
-def check_not_empty(value: Any) -> Any:
-    """Return the names of rows.
-
-    Raises:
-        ValueError: an empty list.
-    """
-    if value == ():
-        raise ValueError("the list is empty: name at least one")
-    return value
-
-
-def check_columns(columns: Mapping[Any, str]) -> Mapping[Any, str]:
-    """Return the columns, if every template among them can be filled.
-
-    Raises:
-        ValueError: a brace without its other half, or something else than a column's name in braces.
-    """
-    for key, source in columns.items():
-        if "{" not in source and "}" not in source:
-            continue
-        try:
-            parts = list(Formatter().parse(source))
-        except ValueError as problem:
-            raise ValueError(f"{key}: {problem}; write a brace of the text twice: {{{{ or }}}}") from None
-        names = [name for _, name, _, _ in parts if name is not None]
-        if "" in names or any(form or conversion for _, _, form, conversion in parts):
-            raise ValueError(f"{key}: in braces stands a column's name alone, such as {{question}}, got {source!r}")
-        if not names:
-            raise ValueError(f"{key}: names no column: {source!r}")
-    return columns

@@ -26,11 +26,6 @@ OTHER_NAMES: Final = {
     "tensor_parallel_size": "tensor", "report_to": "log_to",
 }  # fmt: skip
 """names of other trainers that are not similar to lorakit's, and lorakit's"""
-WITHDRAWN: Final = {
-    "parallel.elastic": "there is no such key; on one machine parallel.max_restarts continues from the last"
-    " checkpoint, and across machines torchrun's elastic agent does, with parallel.processes: auto (docs/clusters.md)",
-}
-"""keys of earlier recipes, and what serves instead"""
 
 
 def explain(
@@ -103,9 +98,6 @@ def _line(node: yaml.Node, keys: list[int | str]) -> int:
 
 def _message(problem: Any, keys: list[int | str]) -> str:
     kind, value = problem["type"], problem["input"]
-    name = ".".join(map(str, keys))
-    if kind == "extra_forbidden" and name in WITHDRAWN:
-        return WITHDRAWN[name]
     if kind == "extra_forbidden":
         return f"unknown key.{_nearest_keys(str(keys[-1]), keys[:-1])}"
     if kind == "missing":
@@ -113,7 +105,8 @@ def _message(problem: Any, keys: list[int | str]) -> str:
     text = problem["msg"].removeprefix("Value error, ")
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     if kind == "literal_error":
-        return f"{text}, got {shown}.{did_you_mean(str(value), _quoted(problem['ctx']['expected']))}"
+        expected = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+        return f"{text}, got {shown}.{did_you_mean(str(value), expected)}"
     return text if isinstance(value, dict) else f"{text}, got {shown}"
 
 
@@ -122,15 +115,11 @@ def _nearest_keys(name: str, within: list[int | str]) -> str:
     if (ours := OTHER_NAMES.get(name)) in _known_keys(within):
         return f" Nearest: '{ours}'."
     name = ours or name
-    elsewhere = {key: section for section, keys in _sections().items() for key in keys}
+    sections = {section: _known_keys([section]) for section in Recipe.model_fields}
+    elsewhere = {key: section for section, keys in sections.items() if keys != _known_keys([]) for key in keys}
     if name in elsewhere and name not in _known_keys(within):
         return f" Nearest: '{elsewhere[name]}.{name}'."
     return did_you_mean(name, _known_keys(within))
-
-
-def _sections() -> dict[str, list[str]]:
-    """Return section -> its keys."""
-    return {section: keys for section in Recipe.model_fields if (keys := _known_keys([section])) != _known_keys([])}
 
 
 def _known_keys(keys: list[int | str]) -> list[str]:
@@ -143,7 +132,3 @@ def _known_keys(keys: list[int | str]) -> list[str]:
         elif not isinstance(annotation, types.UnionType):
             return []
     return list(model.model_fields)
-
-
-def _quoted(expected: str) -> list[str]:
-    return expected.replace(" or ", ", ").replace("'", "").split(", ")

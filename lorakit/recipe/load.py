@@ -16,11 +16,10 @@ from pydantic import ValidationError
 
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
+from lorakit.recipe.optimizer_rules import with_optimizer_defaults
 from lorakit.recipe.schema import Recipe
-from lorakit.recipe.updates import with_defaults
 
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
 Launched = Callable[[], Mapping[str, int] | None]
 SECTIONS = ("base", "adapter", "data", "train", "parallel")
 
@@ -42,12 +41,11 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
         node = loader.get_single_node()
         if node is None:
             raise RecipeError(f"{path}: the file is empty; `lorakit init` writes a recipe for your base and rows")
-        _check_depth(path, node)
         values = loader.construct_document(node)
     except yaml.YAMLError as problem:
         raise RecipeError(_explain_yaml(path, problem)) from None
     except RecursionError:
-        raise RecipeError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
+        raise RecipeError(f"{path}: nested too deeply") from None
     finally:
         loader.dispose()
     if not isinstance(values, dict):
@@ -81,7 +79,7 @@ def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> 
 
 def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
     # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
-    values |= {key: with_defaults(section) for key, section in values.items() if key == "train"}
+    values |= {key: with_optimizer_defaults(section) for key, section in values.items() if key == "train"}
     try:
         text = json.dumps(values, default=plain_value)
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
@@ -161,18 +159,6 @@ def _open(path: Path) -> _Loader:
         raise RecipeError(f"{path}: cannot be read: {problem.strerror or problem}") from None
 
 
-def _check_depth(path: Path, node: yaml.Node, depth: int = 1) -> None:
-    if depth > MAX_DEPTH:
-        raise RecipeError(f"{path}:{node.start_mark.line + 1}: nested deeper than {MAX_DEPTH} levels")
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.MappingNode):
-        children = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        children = node.value
-    for child in children:
-        _check_depth(path, child, depth + 1)
-
-
 def _explain_yaml(path: Path, problem: yaml.YAMLError) -> str:
     mark = getattr(problem, "problem_mark", None)
     line = f":{mark.line + 1}" if mark else ""
@@ -192,7 +178,7 @@ def _apply(values: dict[str, Any], item: str) -> list[str]:
         explained = _explain_yaml(Path(f"override '{item}'"), problem)
         return [f"{explained}. A text with such characters goes in quotes: '{key}=\"{text}\"'"]
     except RecursionError:
-        return [f"override '{item[:40]}...': nested deeper than {MAX_DEPTH} levels"]
+        return [f"override '{item[:40]}...': nested too deeply"]
     for part in parts[:-1]:
         child = values.setdefault(part, {})
         if not isinstance(child, dict):

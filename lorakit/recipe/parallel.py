@@ -42,12 +42,12 @@ class ParallelSection(Section):
     """Number of machines, each with `processes / nodes` processes. With `processes: auto` the launcher's."""
     sequence: Count = 1
     """Neighbouring processes that share the tokens of each packed line, for rows too long for one. Goes with every
-    backend of several processes and `data.packing`; the base's attention heads must divide by it."""
+    backend of several processes and `data.packing`; the number of attention heads must be divisible by it."""
     pipeline: Count = 1
     """Processes that share the layers, each a part of them, for bases too large for one. Goes with ddp and fsdp2."""
     tensor: Count = 1
-    """Neighbouring processes that share each weight and its adapter (ddp and fsdp2). The base's heads of attention must
-    divide by it, those of keys and values too."""
+    """Neighbouring processes that share each weight and its adapter (ddp and fsdp2). The numbers of
+    attention heads and of key/value heads must be divisible by it."""
     rendezvous: Name | None = None
     """`host:port` of the first machine; needed for more than one machine."""
     offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
@@ -75,9 +75,8 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_backend(self) -> "ParallelSection":
-        problems = [*_axis_problems(self)]
-        problems += [*(_auto_problems(self) if self.is_auto else _parallel_problems(self))]
-        if problems:
+        others = _auto_problems(self) if self.is_auto else _parallel_problems(self)
+        if problems := [*_axis_problems(self), *others]:
             raise ValueError("; ".join(problems))
         return self
 
@@ -161,9 +160,11 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
 
 def _offload_problems(section: ParallelSection, backend: Backend, offloads: OffloadSection) -> Iterator[str]:
     name = section.backend
+    # `stream` is for the base, also where a single word names it for a backend that cannot
+    parameters = "stream" if section.offload == "stream" else offloads.parameters
     for key, requested, possible, others in (
         ("optimizer", offloads.optimizer, backend.optimizer_memory, lambda other: other.optimizer_memory),
-        ("parameters", _requested_parameters(section), backend.base_memory, lambda other: other.base_memory),
+        ("parameters", parameters, backend.base_memory, lambda other: other.base_memory),
     ):
         if requested != "none" and requested not in possible:
             can = backends_with(lambda other, others=others, requested=requested: requested in others(other))  # type: ignore[misc]
@@ -172,8 +173,3 @@ def _offload_problems(section: ParallelSection, backend: Backend, offloads: Offl
         yield f"offload: {name} offloads parameters and optimizer together: `cpu` or `none`"
     if ("nvme" in (offloads.optimizer, offloads.parameters)) != (section.nvme_path is not None):
         yield "nvme_path goes with offload: nvme, and that needs it"
-
-
-def _requested_parameters(section: ParallelSection) -> str:
-    """Return the memory requested for the base; `stream` also where a single word names it for another backend."""
-    return "stream" if section.offload == "stream" else section.offloads.parameters

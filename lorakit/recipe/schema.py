@@ -7,6 +7,7 @@ description in the JSON schema, so editors show it.
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,9 +17,9 @@ from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
+from lorakit.recipe.optimizer_rules import FULL_TENSORS, backend_problem, endless_warmup, update_problems
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section, Token
-from lorakit.recipe.updates import backend_problem, endless_warmup, full_tensor_reason, update_problems
 
 
 class BaseSection(Section):
@@ -95,28 +96,21 @@ class AdapterSection(Section):
     """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `untie`:
     the head gets a weight of its own."""
 
-    @field_validator("rank_pattern", "alpha_pattern")
+    @field_validator("rank_pattern", "alpha_pattern", "targets", "exclude")
     @classmethod
-    def _keys_are_regular_expressions(cls, value: dict[str, float]) -> dict[str, float]:
-        for key in value:
-            _check_regex(key)
-        return value
-
-    @field_validator("targets", "exclude")
-    @classmethod
-    def _text_is_a_regular_expression(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if isinstance(value, str):
-            _check_regex(value)
+    def _texts_are_regular_expressions(cls, value: Any) -> Any:
+        patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as problem:
+                raise ValueError(f"not a regular expression: {problem}") from None
         return value
 
     @model_validator(mode="after")
     def _something_is_adapted(self) -> "AdapterSection":
         if (self.targets == () and not self.target_parameters) or self.exclude == ():
             raise ValueError("the list is empty: name at least one")
-        return self
-
-    @model_validator(mode="after")
-    def _layers_need_names(self) -> "AdapterSection":
         if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
             raise ValueError("`layers` goes with `all-linear` or a list; put the indices into the regular expression")
         return self
@@ -199,30 +193,20 @@ class TrainSection(Section):
     """Experiment trackers, besides `metrics.jsonl`."""
 
     @model_validator(mode="after")
-    def _every_key_is_read(self) -> "TrainSection":
-        if problems := list(update_problems(self)):
+    def _keys_fit_together(self) -> "TrainSection":
+        if problems := [*update_problems(self), *self._length_problems()]:
             raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _host_memory_is_for_layer_inputs(self) -> "TrainSection":
+    def _length_problems(self) -> Iterator[str]:
         if self.activation_offload and self.activation_checkpointing != "layers":
-            raise ValueError("activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it")
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "TrainSection":
+            yield "activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it"
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("give `epochs` or `steps`, not both")
+            yield "give `epochs` or `steps`, not both"
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            raise ValueError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> "TrainSection":
+            yield f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}"
         if self.steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            raise ValueError(endless_warmup(self.warmup_steps, self.steps))
-        return self
+            yield endless_warmup(self.warmup_steps, self.steps)
 
 
 class SftSection(Section):
@@ -265,20 +249,26 @@ class Recipe(Section):
         return tuple(key for key, value in is_auto.items() if value)
 
     @model_validator(mode="after")
-    def _best_step_needs_eval_rows(self) -> "Recipe":
-        for key in ("select", "early_stopping_evals"):
-            if getattr(self.train, key) not in (None, "last") and not self.data.has_eval:
-                raise ValueError(f"train.{key} needs held-out rows: set data.eval")
+    def _sections_fit_together(self) -> "Recipe":
+        if problems := [*self._eval_problems(), *self._compile_problems(), *self._tensor_problems()]:
+            raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _answers_need_rows_and_a_full_model(self) -> "Recipe":
-        if self.train.eval_generate is None:
+    def _eval_problems(self) -> Iterator[str]:
+        """Yield what keys about held-out rows lack, and why answers cannot be generated."""
+        generates = self.train.eval_generate is not None
+        needing = {
+            "select": self.train.select == "best",
+            "early_stopping_evals": self.train.early_stopping_evals is not None,
+            "eval_generate": generates,
+        }
+        for key, needs_rows in needing.items():
+            if needs_rows and not self.data.has_eval:
+                yield f"train.{key} needs held-out rows: set data.eval"
+        if not generates:
             if self.evaluation != EvaluationSection():
-                raise ValueError("evaluation: nothing is generated; set train.eval_generate, or leave the section out")
-            return self
-        if not self.data.has_eval:
-            raise ValueError("train.eval_generate needs held-out rows: set data.eval")
+                yield "evaluation: nothing is generated; set train.eval_generate, or leave the section out"
+            return
         backend = self.parallel.backend
         reason = None
         if self.parallel.offloads.streams:
@@ -290,55 +280,36 @@ class Recipe(Section):
         elif self.train.compile:
             reason = "train.compile compiles layers for steps"
         if reason is not None:
-            raise ValueError(
-                f"train.eval_generate: {reason}; it goes with backend"
-                f" {backends_with(lambda other: other.generates)}. Leave it out, and score"
-                " checkpoints beside the run (lorakit score)"
+            others = backends_with(lambda other: other.generates)
+            yield (
+                f"train.eval_generate: {reason}; it goes with backend {others}. Leave it out, and score checkpoints"
+                " beside the run (lorakit score)"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _compiled_layers_are_unsharded(self) -> "Recipe":
+    def _compile_problems(self) -> Iterator[str]:
         if not self.train.compile:
-            return self
+            return
         backend = self.parallel.backend
         if backend == "auto" or not BACKENDS[backend].compiles or self.parallel.offloads.streams:
             offload = ", offload: stream" if self.parallel.offloads.streams else ""
-            raise ValueError(
+            yield (
                 f"train.compile: goes with backend {backends_with(lambda other: other.compiles)} and layers that stay"
                 f" in memory, got {backend}{offload}: engines that bring layers in parts stop the compiler at every one"
             )
         if self.base.quantize != "none":
-            raise ValueError(f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}")
-        return self
+            yield f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}"
 
-    @model_validator(mode="after")
-    def _shared_tokens_are_packed(self) -> "Recipe":
+    def _tensor_problems(self) -> Iterator[str]:
+        """Yield why tokens cannot be shared, or why the optimizer does not get the tensors that it needs."""
         if self.parallel.sequence > 1 and not self.data.packing:
-            raise ValueError(f"parallel.sequence: {self.parallel.sequence} goes with data.packing: true")
-        return self
-
-    @model_validator(mode="after")
-    def _optimizers_have_the_tensors_they_need(self) -> "Recipe":
+            yield f"parallel.sequence: {self.parallel.sequence} goes with data.packing: true"
         if (problem := backend_problem(self.train.optimizer, self.parallel.backend)) is not None:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
-    def _shared_weights_can_be_cut(self) -> "Recipe":
-        if self.parallel.tensor > 1 and (reason := full_tensor_reason(self.train.optimizer)) is not None:
-            raise ValueError(
+            yield problem
+        if self.parallel.tensor > 1 and (reason := FULL_TENSORS.get(self.train.optimizer)) is not None:
+            yield (
                 f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {self.train.optimizer},"
                 f" {reason}; choose adamw, lion or sgd, or leave tensor out (fsdp2 and zero3 divide the base too)"
             )
-        return self
-
-
-def _check_regex(text: str) -> None:
-    try:
-        re.compile(text)
-    except re.error as problem:
-        raise ValueError(f"not a regular expression: {problem}") from None
 
 
 def schema_text() -> str:

@@ -19,12 +19,11 @@ from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data import find_sources
-from lorakit.data.columns import Columns, all_columns
+from lorakit.data.columns import Columns, all_columns, map_columns
 from lorakit.data.encode import Encoder
-from lorakit.data.eval_split import content_of, is_eval_row
-from lorakit.data.json_row import BadRow, parse_raw
-from lorakit.data.load import row_of_columns
+from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS
+from lorakit.data.row_settings import is_eval_row
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.training.updates import SMALL_BASE
@@ -105,7 +104,7 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    if not row or any(row.keys() >= set(form) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
+    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
         return ()
     questions, contexts, answers = (
         [name for name in row if name.lower() in usual] for usual in (QUESTIONS, CONTEXTS, ANSWERS)
@@ -141,8 +140,8 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     num_eval = 0
     unread = dict[str, None]()
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
-        raw_row = parse_raw(raw)
-        row = row_of_columns(raw_row, columns)
+        raw_row = decode_line(raw)
+        row = map_columns(raw_row, columns)
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -150,7 +149,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             forms[_form(row)] += 1
             if columns and isinstance(raw_row, dict):
                 unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))
-            num_eval += is_eval_row(content_of(raw_row, columns, ()), EVAL_SHARE)
+            num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
     if not count:

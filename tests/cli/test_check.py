@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorakit.cli import main
-from lorakit.data.token_table import TableWriter
+from lorakit.data.dataset import TableWriter
 from lorakit.files.cache import cache_folder
 from tests.helpers.rows import chat, write_rows
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -20,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.transformers_io import load_base
 from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate, tokenize_rows
-from lorakit.data._internals import dataset_fingerprint
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.find_rows import find_sources
-from lorakit.data.json_row import BadRow, parse_row
-from lorakit.data.row_formats import parse_row_format
+from lorakit.data.row_files import BadRow, decode_line
+from lorakit.data.row_formats import to_conversation
 from lorakit.errors import DataError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from tests.helpers.rows import chat, write_rows
@@ -116,7 +114,7 @@ def test_the_labels_are_exact_for_templates_of_every_habit(
 @pytest.mark.parametrize(
     ("template", "row", "expected"),
     [
-        (OPENED, {"messages": thinking(TURNS)}, "asks for it with a prompt ending in"),
+        (OPENED, {"messages": thinking(TURNS)}, "in use, the answer is generated after"),
         (FORGETS, {"messages": TURNS}, "message 1 (system): the chat template leaves it out"),
         (CHATML, {"messages": TURNS, "tools": [{"name": "clock"}]}, "tools: the chat template leaves them out"),
         (
@@ -224,7 +222,7 @@ def test_all_tokens_are_labels_on_request(tokenizer: Any) -> None:
     ("row", "expected"),
     [
         (3, "a row is a mapping, got int"),
-        ({"q": 1}, "keys ['q'] are none of"),
+        ({"q": 1}, "no row format has the keys q; the formats are"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role 'robot' is none of"),
         ({"messages": [TURNS[1], {"role": "assistant", "content": ""}]}, "message 2: the assistant says nothing"),
@@ -253,10 +251,10 @@ def test_a_row_that_cannot_be_trained_on_is_refused_with_the_reason(tokenizer: A
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
 def test_no_line_escapes_as_anything_but_a_row_or_a_bad_row(raw: bytes) -> None:
-    row = parse_row(raw)
+    row = decode_line(raw)
     if not isinstance(row, BadRow):
         with contextlib.suppress(BadRow):
-            parse_row_format(row)
+            to_conversation(row)
 
 
 def test_bad_rows_stop_with_their_reasons_file_and_line_of_the_first_and_the_total(
@@ -298,7 +296,7 @@ def test_bad_rows_beyond_the_tenth_reason_are_counted(tmp_path: Path, tokenizer:
     with pytest.raises(DataError, match="14 of 14 rows cannot be used") as caught:
         tokenize_rows(str(path), "train", tokenizer, SETTINGS)
     lines = str(caught.value).splitlines()
-    assert lines[4].startswith(f"  2 rows ({path}:4, {path}:13): keys ['key 3'] are none of")
+    assert lines[4].startswith(f"  2 rows ({path}:4, {path}:13): no row format has the keys key 3")
     assert lines[11:] == ["  ... and 3 more, for other reasons", lines[-1]]
 
 
@@ -390,11 +388,6 @@ def test_a_path_in_a_folder_that_exists_is_not_searched_on_the_hub(
     with pytest.raises(DataError, match="mine is a folder here, so the hub was not searched"):
         find_sources("mine/train", "train")
     assert find_sources("yours/train", "train")[0].path is None
-
-
-def test_datasets_still_has_a_fingerprint_of_the_content() -> None:
-    one, same, other = (datasets.Dataset.from_dict({"text": [text]}) for text in ("a", "a", "b"))
-    assert dataset_fingerprint(one) == dataset_fingerprint(same) != dataset_fingerprint(other)
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(

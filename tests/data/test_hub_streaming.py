@@ -18,6 +18,7 @@ import pytest
 
 from lorakit.data import RowSettings, TokenDataset
 from lorakit.data.find_rows import find_sources
+from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import no_progress, tokenize_sources
 from lorakit.errors import DataError, HubError, LorakitError, TemporaryFailure
 from lorakit.files.cache import cache_folder
@@ -93,7 +94,7 @@ def expected(tmp_path: Path, tokenizer: Any) -> list[list[int]]:
 
 FAULTS: dict[str, tuple[Callable[[Hub, str], None], type[LorakitError], str]] = {
     "status 500": (lambda hub, file: hub.refuse.update({file: 500}), TemporaryFailure,
-                   r"org/set: after row 300: the hub could not answer \(500\); the same command tokenises again"),
+                   r"org/set: after row 300: the hub could not answer \(500\); the same command tries again"),
     "status 403": (lambda hub, file: hub.refuse.update({file: 403}), HubError,
                    r"org/set: after row 300: the hub says that your token may not read it \(403\): refused"),
     "cut inside": (lambda hub, file: hub.cut_after.update({file: 900}), TemporaryFailure,
@@ -143,11 +144,23 @@ def test_a_damaged_file_is_no_matter_of_the_connection(
     repository, name = hub.repositories["org/set"], f"train-1.{form}"
     sound = repository.commits[-1][2][name]
     repository.commit("damaged", {name: damage(sound)})
-    with pytest.raises(DataError, match=r"org/set: cannot be read after row 300: .*; mend the .*`limit: 300`"):
+    with pytest.raises(DataError, match=r"org/set: cannot be read after row 300: .*; fix the .*`limit: 300`"):
         streamed(tokenizer)
 
     repository.commit("mended", {name: sound})
     assert streamed(tokenizer) == expected
+
+
+def test_a_data_set_that_is_stored_is_known_by_its_commit(hub: Hub) -> None:
+    add_set(hub)
+    (source,) = find_sources("org/set", "train")
+    first = source.digest()
+    assert [row["prompt"] for _, row in read_rows(source)] == [f"say {number}" for number in range(3 * FILE_ROWS)]
+    assert source.digest() == first
+
+    hub.repositories["org/set"].commit("more", {"train-3.jsonl": lines(3 * FILE_ROWS)})
+    assert source.digest() != first
+    assert sum(1 for _ in read_rows(source)) == 4 * FILE_ROWS
 
 
 def test_a_second_call_waits_says_so_and_goes_on_when_the_first_is_killed(

@@ -7,8 +7,8 @@ import pytest
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoder
-from lorakit.data.json_row import BadRow
 from lorakit.data.question import Question, parse_question
+from lorakit.data.row_files import BadRow
 
 ASKED = {"role": "user", "content": "hi"}
 ANSWERED = {"role": "assistant", "content": "yes"}
@@ -93,7 +93,7 @@ def test_an_earlier_answer_may_lose_its_reasoning_as_it_does_in_use(tokenizer: A
         ({"messages": [ANSWERED, ASKED]}, "begins with its answer"),
         (CHAT | {"label": False}, "label: whether the answer is good"),
         ({"messages": [ASKED, ANSWERED | {"reasoning_content": "hm"}]}, "leaves out reasoning_content"),
-        ({"a": 1}, "keys ['a'] are none of"),
+        ({"a": 1}, "no row format has the keys a;"),
     ],
 )
 def test_a_row_without_an_exact_question_is_refused(tokenizer: Any, row: Any, reason: str) -> None:

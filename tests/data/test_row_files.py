@@ -12,7 +12,7 @@ import pytest
 
 from lorakit.data import row_files
 from lorakit.data.find_rows import files_without_rows, find_sources
-from lorakit.data.json_row import BadRow
+from lorakit.data.row_files import BadRow
 from lorakit.data.rows import read_rows
 from lorakit.errors import DataError
 
@@ -134,19 +134,6 @@ def test_links_are_followed_once_and_one_that_leads_nowhere_is_named(tmp_path: P
     for name, problem in (("gone.jsonl", "a link to nowhere.jsonl, which leads to no file"), ("/dev/null", "neither")):
         with pytest.raises(DataError, match=problem):
             find_sources(str(tmp_path / name), "train")
-
-
-def test_a_run_inside_of_a_folder_of_rows_is_left_out_and_named(tmp_path: Path) -> None:
-    for name in ("1.jsonl", "out/metrics.jsonl", "out/run.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "a"}\n')
-
-    for name in (str(tmp_path), f"{tmp_path}/**/*.jsonl"):
-        assert [source.name for source in find_sources(name, "train")] == [str(tmp_path / "1.jsonl")]
-        assert files_without_rows(name) == [str(tmp_path / "out")]
-    inside = f"{tmp_path}/out/*.jsonl"  # which names the folder itself
-    assert [source.name for source in find_sources(inside, "train")] == [str(tmp_path / "out/metrics.jsonl")]
-    assert files_without_rows(inside) == []
 
 
 def test_a_folder_with_a_table_beside_other_rows_is_refused_because_they_may_be_the_same(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
 from lorakit.data.encode import Encoder
-from lorakit.data.json_row import BadRow
-from lorakit.data.row_formats import parse_row_format
-from lorakit.data.row_keys import HARMLESS, REMEDIES
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import HARMLESS, REMEDIES, to_conversation
 from lorakit.data.token_cache import RowSettings, tokenize_rows
 from tests.helpers.rows import chat, write_rows
 
@@ -90,10 +89,10 @@ def test_a_message_that_is_switched_off_is_not_learnt(tokenizer: Any, off: dict[
     "row", [CHAT, {"conversations": TURNS}, {"prompt": [ASKED], "completion": [ANSWERED]}], ids=str
 )
 def test_a_system_prompt_beside_a_conversation_is_its_first_message(tokenizer: Any, row: dict[str, Any]) -> None:
-    parsed = parse_row_format(row | {"system": "Be kind."})
+    parsed = to_conversation(row | {"system": "Be kind."})
     assert parsed.messages == ({"role": "system", "content": "Be kind."}, ASKED, ANSWERED)
     assert parsed.trained == (False, False, True)
-    assert parse_row_format({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "a"})
+    assert to_conversation({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "a"})
 
 
 def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tmp_path: Path) -> None:
@@ -122,9 +121,9 @@ def test_a_harmless_key_of_a_message_is_unread_where_the_template_leaves_it_out(
 def test_keys_to_ignore_are_not_read_in_rows_turns_and_messages(tokenizer: Any) -> None:
     row = {"messages": [ASKED, ANSWERED | {"thinking": "hm"}], "prompt": "hi", "label": True}
     assert labels(tokenizer, row, "thinking", "prompt", "label") == "yes<|end|>"
-    assert parse_row_format(row, ["thinking", "prompt", "label"]).unread == {"thinking", "prompt", "label"}
+    assert to_conversation(row, ["thinking", "prompt", "label"]).unread == {"thinking", "prompt", "label"}
     assert labels(tokenizer, {"conversations": [TURNS[0], TURNS[1] | {"score": 1}]}, "score") == "yes<|end|>"
-    with pytest.raises(BadRow, match="none of"):
+    with pytest.raises(BadRow, match="no row format"):
         labels(tokenizer, CHAT, "messages")
 
 
@@ -147,11 +146,11 @@ def test_no_key_with_a_value_is_lost(extra: dict[str, Any]) -> None:
     """A row with more keys is refused, or is parsed as it is without those that are named as unread."""
     row = CHAT | {key: value for key, value in extra.items() if key != "messages"}
     try:
-        parsed = parse_row_format(row)
+        parsed = to_conversation(row)
     except BadRow:
         return
     assert parsed.unread <= HARMLESS
-    assert parsed == parse_row_format(
+    assert parsed == to_conversation(
         {k: v for k, v in row.items() if k not in parsed.unread} | dict.fromkeys(parsed.unread, "x")
     )
 

@@ -12,8 +12,8 @@ import pytest
 
 from lorakit.data import BatchSampler, TokenDataset, tokenize_rows
 from lorakit.data.dataset import count_shared
-from lorakit.data.encode_chunks import RowSettings
 from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from tests.helpers.rows import chat, write_rows, write_uneven_rows

@@ -17,12 +17,12 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache, tokenize_rows
-from lorakit.data.cache_entries import cache_entries, trim_cache
 from lorakit.data.encode import Encoder
 from lorakit.data.encode_chunks import EncodedChunk
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.rows import read_rows
+from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files.atomic import MANIFEST
 from lorakit.files.cache import cache_folder

@@ -84,7 +84,7 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
     note = coverage_of(model, reached).note(spec)
 
     assert note is not None
-    assert "all-linear reaches 14% of the parameters in products; the rest is in gate_up_proj (24,576)" in note
+    assert "all-linear reaches 14% of the weights used in matrix products; the rest is in gate_up_proj (24,576)" in note
     assert "target_parameters: all-experts" in note
     assert coverage_of(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None
 

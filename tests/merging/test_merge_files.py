@@ -265,7 +265,7 @@ def test_verifying_finds_a_merge_that_is_wrong(base: Path, tmp_path: Path) -> No
     assert ledger["verified"]["layers"] == 14
     assert ledger["verified"]["largest_share_of_bound"] < 1
     assert ledger["verified"]["same_next_token"] == ledger["verified"]["tokens"] > 20
-    assert any(line.startswith("verified: 14 layers within the bound") for line in said)
+    assert any(line.startswith("verified: all 14 merged layers are within their rounding bound") for line in said)
 
     weights = load_file(out / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3] *= 1.01

@@ -1,4 +1,4 @@
-"""The keys of `train` that decide an update: which optimizer and which schedule reads which of them.
+"""Which optimizer and which schedule reads which keys of `train`, and which optimizer goes with which backend.
 
 Invariant: a key that the chosen optimizer or schedule does not read is an error, unless it has its default value.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lorakit.recipe.schema import TrainSection
 
 OPTIMIZER_KEYS: Final = ("beta1", "beta2", "epsilon")
-READ: Final[Mapping[str, tuple[str, ...]]] = {
+KEYS_READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "lion": ("beta1", "beta2"), "sgd": ("beta1",), "muon": ("beta1",), "adafactor": (),
 }  # fmt: skip
 """optimizer -> those of OPTIMIZER_KEYS that it reads; one that is not here reads all"""
@@ -32,7 +32,7 @@ SCHEDULE_KEYS: Final = {
 """key -> schedules that read it"""
 
 
-def with_defaults(values: Any) -> Any:
+def with_optimizer_defaults(values: Any) -> Any:
     """Return the values of a `train` section with those defaults that its optimizer has of its own."""
     if not isinstance(values, dict) or not isinstance(name := values.get("optimizer"), str):
         return values
@@ -42,7 +42,7 @@ def with_defaults(values: Any) -> Any:
 def update_problems(train: "TrainSection") -> Iterator[str]:
     """Yield what contradicts each other among the keys that decide an update."""
     defaults = {key: field.default for key, field in type(train).model_fields.items()}
-    unread = [key for key in OPTIMIZER_KEYS if key not in READ.get(train.optimizer, OPTIMIZER_KEYS)]
+    unread = [key for key in OPTIMIZER_KEYS if key not in KEYS_READ_BY.get(train.optimizer, OPTIMIZER_KEYS)]
     for key in unread:
         if getattr(train, key) != defaults[key]:
             yield f"{key}: {train.optimizer} does not read it; leave it out"
@@ -62,11 +62,6 @@ def backend_problem(optimizer: str, backend: str) -> str | None:
         return None
     names = backends_with(lambda other: other.optimizers is None or optimizer in other.optimizers)
     return f"train.optimizer: {optimizer} goes with backend {names}, got {backend}; adamw goes with every backend"
-
-
-def full_tensor_reason(optimizer: str) -> str | None:
-    """Return why an optimizer needs full tensors, as the end of a sentence; None if it updates each value alone."""
-    return FULL_TENSORS.get(optimizer)
 
 
 def endless_warmup(warmup_steps: int, steps: int) -> str:

@@ -1,0 +1,60 @@
+"""The settings of a row: how it is encoded, and whether it is held out, by a digest of its content.
+
+Invariant of the split: it is a function of the row's content and the share alone. So equal rows are on the same side,
+and no row changes sides when others come, go or move. The rows of a share are among those of every larger share.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lorakit.data.columns import Columns, all_columns
+from lorakit.data.row_files import without_none
+from lorakit.data.row_formats import HARMLESS, has_value
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """Settings that decide the tokens and labels of a row."""
+
+    max_tokens: int
+    on_long_rows: str
+    on_bad_rows: str
+    loss_on: str
+    ignore_keys: tuple[str, ...] = ()
+    columns: Columns = ()
+    """empty: the keys of a row are those of the file"""
+    limit: int | None = None
+    """rows that are read, the first ones; None: all"""
+    eval_share: float = 0.0
+    """share of the rows that is held out"""
+    eval_side: bool = False
+    """take the rows that are held out, instead of the others"""
+    today: str | None = None
+    """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
+
+    def is_on_side(self, row: Any) -> bool:
+        """True if a file's row is on this side of the split; a BadRow is on the side of training."""
+        if not self.eval_share:
+            return True
+        return is_eval_row(row, self.eval_share, self.columns, self.ignore_keys) == self.eval_side
+
+
+def is_eval_row(row: Any, share: float, columns: Columns, ignore: Collection[str] = ()) -> bool:
+    """True if a file's row is one of a share of the rows that is held out; False if it is no mapping."""
+    if not isinstance(row, Mapping):
+        return False
+    text = json.dumps(_content(row, columns, ignore), sort_keys=True, ensure_ascii=False, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _content(row: Mapping[str, Any], columns: Columns, ignore: Collection[str]) -> dict[str, Any]:
+    """Return the training content of a row: without weight and origin, and without what templates write around it."""
+    if columns:
+        names = all_columns(columns) - {source for key, source in columns if key == "weight"}
+        return {name: without_none(row[name]) for name in names if row.get(name) is not None}
+    left_out = HARMLESS | {"weight"} | set(ignore)
+    return {key: without_none(value) for key, value in row.items() if key not in left_out and has_value(value)}
