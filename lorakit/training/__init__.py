@@ -1,1 +1,1 @@
-"""Training: the loop, the job it runs, checkpoints, and the end of a run."""
+"""Training: the loop, its session and run, checkpoints, and the end of a run."""
